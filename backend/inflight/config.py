@@ -1,0 +1,165 @@
+"""Engine configuration: what `model.json` may say.
+
+Names and defaults follow vLLM's engine arguments where vLLM has the option, so that a
+`vllm_backend` repository entry needs few edits.  This module imports no torch: the
+frontend, the command line and the engine process all read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["ConfigError", "EngineConfig", "parse_bytes"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, the value and the fix."""
+
+
+_PositiveInt = Annotated[int, Meta(ge=1)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+
+_BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an integer or a text such as `"512MiB"`, `"4 GiB"` or `"2G"`.
+
+    Raises:
+        ConfigError: when the text is not a number with one of the units K, M, G, Ki, Mi, Gi.
+    """
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]I?)?B?\s*", value.upper())
+    if match is None:
+        raise ConfigError(f'cannot read {value!r} as a size: give bytes or a text like "4GiB"')
+    return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the engine process is told at start.  Frozen; unknown keys are errors.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint, or a hub id.
+        tokenizer: directory or hub id of the tokenizer; `None` means `model`.
+        revision: hub revision of the checkpoint.
+        trust_remote_code: let the checkpoint run its own Python code while loading.
+        dtype: dtype of weights, activations and KV pool; "auto" takes the checkpoint's.
+        device: "cuda", "cpu", or "auto" for CUDA where there is one.
+        max_model_len: most tokens (prompt plus output) of one request; `None` takes the
+            checkpoint's `max_position_embeddings`.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: token budget of one step, prefill and decode together.
+        block_size: tokens in one KV block.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
+        kv_cache_memory: bytes (or "4GiB") of the KV pool; on a CPU `None` takes a share of the
+            free RAM, on a GPU it takes what `gpu_memory_utilization` leaves.
+        num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
+        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        attention_backend: "auto", or the name of a kernel (see `attention/`).
+        max_queue_size: most waiting sequences; one more is refused with UNAVAILABLE. 0 lifts it.
+        default_max_tokens: `max_tokens` of a request that names none.
+        seed: base of the seeds given to requests that name none; `None` draws it from the OS.
+        cpu_threads: intra-op threads of torch in the engine process; `None` takes all cores.
+        chat_template: Jinja text that replaces the checkpoint's chat template.
+        enforce_eager: never capture CUDA graphs (accepted for compatibility on a CPU).
+        disable_log_stats: publish no custom metrics.
+        disable_log_requests: accepted for compatibility; requests are never logged.
+        tensor_parallel_size: ranks of the engine; only 1 is built.
+        python_executable: interpreter of the engine process; `None` takes the stub's own.
+        engine_start_timeout: seconds the engine process has to load the checkpoint.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: _PositiveInt | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
+    max_num_batched_tokens: _PositiveInt = 2048
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    gpu_memory_utilization: _Share = 0.9
+    kv_cache_memory: int | str | None = None
+    num_gpu_blocks_override: _PositiveInt | None = None
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    max_queue_size: Annotated[int, Meta(ge=0)] = 1024
+    default_max_tokens: _PositiveInt = 16
+    seed: int | None = None
+    cpu_threads: _PositiveInt | None = None
+    chat_template: str | None = None
+    enforce_eager: bool = False
+    disable_log_stats: bool = False
+    disable_log_requests: bool = True
+    tensor_parallel_size: _PositiveInt = 1
+    python_executable: str | None = None
+    engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: this engine runs on one device; set it to 1"
+            )
+        if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory) <= 0:
+            raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: it must be more than 0 bytes")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer is loaded from."""
+        return self.tokenizer or self.model
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "model.json") -> EngineConfig:
+        """Build from decoded JSON.
+
+        Raises:
+            ConfigError: unknown key (with the nearest known one), wrong type or range.
+        """
+        if not isinstance(values, dict):
+            raise ConfigError(f"{source}: expected a JSON object, got {type(values).__name__}")
+        known = cls.__struct_fields__
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+                raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
+        if "model" not in values:
+            raise ConfigError(f'{source}: "model" is missing; name a checkpoint directory or a hub id')
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            key = re.search(r"\$\.(\w+)", str(error))
+            came = f"{key[1]}={values.get(key[1])!r}: " if key else ""
+            raise ConfigError(f"{source}: {came}{str(error).split(' - at ')[0]}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> EngineConfig:
+        """Read a `model.json`.  A relative `model` or `tokenizer` that exists beside the file
+        is taken from there, so that a repository entry can carry its checkpoint.
+
+        Raises:
+            ConfigError: no such file, not JSON, or what `from_dict` refuses.
+        """
+        path = Path(path)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f'{path}: no such file; write {{"model": "<directory or hub id>"}} there') from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid JSON: {error}") from None
+        config = cls.from_dict(values, source=str(path))
+        beside = {
+            key: str((path.parent / value).resolve())
+            for key in ("model", "tokenizer")
+            if (value := getattr(config, key)) and (path.parent / value).is_dir()
+        }
+        return msgspec.structs.replace(config, **beside)

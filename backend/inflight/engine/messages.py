@@ -1,0 +1,170 @@
+"""What crosses the pipe between the frontend (Triton's stub) and the engine process.
+
+Frames are MessagePack arrays (`encode`, `decode_to_engine`, `decode_to_frontend`).  One
+`StepMessage` per step carries everything that step produced.  No torch, no Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from inflight.engine.request import SamplingParams
+
+__all__ = [
+    "AbortRequest",
+    "AddRequest",
+    "EngineFailed",
+    "EngineReady",
+    "RequestFailed",
+    "SequenceDelta",
+    "Shutdown",
+    "StepMessage",
+    "StepStats",
+    "TokenLogprobs",
+    "decode_to_engine",
+    "decode_to_frontend",
+    "encode",
+]
+
+
+class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """Frontend -> engine: generate.
+
+    Attributes:
+        request_id: unique while the engine process lives; chosen by the frontend.
+        prompt_token_ids: at least one id.
+        params: validated; `seed` is resolved, never None.
+        priority: smaller is sooner.
+        tenant: whom the request is accounted to; "" is the common one.
+        deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
+        cache_salt: keeps prefix-cache hits among requests with the same salt.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Frontend -> engine: stop one sequence (`index`) or all of a request (`index` None).
+
+    No delta follows for an aborted sequence; its blocks are free after the step in flight.
+    """
+
+    request_id: int
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """Frontend -> engine: finish the step in flight and exit with status 0."""
+
+
+# One generated or prompt token: (token_id, logprob, rank) triples, the token itself first, then
+# the top ones by falling log probability.  Rank 1 is the most likely token.
+TokenLogprobs = list[tuple[int, float, int]]
+
+
+class SequenceDelta(msgspec.Struct, array_like=True, frozen=True):
+    """What one step added to one sequence.
+
+    Attributes:
+        request_id, index: which sequence.
+        token_ids: new tokens (one, or none when only the end or prompt logprobs are new).
+        finish_reason: "stop" or "length" on the last delta of the sequence, else None.
+        stop_token: the EOS or stop token id that ended it; it is the last of `token_ids` and
+            not part of the text.
+        logprobs: one entry per new token when asked for.
+        prompt_logprobs: entries for prompt tokens computed in this step, in order; the first
+            token of a prompt has none and is sent as an empty list.
+        num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
+    """
+
+    request_id: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int | None = None
+
+
+class StepStats(msgspec.Struct, array_like=True, frozen=True):
+    """State of the engine after a step; times in seconds, the rest are counts.
+
+    `*_total` fields only grow while the engine process lives.
+    """
+
+    running: int
+    waiting: int
+    preempted_total: int
+    blocks_used: int
+    blocks_free: int
+    prefix_queries_total: int
+    prefix_hits_total: int
+    prompt_tokens: int
+    batch_size: int
+    scheduled_tokens: int
+    step_seconds: float
+
+
+class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
+    """Engine -> frontend: all that one step produced.
+
+    Attributes:
+        deltas: one per sequence that got a token or ended; order is the step's.
+        stats: counters after the step; `prefix_*_total` are counted in tokens.
+    """
+
+    deltas: list[SequenceDelta]
+    stats: StepStats
+
+
+class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
+    """Engine -> frontend: the request was not taken, or cannot go on.
+
+    `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".
+    """
+
+    request_id: int
+    code: str
+    message: str
+
+
+class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
+    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str
+    attention_backend: str
+    load_seconds: float
+
+
+class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):
+    """Engine -> frontend: loading or stepping failed for good; the process exits after it.
+
+    `fatal` tells that a restart cannot help (a checkpoint that does not fit or is refused).
+    """
+
+    message: str
+    fatal: bool = False
+
+
+ToEngine = Union[AddRequest, AbortRequest, Shutdown]
+ToFrontend = Union[StepMessage, RequestFailed, EngineReady, EngineFailed]
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

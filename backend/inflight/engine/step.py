@@ -1,0 +1,75 @@
+"""Plain data between scheduler, runner and engine core, one pair a step.  No torch.
+
+A row is a place in the runner's batch state: the scheduler owns which request sits in which
+slot; the runner keeps, per slot, token ids, block table and sampling parameters, so that a step
+says only what changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight.engine.messages import TokenLogprobs
+from inflight.engine.request import Request, SamplingParams
+
+__all__ = ["NewRow", "SchedulerOutput", "StepOutput"]
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request that enters a slot: admitted, or resumed after preemption.
+
+    Attributes:
+        slot: row in the batch state; its old contents are void.
+        token_ids: prompt plus output so far.
+        num_prompt_tokens: where the output starts.
+        block_ids: whole block table so far.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One ragged batch.  The five lists below `requests` are parallel to it.
+
+    Attributes:
+        requests: scheduled requests, in batch order; each appears once.
+        slots: their rows.
+        num_scheduled_tokens: tokens of each in this step, >= 1; the sum is within the budget.
+        num_computed_tokens: position of the first scheduled token of each.
+        samples: whether the step computes the last known token of each, so that one is sampled.
+        new_rows: rows to fill before the step.
+        new_block_ids: slot -> blocks appended to a row that was already in place.
+        preempted: requests that lost slot and blocks while this step was made.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_block_ids: dict[int, list[int]] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+    total_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What the runner made of a `SchedulerOutput`; lists are parallel to its `requests`.
+
+    Attributes:
+        token_ids: sampled token of each row, -1 where none was sampled.
+        logprobs: row -> entry of its sampled token, for rows that asked.
+        prompt_logprobs: row -> entries for the prompt tokens *predicted* by this step's
+            positions, for rows that asked.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
