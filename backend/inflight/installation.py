@@ -1,0 +1,152 @@
+"""Where a `tritonserver` is, and the Python pieces it needs: stub, libpython, backends folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LauncherError", "TritonInstallation", "find_libpython"]
+
+_OPT = Path("/opt/tritonserver")
+_STUB = "triton_python_backend_stub"
+
+
+class LauncherError(RuntimeError):
+    """The server cannot be started or has ended; the message is one line with the fix."""
+
+
+@dataclass(frozen=True)
+class TritonInstallation:
+    """The files of one `tritonserver`.
+
+    Attributes:
+        binary: the executable.
+        python_backend: folder with `libtriton_python.so` and `triton_python_backend_utils.py`.
+        stubs: stub executable per Python version ("3.11").
+        library_dirs: folders the dynamic loader must search.
+    """
+
+    binary: Path
+    python_backend: Path
+    stubs: Mapping[str, Path]
+    library_dirs: tuple[Path, ...] = ()
+
+    @classmethod
+    def find(cls) -> TritonInstallation:
+        """The installation to use: `$TRITONSERVER`, the wheel, `/opt/tritonserver`, `PATH`.
+
+        Raises:
+            LauncherError: none is there, or `$TRITONSERVER` names no executable.
+        """
+        named = os.environ.get("TRITONSERVER")
+        if named:
+            if not os.access(named, os.X_OK) or Path(named).is_dir():
+                raise LauncherError(f"TRITONSERVER={named} is not an executable file; unset it or correct it")
+            return cls._installed(Path(named))
+        wheel = find_wheel()
+        if wheel is not None:
+            return cls._from_wheel(wheel)
+        on_path = shutil.which("tritonserver", path=f"{_OPT / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
+        if on_path is None:
+            raise LauncherError("no tritonserver found: run `pip install 'inflight[server]'` or set TRITONSERVER")
+        return cls._installed(Path(on_path))
+
+    @classmethod
+    def _from_wheel(cls, root: Path) -> TritonInstallation:
+        return cls(
+            binary=root / "bin" / "tritonserver",
+            python_backend=root / "backends" / "python",
+            stubs={stub.parent.name: stub for stub in (root / "python_backend_stubs").glob(f"*/{_STUB}")},
+            library_dirs=(root.parents[1] / "nvidia_pytriton.libs",),
+        )
+
+    @classmethod
+    def _installed(cls, binary: Path) -> TritonInstallation:
+        """NVIDIA's layout: `bin/tritonserver` beside `backends/python` with one stub."""
+        root = binary.resolve().parents[1]
+        python_backend = next(
+            (path for path in (root / "backends" / "python", _OPT / "backends" / "python") if path.is_dir()), None
+        )
+        if python_backend is None:
+            raise LauncherError(f"{root}: no backends/python there; this tritonserver has no Python backend")
+        stub = python_backend / _STUB
+        if not stub.is_file():
+            raise LauncherError(f"{stub}: no such file; this tritonserver's Python backend is not complete")
+        linked = re.search(rb"libpython(3\.\d+)", stub.read_bytes())
+        version = linked[1].decode() if linked else _python_version()
+        return cls(binary, python_backend, {version: stub}, (root / "lib",))
+
+    def lay_out(self, folder: Path, backends: Mapping[str, Path]) -> None:
+        """Make `folder` a backends directory: `python/` plus a link for each of `backends`.
+
+        Raises:
+            LauncherError: no stub for the running Python.
+        """
+        version = _python_version()
+        stub = self.stubs.get(version)
+        if stub is None:
+            known = ", ".join(sorted(self.stubs, key=lambda v: tuple(map(int, v.split("."))))) or "none"
+            raise LauncherError(
+                f"{self.binary} has no Python stub for Python {version} (there are: {known}); use one of these Pythons"
+            )
+        python = folder / "python"
+        python.mkdir(parents=True)
+        # Copies, not links: Triton refuses a backend library that resolves outside its folder, and
+        # where a wheel lost the stub's executable bit, Triton's own chmod would take its read bits.
+        for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
+            shutil.copyfile(self.python_backend / name, python / name)
+        shutil.copyfile(stub, python / _STUB)
+        (python / _STUB).chmod(0o755)
+        for name, target in backends.items():
+            (folder / name).symlink_to(target, target_is_directory=True)
+
+
+def find_wheel() -> Path | None:
+    """`pytriton/tritonserver` of the nvidia-pytriton wheel, found without importing it."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("pytriton")
+        for place in (spec.submodule_search_locations or []) if spec else []:
+            root = Path(place) / "tritonserver"
+            if (root / "bin" / "tritonserver").is_file():
+                return root
+    return None
+
+
+def find_libpython() -> Path:
+    """The shared libpython of the running interpreter, which the stub is linked against.
+
+    Raises:
+        LauncherError: this Python was built without one and none is installed.
+    """
+    version = _python_version()
+    name = f"libpython{version}.so.1.0"
+    folders = [
+        sysconfig.get_config_var("LIBDIR"),
+        os.path.join(sys.base_prefix, "lib"),
+        os.path.join(sys.base_prefix, "lib64"),
+        sysconfig.get_config_var("LIBPL"),
+        f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}",
+        "/usr/lib64",
+        "/usr/local/lib",
+    ]
+    for folder in filter(None, folders):
+        path = Path(folder) / name
+        if path.is_file():
+            return path
+    raise LauncherError(
+        f"{name} is missing, and Triton's Python stub needs it: install it "
+        f"(Debian and Ubuntu: apt install libpython{version}; Fedora: dnf install python3-libs; "
+        f"pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; uv and conda Pythons have it)"
+    )
+
+
+def _python_version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
