@@ -1,0 +1,36 @@
+"""Attention over the paged KV pool: one Protocol, several kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.reference import ReferenceAttention
+from inflight.config import ConfigError
+
+__all__ = ["select_backend"]
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {ReferenceAttention.name: ReferenceAttention}
+# The first one that runs all of a model's layers is taken by "auto".
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
+
+
+def select_backend(
+    name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
+) -> AttentionBackend:
+    """The kernel called `name`, or for "auto" the best one that runs every layer in `specs`.
+
+    Raises:
+        ConfigError: no such kernel, or it lacks a feature that a layer needs (named).
+    """
+    if name != "auto" and name not in _BACKENDS:
+        known = ", ".join(["auto", *_BACKENDS])
+        raise ConfigError(f"attention_backend={name!r} is not known: allowed are {known}")
+    missing = ""
+    for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
+        backend = _BACKENDS[candidate]()
+        lacks = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
+        if not lacks:
+            return backend
+        missing = ", ".join(sorted(str(lack) for lack in lacks))
+    raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}; use 'auto'")

@@ -150,6 +150,10 @@ class Request:
         cache_salt: mixed into the block hashes; equal prefixes with other salts never meet.
         caches_blocks: publish this request's full blocks and look its prefix up.
         children: sequences of the same n > 1 request that wait for this prompt's blocks.
+        seed: resolved 64-bit seed of this sequence's noise.
+        stop_ids: token ids that end this sequence.
+        max_total_tokens: `num_tokens` at which it ends for length.
+        num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
     """
 
     request_id: int
@@ -163,12 +167,14 @@ class Request:
     cache_salt: str = ""
     caches_blocks: bool = True
     children: list[Request] = field(default_factory=list)
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    max_total_tokens: int = 0
 
     status: Status = Status.WAITING
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
-    max_total_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -176,12 +182,12 @@ class Request:
     slot: int = -1
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
-    stop_token: int | None = None
+    num_prompt_logprobs: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.max_total_tokens = self.num_prompt_tokens + self.params.max_tokens
+        self.max_total_tokens = self.max_total_tokens or self.num_prompt_tokens + self.params.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -24,6 +24,7 @@ class NewRow:
         token_ids: prompt plus output so far.
         num_prompt_tokens: where the output starts.
         block_ids: whole block table so far.
+        seed: 64-bit seed of the sequence's noise.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class NewRow:
     num_prompt_tokens: int
     block_ids: list[int]
     params: SamplingParams
+    seed: int
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class SchedulerOutput:
         num_scheduled_tokens: tokens of each in this step, >= 1; the sum is within the budget.
         num_computed_tokens: position of the first scheduled token of each.
         samples: whether the step computes the last known token of each, so that one is sampled.
+        total_tokens: sum of `num_scheduled_tokens`.
         new_rows: rows to fill before the step.
         new_block_ids: slot -> blocks appended to a row that was already in place.
         preempted: requests that lost slot and blocks while this step was made.

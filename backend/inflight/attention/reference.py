@@ -1,0 +1,106 @@
+"""Readable attention that is always right: gather a request's blocks, then torch's SDPA.
+
+Runs every feature on every device.  The other kernels are tested against it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+
+__all__ = ["ReferenceAttention"]
+
+
+class ReferenceAttention:
+    """Implements `AttentionBackend`, one request at a time."""
+
+    name = "reference"
+
+    def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        return None
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        shape = (num_blocks, block_size, spec.num_kv_heads)
+        return KVCache(
+            torch.empty(*shape, spec.key_head_size, dtype=dtype, device=device),
+            torch.empty(*shape, spec.value_head_size, dtype=dtype, device=device),
+        )
+
+    def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+        cache.key.flatten(0, 1).index_copy_(0, metadata.slot_mapping, key)
+        cache.value.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
+
+    def attend(
+        self, query: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
+    ) -> Tensor:
+        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
+        starts, lens = metadata.query_starts, metadata.lens
+        block_size = metadata.block_size
+        for row, seq_len in enumerate(lens):
+            start, end = starts[row], starts[row + 1]
+            first = 0  # first position that any of the request's queries sees
+            if spec.sliding_window is not None:
+                first = max(0, seq_len - (end - start) + 1 - spec.sliding_window)
+            first_block = first // block_size
+            blocks = metadata.block_table[row, first_block : -(-seq_len // block_size)]
+            skip = first - first_block * block_size
+            visible = slice(skip, skip + seq_len - first)
+            key = cache.key[blocks].flatten(0, 1)[visible]
+            value = cache.value[blocks].flatten(0, 1)[visible]
+            out[start:end] = _attend_one(query[start:end], key, value, spec, sinks)
+        return out
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
+    """Causal attention of the last n positions of one request.
+
+    query [n, Hq, Dk], key [S, Hkv, Dk], value [S, Hkv, Dv] -> [n, Hq, Dv].
+    """
+    n, s = query.shape[0], key.shape[0]
+    group = spec.num_heads // spec.num_kv_heads
+    key, value = key.transpose(0, 1), value.transpose(0, 1)  # [Hkv, S, D]
+    if spec.softcap is not None or sinks is not None:
+        return _attend_by_hand(query, key, value, spec, sinks)
+    if n == 1:
+        # One query sees everything, so the heads of a group can stand where queries do.
+        grouped = query.reshape(1, spec.num_kv_heads, group, spec.key_head_size)
+        out = F.scaled_dot_product_attention(grouped, key[None], value[None], scale=spec.scaling)
+        return out.reshape(1, spec.num_heads, spec.value_head_size)
+    plain = n == s and spec.sliding_window is None
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key[None],
+        value[None],
+        attn_mask=None if plain else _mask(n, s, spec.sliding_window, query.device),
+        is_causal=plain,
+        scale=spec.scaling,
+        enable_gqa=group > 1,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_by_hand(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
+    """The same in float32 with softcap and sinks, which SDPA has not; key, value [Hkv, S, D]."""
+    n, s = query.shape[0], key.shape[1]
+    group = spec.num_heads // spec.num_kv_heads
+    q = query.transpose(0, 1).float().reshape(spec.num_kv_heads, group * n, spec.key_head_size)
+    scores = (q @ key.float().transpose(1, 2) * spec.scaling).reshape(spec.num_heads, n, s)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~_mask(n, s, spec.sliding_window, query.device), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, n, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :s].reshape(spec.num_kv_heads, group * n, s)
+    out = (weights @ value.float()).reshape(spec.num_heads, n, spec.value_head_size)
+    return out.transpose(0, 1).to(query.dtype)
+
+
+def _mask(n: int, s: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [n, s]: whether the query at position s - n + i sees key j."""
+    distance = torch.arange(s - n, s, device=device)[:, None] - torch.arange(s, device=device)[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

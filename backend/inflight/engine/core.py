@@ -1,0 +1,192 @@
+"""EngineCore: the step loop's body, without processes, pipes or Triton."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from inflight.config import EngineConfig
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.request import Request, Status
+from inflight.engine.scheduler import Scheduler, SchedulerLimits
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+__all__ = ["EngineCore", "ModelInfo", "Runner"]
+
+_MASK64 = 2**64 - 1
+
+
+class ModelInfo(Protocol):
+    """What the core must know of the loaded checkpoint."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+
+
+class Runner(Protocol):
+    """Owns the device: turns a batch into tokens."""
+
+    info: ModelInfo
+
+    def execute(self, out: SchedulerOutput) -> StepOutput:
+        """Run one forward pass over the batch and sample the rows that are due."""
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """64-bit seed of the `index`-th sequence of a request; the first one keeps the request's.
+
+    The mixing is SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring
+    seeds and indices give unrelated noise.
+    """
+    if index == 0:
+        return seed & _MASK64
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+class EngineCore:
+    """Requests in, token deltas out, one forward pass per `step()`.
+
+    Args:
+        config: engine options.
+        runner: the device side, with the checkpoint loaded.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+        self.config = config
+        self.runner = runner
+        self.info = runner.info
+        self.pool = KVPool(self.info.num_blocks, config.block_size)
+        self.scheduler = Scheduler(SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), self.pool)
+        self._live: dict[int, list[Request]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step()` has anything to do."""
+        return self.scheduler.has_work
+
+    def add_request(self, message: AddRequest) -> RequestFailed | None:
+        """Queue a request; its n sequences are counted one by one.
+
+        Returns:
+            None, or why the request is not taken (INVALID_ARG, or UNAVAILABLE when the queue is
+            full); then nothing has changed.
+        """
+        failure = self._refusal(message)
+        if failure is not None:
+            return failure
+        params = message.params
+        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
+        limit = min(len(message.prompt_token_ids) + params.max_tokens, self.info.max_model_len)
+        # n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a
+        # salt of the request's own.
+        caches = self.config.enable_prefix_caching
+        sequences = [
+            Request(
+                message.request_id,
+                message.prompt_token_ids,
+                params,
+                index=index,
+                priority=message.priority,
+                tenant=message.tenant,
+                deadline=message.deadline,
+                cache_salt=message.cache_salt if caches else f"request {message.request_id}",
+                caches_blocks=caches or params.n > 1,
+                seed=sequence_seed(params.seed or 0, index),
+                stop_ids=stop_ids,
+                max_total_tokens=limit,
+            )
+            for index in range(params.n)
+        ]
+        sequences[0].children = sequences[1:]
+        self._live[message.request_id] = sequences
+        self.scheduler.add(sequences[0])
+        return None
+
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """End a request, or one of its sequences; unknown and ended ones are ignored."""
+        sequences = self._live.get(request_id, [])
+        if index is None:
+            # A leader takes along the children that still wait for its prompt.
+            for request in sequences:
+                if request.status is not Status.FINISHED:
+                    self.scheduler.abort(request)
+        elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
+            self.scheduler.abort(sequences[index])
+        self._forget_if_done(request_id)
+
+    def step(self) -> StepMessage:
+        """Schedule, execute, update.  A step that schedules nothing returns no deltas."""
+        start = time.perf_counter()
+        out = self.scheduler.schedule()
+        result = self.runner.execute(out) if out.requests else StepOutput([])
+        deltas = self.scheduler.update(out, result)
+        self._forget_finished(deltas)
+        return StepMessage(deltas, self._stats(out, time.perf_counter() - start))
+
+    def _refusal(self, message: AddRequest) -> RequestFailed | None:
+        num_tokens = len(message.prompt_token_ids)
+        limit = self.info.max_model_len
+        if not num_tokens:
+            return RequestFailed(message.request_id, "INVALID_ARG", "the prompt is empty: give at least one token")
+        if num_tokens >= limit:
+            text = f"the prompt has {num_tokens} tokens: at most {limit - 1} fit max_model_len={limit} with one output"
+            return RequestFailed(message.request_id, "INVALID_ARG", text)
+        low, high = min(message.prompt_token_ids), max(message.prompt_token_ids)
+        if low < 0 or high >= self.info.vocab_size:
+            bad = low if low < 0 else high
+            text = f"input_ids: token id {bad} is not in the vocabulary [0, {self.info.vocab_size - 1}]"
+            return RequestFailed(message.request_id, "INVALID_ARG", text)
+        try:
+            message.params.validate(vocab_size=self.info.vocab_size)
+        except ValueError as error:
+            return RequestFailed(message.request_id, "INVALID_ARG", str(error))
+        most = self.config.max_queue_size
+        # Sequences that a step could take at once are not in anybody's way.
+        free = self.config.max_num_seqs - len(self.scheduler.running)
+        if most and len(self.scheduler.waiting) - free >= most:
+            text = f"the queue is full: max_queue_size={most} sequences are waiting; try again later"
+            return RequestFailed(message.request_id, "UNAVAILABLE", text)
+        return None
+
+    def _stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
+        scheduler, pool = self.scheduler, self.pool
+        prompt_tokens = sum(
+            max(0, min(computed + n, request.num_prompt_tokens) - computed)
+            for request, computed, n in zip(out.requests, out.num_computed_tokens, out.num_scheduled_tokens)
+            if computed < request.num_prompt_tokens
+        )
+        return StepStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preempted_total=scheduler.num_preempted_total,
+            blocks_used=pool.num_used,
+            blocks_free=pool.num_available,
+            prefix_queries_total=pool.num_prefix_queries,
+            prefix_hits_total=pool.num_prefix_hits,
+            prompt_tokens=prompt_tokens,
+            batch_size=len(out.requests),
+            scheduled_tokens=out.total_tokens,
+            step_seconds=seconds,
+        )
+
+    def _forget_finished(self, deltas: list[SequenceDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._forget_if_done(delta.request_id)
+
+    def _forget_if_done(self, request_id: int) -> None:
+        if all(request.status is Status.FINISHED for request in self._live.get(request_id, ())):
+            self._live.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants over all live requests; when idle, that every block came back."""
+        self.scheduler.check_integrity()
+        if not self.has_work:
+            assert not self._live, "a request is remembered that no queue holds"
+            assert self.pool.num_used == 0, "an idle engine owns blocks"

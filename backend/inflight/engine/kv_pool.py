@@ -1,0 +1,193 @@
+"""The paged KV pool's bookkeeping: which block belongs to whom.  Pure Python, no torch.
+
+A block is `block_size` token slots in every layer's KV cache.  Each block is, at any time, in
+exactly one of three places (invariant 1):
+
+    free     not referenced, holds nothing worth keeping          -> `_free` (a stack)
+    cached   not referenced, full, its hash known, can be reused  -> `_cached` (least recent first)
+    owned    referenced by one or more block tables               -> `_ref[block] > 0`
+
+Prefix hits are found by a chain hash: the hash of a full block covers its tokens and the hash
+of the block before it, so equal hashes mean equal prefixes.  Shared blocks are full, and a
+request only writes at positions >= `num_computed_tokens`, past everything it shares (invariant 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from inflight.engine.request import Request
+
+__all__ = ["KVPool"]
+
+
+def _block_hash(parent: bytes, token_ids: list[int]) -> bytes:
+    """16-byte chain hash of one full block; `parent` is the hash before it, or the salt."""
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
+
+
+class KVPool:
+    """Allocates blocks to requests and finds the prefixes that are already computed.
+
+    Args:
+        num_blocks: blocks in the device's KV cache.
+        block_size: tokens in one block.
+
+    Attributes:
+        num_prefix_queries: prompt tokens looked up in the prefix cache, ever.
+        num_prefix_hits: those of them that were found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: dict[int, None] = {}
+        self._ref = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could take: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some block table references."""
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks that already hold the KV of the request's leading tokens, longest prefix.
+
+        At least one token is always left to compute, since its logits are needed.  Takes no
+        reference: pass the result to `admit` before anything else is allocated.
+        """
+        if not request.caches_blocks or request.params.prompt_logprobs is not None:
+            return []
+        hit: list[int] = []
+        for index in range((request.num_tokens - 1) // self.block_size):
+            block = self._block_of.get(self._hash(request, index))
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def can_admit(self, request: Request, prefix: list[int]) -> bool:
+        """Whether the blocks of all the request's present tokens and one more are available.
+
+        They are not reserved, but a request that could not even finish its prompt would only
+        be preempted again.
+        """
+        reclaimed = sum(1 for block in prefix if not self._ref[block])
+        need = self.blocks_for(request.num_tokens + 1) - len(prefix)
+        return need <= self.num_available - reclaimed
+
+    def admit(self, request: Request, prefix: list[int]) -> None:
+        """Give a request without blocks the prefix found for it."""
+        assert not request.block_ids
+        for block in prefix:
+            if not self._ref[block]:
+                del self._cached[block]
+            self._ref[block] += 1
+        request.block_ids = list(prefix)
+        request.num_computed_tokens = len(prefix) * self.block_size
+        if request.caches_blocks and not request.num_preemptions:
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += request.num_computed_tokens
+
+    def extend(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Grow the request's block table to hold `num_tokens` tokens.
+
+        Returns:
+            The blocks appended (maybe none), or None when too few are available; then nothing
+            has changed.
+        """
+        need = -(-num_tokens // self.block_size) - len(request.block_ids)
+        if need <= 0:
+            return []
+        if need > len(self._free) + len(self._cached):
+            return None
+        new = [self._take() for _ in range(need)]
+        request.block_ids += new
+        return new
+
+    def publish(self, request: Request) -> None:
+        """Make the request's computed full blocks findable.  Called after the step that filled them."""
+        full = request.num_computed_tokens // self.block_size
+        for index in range(full - 1, -1, -1):
+            block = request.block_ids[index]
+            if self._hash_of[block] is not None:
+                break  # published before, and so is everything before it
+            block_hash = self._hash(request, index)
+            if block_hash not in self._block_of:  # else a twin was computed at the same time: keep the first
+                self._hash_of[block] = block_hash
+                self._block_of[block_hash] = block
+
+    def release(self, request: Request) -> None:
+        """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
+        for block in reversed(request.block_ids):
+            self._ref[block] -= 1
+            if self._ref[block]:
+                continue
+            if self._hash_of[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+        request.block_ids = []
+        request.num_computed_tokens = 0
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        """Chain hash of the request's full block `index`, computed once."""
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else request.cache_salt.encode("utf-8", "surrogatepass")
+            start = len(hashes) * self.block_size
+            hashes.append(_block_hash(parent, request.token_ids[start : start + self.block_size]))
+        return hashes[index]
+
+    def _take(self) -> int:
+        """One available block, now owned: a free one, else the least recently used cached one."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = next(iter(self._cached))
+            del self._cached[block]
+            block_hash = self._hash_of[block]
+            assert block_hash is not None
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+        self._ref[block] = 1
+        return block
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Assert invariants 1 and 2 against the block tables of all live requests.
+
+        Raises:
+            AssertionError: naming the first block that is lost, held twice or miscounted.
+        """
+        tables: Counter[int] = Counter()
+        for request in requests:
+            assert len(set(request.block_ids)) == len(request.block_ids), "a block table names a block twice"
+            tables.update(request.block_ids)
+            writable = request.block_ids[request.num_computed_tokens // self.block_size :]
+            for block in writable:
+                assert self._ref[block] == 1, f"block {block} is written to and shared"
+        for block in range(self.num_blocks):
+            assert self._ref[block] == tables[block], f"block {block}: {self._ref[block]} != {tables[block]} tables"
+        unowned = [*self._free, *self._cached]
+        owned = [block for block in range(self.num_blocks) if self._ref[block]]
+        assert sorted(unowned + owned) == list(range(self.num_blocks)), "a block is lost or in two places"
+        assert all(self._hash_of[block] is None for block in self._free), "a free block is findable"
+        for block_hash, block in self._block_of.items():
+            assert self._hash_of[block] == block_hash, f"block {block} is found under another hash"
+        assert len(self._block_of) == sum(h is not None for h in self._hash_of)

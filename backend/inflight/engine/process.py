@@ -1,0 +1,131 @@
+"""The engine process: a pipe in, a step loop, a pipe out.
+
+Started by the frontend as `python -m inflight.engine.process --fd N`.  The first frame is the
+encoded `EngineConfig`; after that `messages.py` both ways.  The process ends on `Shutdown`, when
+the pipe closes (its frontend died) or when loading or a step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    Shutdown,
+    ToEngine,
+    ToFrontend,
+    decode_to_engine,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from inflight.engine.core import EngineCore
+
+__all__ = ["main"]
+
+
+def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
+    """Reader thread: messages arrive while a step runs; a closed pipe is a shutdown."""
+    try:
+        while True:
+            inbox.put(decode_to_engine(connection.recv_bytes()))
+    except (EOFError, OSError):
+        inbox.put(Shutdown())
+
+
+def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
+    """Load the checkpoint and report; None when it cannot be served."""
+    from inflight.engine.core import EngineCore
+    from inflight.runner.loader import LoadError
+    from inflight.runner.model_runner import ModelRunner
+
+    try:
+        runner = ModelRunner(config)
+    except (ConfigError, LoadError) as error:
+        _send(connection, EngineFailed(str(error), fatal=True))
+        return None
+    except Exception as error:
+        traceback.print_exc()
+        message = f"loading {config.model!r} failed: {type(error).__name__}: {error}"
+        _send(connection, EngineFailed(message, fatal=True))
+        return None
+    info = runner.info
+    ready = EngineReady(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        num_blocks=info.num_blocks,
+        block_size=config.block_size,
+        dtype=info.dtype,
+        device=info.device,
+        attention_backend=info.attention_backend,
+        load_seconds=info.load_seconds,
+    )
+    _send(connection, ready)
+    return EngineCore(config, runner)
+
+
+def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine]) -> None:
+    """Step while there is work, sleep on the inbox while there is none."""
+    while True:
+        while not inbox.empty() or not core.has_work:
+            message = inbox.get()
+            if isinstance(message, AddRequest):
+                failure = core.add_request(message)
+                if failure is not None:
+                    _send(connection, failure)
+            elif isinstance(message, AbortRequest):
+                core.abort(message.request_id, message.index)
+                if not core.has_work:
+                    _send(connection, core.step())  # an empty step: the metrics see the blocks return
+            else:
+                return
+        _send(connection, core.step())
+
+
+def _send(connection: Connection, message: ToFrontend) -> None:
+    connection.send_bytes(encode(message))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the frontend's socket pair")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which then tells us
+    connection = Connection(args.fd)
+    config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
+    if config.cpu_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)  # before torch is imported
+    try:
+        core = _load(connection, config)
+        if core is None:
+            return 1
+        inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        threading.Thread(target=_read, args=(connection, inbox), name="reader", daemon=True).start()
+        _serve(connection, core, inbox)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the frontend is gone, and nobody is left to tell
+    except Exception as error:
+        traceback.print_exc()
+        _send(connection, EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

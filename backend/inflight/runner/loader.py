@@ -1,0 +1,299 @@
+"""Hugging Face checkpoint -> module with paged attention attached and a KV pool that fits.
+
+The checkpoint is loaded by `AutoModelForCausalLM` with our attention implementation.  A probe
+forward then tells what each layer's attention looks like; what cannot be served right is refused
+here, by name, before the first request.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from inflight.attention import select_backend
+from inflight.attention.base import LayerAttention, LayerSpec
+from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_layers
+from inflight.config import ConfigError, EngineConfig, parse_bytes
+from inflight.runner.memory import available_memory, format_bytes
+
+__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
+
+# Share of the free RAM that the KV pool takes on a CPU when `kv_cache_memory` is not set.  Pages
+# are touched on first use only, so this is a ceiling, not a cost.
+_CPU_KV_SHARE = 0.4
+# Kept free on a GPU for what the allocator fragments and the CUDA context grows by.
+_GPU_HEADROOM = 150 * 2**20
+
+
+class LoadError(RuntimeError):
+    """The checkpoint cannot be served on this machine; the message says what to change."""
+
+
+@dataclass
+class CheckpointInfo:
+    """Facts of the loaded checkpoint that the engine and the frontend need.
+
+    Attributes:
+        max_model_len: most tokens of one request; never more than the pool can hold.
+        vocab_size: logits per token.
+        eos_token_ids: ids that end a request unless it ignores them.
+        num_blocks: KV blocks in the pool.
+        kv_bytes: bytes of the pool.
+        load_seconds: time from start to ready.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    kv_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    load_seconds: float
+
+
+@dataclass
+class LoadedModel:
+    """A module ready for ragged batches: `model(input_ids[1, T], position_ids[1, T], ...)`."""
+
+    model: nn.Module
+    info: CheckpointInfo
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Load, probe, attach attention, allocate the pool.
+
+    Raises:
+        LoadError: not a checkpoint, an architecture or feature that cannot be served, too little memory.
+        ConfigError: an option that contradicts the checkpoint.
+    """
+    start = time.perf_counter()
+    device = _device(config.device)
+    hf_config = _read_config(config)
+    text_config = hf_config.get_text_config(decoder=True)
+    dtype = _dtype(config.dtype, text_config)
+    max_model_len = _max_model_len(config, text_config)
+    _check_weights_fit(config, dtype, device)
+    model = _load_weights(config, hf_config, dtype, device)
+    layers = _probe(model, text_config, max_model_len, device)
+    specs = [spec for _, spec in layers]
+    backend = select_backend(config.attention_backend, specs, dtype, config.block_size, device)
+    bytes_per_block = config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
+    activations = _activation_bytes(model, config, device)
+    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, device, activations)
+    for module, spec in layers:
+        cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
+        module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
+    info = CheckpointInfo(
+        max_model_len=max_model_len,
+        vocab_size=int(text_config.vocab_size),
+        eos_token_ids=_eos_token_ids(model, text_config),
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * bytes_per_block,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend=backend.name,
+        load_seconds=time.perf_counter() - start,
+    )
+    return LoadedModel(model, info, device, dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LoadError('device="cuda", but torch sees no CUDA device here: install a CUDA build of torch or use "cpu"')
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _read_config(config: EngineConfig) -> Any:
+    try:
+        return AutoConfig.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"model={config.model!r} is not a checkpoint that can be read: {reason}") from error
+
+
+def _dtype(name: str, text_config: Any) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    dtype = getattr(text_config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise LoadError(f'the checkpoint\'s dtype is {dtype}: set "dtype" to float32, bfloat16 or float16')
+    return dtype
+
+
+def _max_model_len(config: EngineConfig, text_config: Any) -> int:
+    positions = getattr(text_config, "max_position_embeddings", None)
+    chunk = getattr(text_config, "attention_chunk_size", None)
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    if "chunked_attention" in kinds and chunk is not None:
+        positions = min(positions or chunk, chunk)  # within one chunk, chunked attention is full attention
+    if positions is None and config.max_model_len is None:
+        raise ConfigError("the checkpoint names no max_position_embeddings: set max_model_len in model.json")
+    if config.max_model_len is None:
+        return int(positions)
+    if positions is not None and config.max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the checkpoint's {positions} positions: lower it"
+        )
+    return config.max_model_len
+
+
+def _check_weights_fit(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse before loading what the memory cannot hold, and say by how much."""
+    files = sorted(Path(config.model).glob("*.safetensors")) if Path(config.model).is_dir() else []
+    need = sum(_weight_count(file) for file in files) * dtype.itemsize
+    free = available_memory(device)
+    if need > free:
+        raise LoadError(
+            f"the weights of {config.model!r} take {format_bytes(need)} as {str(dtype).removeprefix('torch.')}, "
+            f"{format_bytes(need - free)} more than the {format_bytes(free)} that are free on {device}"
+        )
+
+
+def _weight_count(file: Path) -> int:
+    """Elements in a safetensors file, from its header alone."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(int(torch.Size(shape).numel()) for shape in shapes)
+
+
+def _load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=dtype,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+        )
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _probe(
+    model: nn.Module, text_config: Any, max_model_len: int, device: torch.device
+) -> list[tuple[nn.Module, LayerSpec]]:
+    """Run two tokens through the model and read off each layer's attention."""
+    kind = text_config.model_type
+    token_ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    with probe_layers() as layers:
+        try:
+            model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+        except UnsupportedAttention as error:
+            raise LoadError(f"model type {kind!r} cannot be served: {error}") from error
+        except (TypeError, AttributeError, IndexError) as error:
+            raise LoadError(f"model type {kind!r} cannot run a ragged batch: {error}") from error
+    expected = getattr(text_config, "num_hidden_layers", len(layers))
+    if len(layers) != expected or len({id(module) for module, _ in layers}) != len(layers):
+        raise LoadError(
+            f"model type {kind!r} cannot be served: {len(layers)} attention calls for {expected} layers; each layer "
+            "must call its attention once through transformers' AttentionInterface (no state-space, convolution or "
+            "shared layers)"
+        )
+    _check_layer_types(text_config, layers, max_model_len)
+    return layers
+
+
+def _check_layer_types(text_config: Any, layers: list[tuple[nn.Module, LayerSpec]], max_model_len: int) -> None:
+    """A window that lives only in transformers' mask would be dropped in silence: refuse it."""
+    layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * len(layers)
+    for index, (layer_type, (_, spec)) in enumerate(zip(layer_types, layers)):
+        if layer_type == "sliding_attention":
+            window = getattr(text_config, "sliding_window", None)
+            if spec.sliding_window is None and window is not None and window < max_model_len:
+                raise LoadError(
+                    f"model type {text_config.model_type!r}: layer {index} has a sliding window of {window} tokens that "
+                    f"it does not pass to its attention; set max_model_len to at most {window}"
+                )
+        elif layer_type not in ("full_attention", "attention", "chunked_attention"):
+            raise LoadError(
+                f"model type {text_config.model_type!r}: layer {index} is of type {layer_type!r}; "
+                "only full, sliding and chunked attention can be served"
+            )
+
+
+@torch.inference_mode()
+def _activation_bytes(model: nn.Module, config: EngineConfig, device: torch.device) -> int:
+    """Peak bytes that the largest step takes on a GPU beside weights and KV pool; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    num_tokens = config.max_num_batched_tokens
+    token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device)
+    positions = torch.arange(num_tokens, device=device)[None]
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with probe_layers():
+        rows = min(config.max_num_seqs, num_tokens)
+        out = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
+        out.logits.float()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _num_blocks(
+    config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device, activations: int
+) -> int:
+    """Blocks that the memory holds; at least one request of `max_model_len` must fit."""
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        source = f"num_gpu_blocks_override={num_blocks}"
+    else:
+        budget, source = _kv_budget(config, device, activations)
+        num_blocks = min(budget // bytes_per_block, most_useful)
+    need = -(-max_model_len // config.block_size)
+    if num_blocks < need:
+        tokens = num_blocks * config.block_size
+        raise LoadError(
+            f"the KV pool ({source}) holds {tokens} tokens in {num_blocks} blocks, but one request of "
+            f"max_model_len={max_model_len} takes {need} blocks: {format_bytes((need - num_blocks) * bytes_per_block)} "
+            f"are missing; raise kv_cache_memory, or set max_model_len to at most {tokens}"
+        )
+    return num_blocks
+
+
+def _kv_budget(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, str]:
+    if config.kv_cache_memory is not None:
+        return parse_bytes(config.kv_cache_memory), f"kv_cache_memory={config.kv_cache_memory!r}"
+    free = available_memory(device)
+    if device.type == "cpu":
+        return int(free * _CPU_KV_SHARE), f"{_CPU_KV_SHARE:.0%} of {format_bytes(free)} free RAM"
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = int(total * config.gpu_memory_utilization) - (total - free) - activations - _GPU_HEADROOM
+    return max(0, allowed), f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_bytes(total)}"
+
+
+def _eos_token_ids(model: nn.Module, text_config: Any) -> list[int]:
+    """EOS ids of the generation config, else of the model config."""
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]

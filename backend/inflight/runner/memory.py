@@ -1,0 +1,47 @@
+"""How much memory there is: for the weights, and for the KV pool that takes the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_memory", "format_bytes"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def format_bytes(size: float) -> str:
+    """`1.50 GiB` and the like, for messages."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: on the GPU, or in RAM within the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_ram_available(), _cgroup_available())
+
+
+def _ram_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable: set kv_cache_memory in model.json")
+
+
+def _cgroup_available() -> int:
+    """What cgroup v2 leaves this process, page cache that can be dropped counted as free."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return 2**63
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        return max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return 2**63

@@ -1,0 +1,187 @@
+"""Scheduler behaviour that can be stated as examples."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from inflight.engine.messages import AddRequest
+from inflight.engine.request import SamplingParams
+
+
+def scheduled(core):
+    """(request id, tokens) pairs of the next batch, executed."""
+    out = core.scheduler.schedule()
+    step = core.runner.execute(out)
+    pairs = [(request.request_id, count) for request, count in zip(out.requests, out.num_scheduled_tokens)]
+    core.scheduler.update(out, step)
+    core.scheduler.check_integrity()
+    return pairs
+
+
+def test_decodes_and_prefill_chunks_share_one_budget():
+    core = make_core(Info(), max_num_batched_tokens=8, block_size=4)
+    add(core, 1, [1, 2, 3], max_tokens=20, ignore_eos=True)
+    assert scheduled(core) == [(1, 3)]
+    add(core, 2, list(range(1, 31)), max_tokens=20, ignore_eos=True)
+    assert scheduled(core) == [(1, 1), (2, 7)]
+    assert scheduled(core) == [(1, 1), (2, 7)]
+    add(core, 3, [4, 5, 6], max_tokens=20, ignore_eos=True)
+    assert scheduled(core) == [(1, 1), (2, 7)]
+    assert scheduled(core) == [(1, 1), (2, 7)]
+    assert scheduled(core) == [(1, 1), (2, 2), (3, 3)]
+    assert scheduled(core) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_request_joins_and_leaves_between_steps():
+    core = make_core(Info(), max_num_seqs=2)
+    add(core, 1, [1], max_tokens=2, ignore_eos=True)
+    add(core, 2, [2], max_tokens=4, ignore_eos=True)
+    add(core, 3, [3], max_tokens=2, ignore_eos=True)
+    assert [r for r, _ in scheduled(core)] == [1, 2]
+    assert [r for r, _ in scheduled(core)] == [1, 2]
+    assert [r for r, _ in scheduled(core)] == [2, 3], "3 takes the slot that 1 left, while 2 goes on"
+    assert [r for r, _ in scheduled(core)] == [2, 3]
+    assert not core.has_work
+
+
+def test_the_latest_admitted_is_preempted_and_resumes_with_its_tokens():
+    info = Info(num_blocks=16)
+    core = make_core(info, block_size=4, enable_prefix_caching=False)
+    first = add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
+    second = add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True)
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    assert core.scheduler.num_preempted_total >= 1
+    assert outputs[1, 0] == expected_output([1] * 20, first, info)[0]
+    assert outputs[2, 0] == expected_output([2] * 20, second, info)[0]
+
+
+def test_nothing_is_admitted_in_the_step_that_preempts():
+    core = make_core(Info(num_blocks=16), block_size=4, enable_prefix_caching=False)
+    add(core, 1, [1] * 30, max_tokens=30, ignore_eos=True)
+    add(core, 2, [2] * 22, max_tokens=30, ignore_eos=True)
+    add(core, 3, [3], max_tokens=1)
+    while True:
+        out = core.scheduler.schedule()
+        if out.preempted:
+            assert not out.new_rows
+            return
+        core.scheduler.update(out, core.runner.execute(out))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_sequences_of_one_request_share_the_prompts_blocks(caching):
+    core = make_core(Info(), block_size=4, enable_prefix_caching=caching)
+    prompt = list(range(1, 18))  # 4 full blocks and one token
+    add(core, 1, prompt, n=4, max_tokens=8, ignore_eos=True)
+    outputs, reasons = {}, {}
+    collect(core, outputs, reasons)
+    collect(core, outputs, reasons)
+    tables = [request.block_ids for request in core.scheduler.running]
+    assert len(tables) == 4
+    assert all(table[:4] == tables[0][:4] for table in tables), "the full blocks of the prompt are shared"
+    assert len({table[4] for table in tables}) == 4, "what is written to is not"
+    run_until_idle(core, outputs, reasons)
+    assert len(reasons) == 4
+
+
+def test_an_equal_prefix_is_computed_once_and_a_salt_keeps_it_apart():
+    core = make_core(Info(), block_size=4)
+    prompt = list(range(1, 14))
+    outputs, reasons = {}, {}
+    add(core, 1, prompt, max_tokens=2, ignore_eos=True)
+    run_until_idle(core, outputs, reasons)
+    add(core, 2, prompt, max_tokens=2, ignore_eos=True)
+    assert scheduled(core) == [(2, 1)], "12 of 13 tokens were in the pool"
+    run_until_idle(core, outputs, reasons)
+    salted = AddRequest(3, prompt, SamplingParams(max_tokens=2, seed=0), cache_salt="someone else")
+    assert core.add_request(salted) is None
+    assert scheduled(core) == [(3, 13)]
+
+
+def test_prompt_logprobs_take_no_prefix_hits():
+    core = make_core(Info(), block_size=4)
+    prompt = list(range(1, 14))
+    outputs, reasons = {}, {}
+    add(core, 1, prompt, max_tokens=2, ignore_eos=True)
+    run_until_idle(core, outputs, reasons)
+    add(core, 2, prompt, max_tokens=1, prompt_logprobs=0)
+    assert scheduled(core) == [(2, 13)]
+
+
+def test_max_model_len_ends_a_request_for_length():
+    info = Info(max_model_len=24)
+    core = make_core(info)
+    add(core, 1, [1] * 20, max_tokens=100, ignore_eos=True)
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    assert len(outputs[1, 0]) == 4
+    assert reasons[1, 0] == "length"
+
+
+def test_stop_token_ids_and_eos():
+    info = Info()
+    core = make_core(info)
+    free = add(core, 1, [3, 1, 4], max_tokens=40, ignore_eos=True)
+    tokens = expected_output([3, 1, 4], free, info)[0]
+    add(core, 2, [3, 1, 4], max_tokens=40, stop_token_ids=[tokens[5]], ignore_eos=True)
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    assert outputs[1, 0] == tokens
+    assert outputs[2, 0] == tokens[: tokens.index(tokens[5]) + 1]
+    assert reasons == {(1, 0): "length", (2, 0): "stop"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * 64, {}, "the prompt has 64 tokens: at most 63 fit max_model_len=64"),
+        ([1, 50], {}, r"token id 50 is not in the vocabulary \[0, 49\]"),
+        ([1, -1], {}, "token id -1"),
+        ([1], {"top_p": 0.0}, r"top_p=0.0 is out of range: allowed is \(0.0, 1.0\]"),
+        ([1], {"temperature": float("nan")}, "temperature=nan"),
+        ([1], {"min_tokens": 5, "max_tokens": 2}, "min_tokens=5 is more than max_tokens=2"),
+        ([1], {"logit_bias": {77: 1.0}}, "logit_bias: token id 77"),
+        ([1], {"stop_token_ids": [99]}, "stop_token_ids: token id 99"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_changes_nothing(prompt, params, message):
+    core = make_core(Info())
+    failure = core.add_request(AddRequest(1, prompt, SamplingParams(**params)))
+    assert failure.code == "INVALID_ARG"
+    assert re.search(message, failure.message)
+    assert not core.has_work
+    core.check_integrity()
+
+
+def test_a_full_queue_refuses_and_takes_again_when_it_drains():
+    core = make_core(Info(), max_num_seqs=1, max_queue_size=2)
+    for request_id in range(3):  # one can run, two wait
+        add(core, request_id, [1], max_tokens=2, ignore_eos=True)
+    refused = core.add_request(AddRequest(9, [1], SamplingParams()))
+    assert refused.code == "UNAVAILABLE"
+    assert "max_queue_size=2" in refused.message
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    add(core, 10, [1], max_tokens=1)
+    run_until_idle(core, outputs, reasons)
+    assert len(reasons) == 4
+
+
+def test_abort_frees_blocks_at_once_in_every_state():
+    core = make_core(Info(), max_num_seqs=1, block_size=4)
+    add(core, 1, [1] * 10, max_tokens=30, ignore_eos=True, n=2)
+    add(core, 2, [2] * 10, max_tokens=30, ignore_eos=True)
+    outputs, reasons = {}, {}
+    collect(core, outputs, reasons)
+    core.abort(2)  # waiting
+    core.abort(1, 0)  # running, while its sibling waits
+    core.check_integrity()
+    run_until_idle(core, outputs, reasons)
+    assert set(reasons) == {(1, 1)}
+    core.abort(1)  # ended
+    core.abort(77)  # never seen
+    core.check_integrity()

@@ -1,0 +1,96 @@
+"""Hypothesis drives scheduler and pool through arrivals, aborts and exhaustion (invariants 1-4, 6)."""
+
+from __future__ import annotations
+
+from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+prompts = st.lists(st.integers(0, 5), min_size=1, max_size=40)  # few distinct ids: prefixes collide often
+
+
+@st.composite
+def workloads(draw):
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 64]))
+    need = -(-64 // block_size)
+    return {
+        "block_size": block_size,
+        "num_blocks": draw(st.integers(need, need * 4)),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 3, 7, 16, 64, 2048])),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 8, 64])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "arrivals": draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, 6),  # steps before it arrives
+                    prompts,
+                    st.integers(1, 30),  # max_tokens
+                    st.integers(1, 3),  # n
+                    st.booleans(),  # ignore_eos
+                    st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
+                ),
+                min_size=1,
+                max_size=12,
+            )
+        ),
+    }
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_every_request_ends_once_with_exactly_its_tokens(load):
+    info = Info(num_blocks=load["num_blocks"])
+    options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
+    core = make_core(info, **{key: load[key] for key in options})
+    outputs: dict = {}
+    reasons: dict = {}
+    expected: dict = {}
+    aborts: list[tuple[int, int]] = []
+    step = 0
+    for request_id, (gap, prompt, max_tokens, n, ignore_eos, abort_after) in enumerate(load["arrivals"]):
+        for _ in range(gap):
+            collect(core, outputs, reasons)
+            step += 1
+            for due, victim in aborts:
+                if due == step:
+                    core.abort(victim)
+                    core.check_integrity()
+        params = add(core, request_id, prompt, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
+        for index in range(n):
+            expected[request_id, index] = expected_output(prompt, params, info)
+        if abort_after is not None:
+            aborts.append((step + abort_after, request_id))
+    aborted = {victim for _, victim in aborts}
+    for due, victim in sorted(aborts):
+        while step < due and core.has_work:
+            collect(core, outputs, reasons)
+            step += 1
+        core.abort(victim)
+        core.check_integrity()
+    run_until_idle(core, outputs, reasons)
+    for key, (tokens, reason) in expected.items():
+        if key[0] in aborted and key not in reasons:
+            assert tokens[: len(outputs.get(key, []))] == outputs.get(key, [])
+            continue
+        assert outputs[key] == tokens
+        assert reasons[key] == reason
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(prompts, st.integers(1, 24)), min_size=2, max_size=10),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([1, 5, 64]),
+)
+def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget):
+    """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
+    info = Info(num_blocks=64 // block_size)
+    core = make_core(info, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=8)
+    outputs: dict = {}
+    reasons: dict = {}
+    expected = {}
+    for request_id, (prompt, max_tokens) in enumerate(requests):
+        params = add(core, request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
+        expected[request_id, 0] = expected_output(prompt, params, info)
+    run_until_idle(core, outputs, reasons)
+    assert {key: (outputs[key], reasons[key]) for key in expected} == expected

@@ -1,0 +1,118 @@
+"""A torch-free engine for tests: the real core, scheduler and pool over a runner made of hashing.
+
+The runner's next token is a hash of the tokens that it finds *through the block table*, so a
+scheduler or pool that hands out a wrong block, loses a token or forgets to recompute changes the
+output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest
+from inflight.engine.request import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+VOCAB = 50
+
+
+@dataclass
+class Info:
+    max_model_len: int = 64
+    vocab_size: int = VOCAB
+    eos_token_ids: list[int] = field(default_factory=lambda: [0])
+    num_blocks: int = 64
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The 'model': a token that depends on every token before it."""
+    return hashlib.blake2b(bytes(token_ids), digest_size=2).digest()[0] % VOCAB
+
+
+def expected_output(prompt: list[int], params: SamplingParams, info: Info) -> tuple[list[int], str]:
+    """What a request must yield, alone in the world: tokens and finish reason."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens))
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(info.eos_token_ids))
+        if tokens[-1] in stops:
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= min(len(prompt) + params.max_tokens, info.max_model_len):
+            return tokens[len(prompt) :], "length"
+
+
+class PagedHashRunner:
+    """Writes scheduled tokens to pool slots and reads the whole sequence back from them."""
+
+    def __init__(self, info: Info, block_size: int, max_num_seqs: int) -> None:
+        self.info = info
+        self.block_size = block_size
+        self.pool = [[-1] * block_size for _ in range(info.num_blocks)]
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.max_num_seqs = max_num_seqs
+        self.batch_sizes: list[int] = []
+
+    def execute(self, out: SchedulerOutput) -> StepOutput:
+        for row in out.new_rows:
+            self.tables[row.slot] = list(row.block_ids)
+            self.tokens[row.slot] = list(row.token_ids)
+        for slot, blocks in out.new_block_ids.items():
+            self.tables[slot] += blocks
+        assert len(set(out.slots)) == len(out.slots) <= self.max_num_seqs
+        self.batch_sizes.append(len(out.slots))
+        for slot, count, computed in zip(out.slots, out.num_scheduled_tokens, out.num_computed_tokens):
+            assert count >= 1
+            for position in range(computed, computed + count):
+                block = self.tables[slot][position // self.block_size]
+                self.pool[block][position % self.block_size] = self.tokens[slot][position]
+        sampled = []
+        for slot, count, computed, samples in zip(
+            out.slots, out.num_scheduled_tokens, out.num_computed_tokens, out.samples
+        ):
+            if not samples:
+                sampled.append(-1)
+                continue
+            length = computed + count
+            context = [self.pool[self.tables[slot][p // self.block_size]][p % self.block_size] for p in range(length)]
+            token = next_token(context)
+            self.tokens[slot].append(token)
+            sampled.append(token)
+        return StepOutput(sampled)
+
+
+def make_core(info: Info, **options: int | bool) -> EngineCore:
+    config = EngineConfig.from_dict({"model": "hash", **options})
+    return EngineCore(config, PagedHashRunner(info, config.block_size, config.max_num_seqs))
+
+
+def run_until_idle(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict, limit: int = 20000):
+    """Step until nothing is left, checking the invariants after each step."""
+    for _ in range(limit):
+        if not core.has_work:
+            core.check_integrity()
+            return
+        collect(core, outputs, reasons)
+    raise AssertionError(f"still busy after {limit} steps: a deadlock or livelock")
+
+
+def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict) -> None:
+    message = core.step()
+    core.check_integrity()
+    assert message.stats.scheduled_tokens <= core.config.max_num_batched_tokens
+    for delta in message.deltas:
+        key = (delta.request_id, delta.index)
+        assert key not in reasons, "a sequence went on after its end"
+        outputs.setdefault(key, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            reasons[key] = delta.finish_reason
+
+
+def add(core: EngineCore, request_id: int, prompt: list[int], **params) -> SamplingParams:
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, **params})
+    failure = core.add_request(AddRequest(request_id, prompt, sampling))
+    assert failure is None, failure
+    return sampling
