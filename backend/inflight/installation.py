@@ -17,6 +17,10 @@ __all__ = ["LauncherError", "TritonInstallation", "find_libpython"]
 
 _OPT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
+# The wheel's numpy<2 cannot be had on 3.13, where only its files are wanted anyway.
+_INSTALL = (
+    "pip install 'inflight[server]'" if sys.version_info < (3, 13) else "pip install --no-deps nvidia-pytriton==0.7.0"
+)
 
 
 class LauncherError(RuntimeError):
@@ -56,7 +60,7 @@ class TritonInstallation:
             return cls._from_wheel(wheel)
         on_path = shutil.which("tritonserver", path=f"{_OPT / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
         if on_path is None:
-            raise LauncherError("no tritonserver found: run `pip install 'inflight[server]'` or set TRITONSERVER")
+            raise LauncherError(f"no tritonserver found: run `{_INSTALL}`, or set TRITONSERVER to an installed one")
         return cls._installed(Path(on_path))
 
     @classmethod

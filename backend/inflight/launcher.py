@@ -47,6 +47,11 @@ _EXEC_TIED_TO_PARENT = (
     "os.execv(sys.argv[2],sys.argv[2:])"
 )
 
+# How tritonserver words what ends it; the NVML line is what every machine without a GPU shows.
+_SERVER_ERROR = re.compile(
+    r"(?m)^(?:E\d{4} [^\]]*\] |error: |Error: (?!Failed to initialize NVML)|\S*tritonserver: (?=\S+ option))(.+)$"
+)
+
 
 def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different TCP ports of `host` that are free now."""
@@ -204,7 +209,7 @@ class TritonServer:
             if reason is not None:
                 raise LauncherError(reason)
             if not self.is_running():
-                raise LauncherError(self._exit_reason())
+                raise LauncherError(self.exit_reason())
             if time.monotonic() > deadline:
                 raise LauncherError(
                     f"tritonserver was not ready after {timeout:.0f} s; last log line: {_last_line(self.log_text())}"
@@ -280,8 +285,8 @@ class TritonServer:
             arguments += [f"--metrics-address={self.host}", f"--metrics-port={self.ports['metrics']}"]
         else:
             arguments.append("--allow-metrics=false")
-        # 24.10 reads the prefix of a Python-based backend from the "python" entry (seen), while its
-        # documentation asks for the backend's own: give both.
+        # Triton 24.10 reads the prefix of a Python-based backend from the "python" entry (seen); the
+        # backend's own entry is for releases that read that one.
         for backend in ("python", self._backend_name):
             arguments.append(f"--backend-config={backend},shm-region-prefix-name={self.shm_prefix}")
         arguments += [f"--load-model={name}" for name in self._load_models]
@@ -317,10 +322,11 @@ class TritonServer:
         except (OSError, urllib.error.URLError):
             return False
 
-    def _exit_reason(self) -> str:
+    def exit_reason(self) -> str:
+        """One line on why the server ended: its last error, else its last words."""
         assert self.process is not None
         log = self.log_text()
-        errors = re.findall(r"(?m)^(?:E\d{4} [^\]]*\] |error: |Error: (?!Failed to initialize NVML))(.+)$", log)
+        errors = _SERVER_ERROR.findall(log)
         detail = errors[-1].strip('" ') if errors else _last_line(log)
         return f"tritonserver ended with status {self.process.returncode}: {detail}"
 
