@@ -1,0 +1,133 @@
+"""What one sampling call needs, assembled on the host and uploaded once.  See `SamplingTable`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.messages import TokenLogprobs
+from inflight.engine.request import SamplingParams
+
+__all__ = ["Penalties", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """Host-side description of one row, for callers without a `SamplingTable`.
+
+    Attributes:
+        seed: 64-bit seed of this sequence.
+        position: tokens before the one to sample; the prompt and output below have that many.
+        prompt_token_ids, output_token_ids: int32 views.
+        eos_token_ids: masked, with `params.stop_token_ids`, until `params.min_tokens`.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_token_ids: np.ndarray
+    output_token_ids: np.ndarray
+    eos_token_ids: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """Attributes:
+    token_ids: int64[R] on the device of the logits; every entry is in [0, V).
+    logprobs: row -> entry, for the rows whose params ask: the chosen token, then the top k
+        by falling log probability (the chosen one appears again if it is among them).
+    """
+
+    token_ids: Tensor
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RandomGroup:
+    """Rows drawn at random in the same way; r of them, tensors on the device.
+
+    Attributes:
+        rows: int64[r], rows of the logits.
+        start: first row when `rows` is a run of consecutive rows, else -1.
+        keys: two int32[r, 1], see `noise.row_keys`.
+        inverse_temperature: float32[r, 1].
+        max_top_k: largest `top_k` of the group; 0: no row has one.
+        top_k: int64[r, 1]; meaningful when `max_top_k`.
+        top_p: float64[r, 1], or None when no row narrows by it.
+        min_p: float32[r, 1], or None when no row narrows by it.
+    """
+
+    rows: Tensor
+    start: int
+    keys: tuple[Tensor, Tensor]
+    inverse_temperature: Tensor
+    max_top_k: int
+    top_k: Tensor
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+
+@dataclass(slots=True)
+class Penalties:
+    """Penalised (row, token) pairs, N of them; tensors on the device.
+
+    Attributes:
+        index: int64[N], row * V + token id; pairs are distinct.
+        counts: float32[N], occurrences in the output.
+        rows: int64[N], row of each pair.
+        strengths: float32[3, R], repetition, frequency and presence penalty of each row.
+    """
+
+    index: Tensor
+    counts: Tensor
+    rows: Tensor
+    strengths: Tensor
+
+
+@dataclass(slots=True)
+class SamplingMetadata:
+    """One sampling call over R rows.  Made by `SamplingTable.select`, `build` or `all_greedy`.
+
+    Attributes:
+        num_rows: R.
+        greedy_rows: int64[g], rows that take the argmax; None: all rows do.
+        random_groups: the other rows.
+        bias_index, bias_values: int64[N] row * V + token id (distinct), float32[N] added there.
+        banned_index: int64[N] row * V + token id, masked.
+        penalties: repetition, frequency and presence penalties.
+        logprobs: row -> number of top entries, for rows that want log probabilities.
+    """
+
+    num_rows: int
+    greedy_rows: Tensor | None = None
+    random_groups: list[RandomGroup] = field(default_factory=list)
+    bias_index: Tensor | None = None
+    bias_values: Tensor | None = None
+    banned_index: Tensor | None = None
+    penalties: Penalties | None = None
+    logprobs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether any row's logits are changed before the choice."""
+        return self.bias_index is not None or self.banned_index is not None or self.penalties is not None
+
+    @classmethod
+    def all_greedy(cls, num_rows: int) -> SamplingMetadata:
+        """Every row takes the argmax of its logits and nothing else."""
+        return cls(num_rows)
+
+    @classmethod
+    def build(cls, rows: Sequence[SampleRow], vocab_size: int, device: torch.device | str = "cpu") -> SamplingMetadata:
+        """Describe rows without a table: for one-off calls; a step loop keeps a `SamplingTable`."""
+        from inflight.sampling.table import SamplingTable
+
+        table = SamplingTable(len(rows), vocab_size, device)
+        for slot, row in enumerate(rows):
+            table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
+        tokens = [np.concatenate([row.prompt_token_ids, row.output_token_ids]) for row in rows]
+        return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), tokens)
