@@ -1,0 +1,93 @@
+"""Tiny random checkpoints of many architectures, saved the way real ones are.
+
+Weights are seeded and scaled so that greedy output wanders instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 199  # no multiple of anything
+POSITIONS = 256
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=POSITIONS,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+    initializer_range=0.2,
+)
+_MOE: dict[str, Any] = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+
+# model type -> what differs from _COMMON.  Windows are small, so that tests reach past them.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": dict(head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe": dict(**_MOE, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True),
+    "mistral": dict(sliding_window=20, head_dim=8),
+    "mixtral": dict(**_MOE, sliding_window=None),
+    "gemma2": dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
+    "gemma3_text": dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, num_hidden_layers=6),
+    "phi": dict(partial_rotary_factor=0.5),
+    "phi3": dict(sliding_window=None, pad_token_id=0),
+    "gpt2": dict(n_embd=32, n_head=4, n_layer=2, n_positions=POSITIONS),
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32, init_std=0.2, pad_token_id=1, dropout=0.0),
+    "olmo2": {},
+    "granite": dict(attention_multiplier=0.3, logits_scaling=2.0, residual_multiplier=0.5),
+    "starcoder2": dict(sliding_window=18),
+    "cohere": dict(tie_word_embeddings=True, logit_scale=1.0),
+    "smollm3": dict(pad_token_id=0),
+    "llama4_text": dict(
+        head_dim=8, intermediate_size_mlp=48, **_MOE, attention_chunk_size=POSITIONS, interleave_moe_layer_step=2
+    ),
+    "gpt_oss": dict(**_MOE, head_dim=16, sliding_window=16, pad_token_id=0),
+}
+
+
+@torch.no_grad()
+def make_checkpoint(model_type: str, folder: Path, **changes: Any) -> str:
+    """Write a float32 checkpoint of `model_type` under `folder`; returns its directory."""
+    values = {**_COMMON, **ARCHITECTURES[model_type], **changes}
+    if model_type in ("gpt2", "opt"):
+        values.pop("intermediate_size")
+    config = AutoConfig.for_model(model_type, **values)
+    generator = torch.Generator().manual_seed(1234)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.3 if "embed" in name or "head" in name else 0.2, generator=generator)
+        elif "norm" not in name and "ln_" not in name:
+            parameter.normal_(0, 0.2, generator=generator)  # biases and sinks
+    path = folder / model_type
+    model.save_pretrained(path)
+    return str(path)
+
+
+def greedy_reference(path: str, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+    """Output token ids of transformers' `generate()`, each prompt alone, greedy, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    outputs = []
+    for prompt, count in zip(prompts, max_tokens):
+        with torch.inference_mode():
+            ids = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs

@@ -1,0 +1,40 @@
+"""Runs token-id prompts through the in-process engine core, with the invariants checked each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.request import SamplingParams
+from inflight.runner.model_runner import ModelRunner
+
+
+def make_core(path: str, **options: Any) -> EngineCore:
+    options = {"model": path, "dtype": "float32", "device": "cpu", "kv_cache_memory": "64MiB", **options}
+    config = EngineConfig.from_dict(options)
+    return EngineCore(config, ModelRunner(config))
+
+
+def run(
+    core: EngineCore, prompts: list[list[int]], params: list[SamplingParams], stagger: int = 0
+) -> dict[tuple[int, int], list[SequenceDelta]]:
+    """All deltas of each sequence; request k enters after `k * stagger` steps."""
+    deltas: dict[tuple[int, int], list[SequenceDelta]] = {}
+    waiting = list(enumerate(zip(prompts, params)))
+    steps = 0
+    while waiting or core.has_work:
+        while waiting and waiting[0][0] * stagger <= steps:
+            request_id, (prompt, sampling) = waiting.pop(0)
+            failure = core.add_request(AddRequest(request_id, prompt, sampling))
+            assert failure is None, failure
+        for delta in core.step().deltas:
+            deltas.setdefault((delta.request_id, delta.index), []).append(delta)
+        core.check_integrity()
+        steps += 1
+    return deltas
+
+
+def tokens(deltas: list[SequenceDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
