@@ -337,10 +337,12 @@ class TritonServer:
 
 def load_failure(log: str) -> str | None:
     """Why a model did not load, from the server's log; None while nothing failed."""
-    match = re.search(r"failed to load '([^']*)' version (\d+): ([A-Za-z ]+): (.*)", log)
-    if match is not None:
-        return f"model '{match[1]}' failed to load: {match[4].strip().rstrip(chr(34))}"
-    return None
+    match = re.search(r"failed to load '([^']*)' version \d+: [A-Za-z ]+: (.*)", log)
+    if match is None:
+        return None
+    # Triton quotes and escapes its messages; what follows the first line is the Python trace.
+    reason = match[2].split(r"\n")[0].rstrip('"').replace(r"\"", '"')
+    return f"model '{match[1]}' failed to load: {reason}"
 
 
 def session_members(session: int) -> list[int]:

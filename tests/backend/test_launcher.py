@@ -168,10 +168,10 @@ def test_an_installed_server_takes_the_stub_version_from_the_stub(
 def test_load_failure_takes_the_reason_from_the_log() -> None:
     log = (
         'I1120 server.cc:1] "loading: demo:1"\n'
-        "E1120 11:59:11 model_lifecycle.cc:642] \"failed to load 'demo' version 1: Internal: ConfigError: no model\n"
-        "\nAt:\n  model.py(3): initialize\n"
+        r"""E1120 11:59:11 model_lifecycle.cc:642] "failed to load 'demo' version 1: Internal: """
+        r"""ConfigError: model \"x\" is not there\n\nAt:\n  model.py(3): initialize\n\""""
     )
-    assert load_failure(log) == "model 'demo' failed to load: ConfigError: no model"
+    assert load_failure(log) == "model 'demo' failed to load: ConfigError: model \"x\" is not there"
     assert load_failure('I1120 server.cc:1] "loading: demo:1"\n') is None
 
 
