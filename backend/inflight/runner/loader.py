@@ -228,8 +228,8 @@ def _check_layer_types(text_config: Any, layers: list[tuple[nn.Module, LayerSpec
             window = getattr(text_config, "sliding_window", None)
             if spec.sliding_window is None and window is not None and window < max_model_len:
                 raise LoadError(
-                    f"model type {text_config.model_type!r}: layer {index} has a sliding window of {window} tokens that "
-                    f"it does not pass to its attention; set max_model_len to at most {window}"
+                    f"model type {text_config.model_type!r}: layer {index} has a sliding window of {window} tokens "
+                    f"that it does not pass to its attention; set max_model_len to at most {window}"
                 )
         elif layer_type not in ("full_attention", "attention", "chunked_attention"):
             raise LoadError(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+
 from inflight.engine.messages import AddRequest
 from inflight.engine.request import SamplingParams
 
