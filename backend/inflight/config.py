@@ -74,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         disable_log_requests: accepted for compatibility; requests are never logged.
         tensor_parallel_size: ranks of the engine; only 1 is built.
         python_executable: interpreter of the engine process; `None` takes the stub's own.
+        check_on_load: compare a small batch with transformers' own attention before serving.
         engine_start_timeout: seconds the engine process has to load the checkpoint.
     """
 
@@ -102,6 +103,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_log_requests: bool = True
     tensor_parallel_size: _PositiveInt = 1
     python_executable: str | None = None
+    check_on_load: bool = True
     engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
 
     def __post_init__(self) -> None:
@@ -137,8 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            key = re.search(r"\$\.(\w+)", str(error))
-            came = f"{key[1]}={values.get(key[1])!r}: " if key else ""
+            at = re.search(r"\$\.(\w+)", str(error))
+            came = f"{at[1]}={values.get(at[1])!r}: " if at else ""
             raise ConfigError(f"{source}: {came}{str(error).split(' - at ')[0]}") from None
 
     @classmethod

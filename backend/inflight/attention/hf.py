@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from inflight.attention.base import LayerSpec, current_metadata
+from inflight.attention.base import LayerAttention, LayerSpec, current_metadata
 
 __all__ = ["IMPLEMENTATION", "UnsupportedAttention", "probe_layers"]
 
@@ -78,7 +78,7 @@ def _paged_attention(
         spec = _spec_of(module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, kwargs)
         _probe.append((module, spec))
         return _each_token_alone(value, query.shape[1]), None
-    layer = module.inflight
+    layer = cast(LayerAttention, module.inflight)
     metadata = current_metadata()
     layer.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.cache, metadata)
     out = layer.backend.attend(query[0].transpose(0, 1), layer.cache, metadata, layer.spec, s_aux)

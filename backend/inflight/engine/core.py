@@ -29,7 +29,9 @@ class ModelInfo(Protocol):
 class Runner(Protocol):
     """Owns the device: turns a batch into tokens."""
 
-    info: ModelInfo
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the loaded checkpoint."""
 
     def execute(self, out: SchedulerOutput) -> StepOutput:
         """Run one forward pass over the batch and sample the rows that are due."""

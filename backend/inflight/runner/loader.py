@@ -24,12 +24,16 @@ from inflight.attention.base import LayerAttention, LayerSpec
 from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_layers
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 from inflight.runner.memory import available_memory, format_bytes
+from inflight.runner.self_check import relative_error
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
 # Share of the free RAM that the KV pool takes on a CPU when `kv_cache_memory` is not set.  Pages
 # are touched on first use only, so this is a ceiling, not a cost.
 _CPU_KV_SHARE = 0.4
+# Relative error of the logits that rounding explains: a router of experts may turn on it in half
+# precision, whereas a dropped positional bias or a leak between sequences costs far more.
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 # Kept free on a GPU for what the allocator fragments and the CUDA context grows by.
 _GPU_HEADROOM = 150 * 2**20
 
@@ -96,6 +100,8 @@ def load(config: EngineConfig) -> LoadedModel:
     for module, spec in layers:
         cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
         module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
+    if config.check_on_load:
+        _check_output(model, text_config, config, max_model_len, device, dtype)
     info = CheckpointInfo(
         max_model_len=max_model_len,
         vocab_size=int(text_config.vocab_size),
@@ -144,9 +150,9 @@ def _max_model_len(config: EngineConfig, text_config: Any) -> int:
     kinds = set(getattr(text_config, "layer_types", None) or ())
     if "chunked_attention" in kinds and chunk is not None:
         positions = min(positions or chunk, chunk)  # within one chunk, chunked attention is full attention
-    if positions is None and config.max_model_len is None:
-        raise ConfigError("the checkpoint names no max_position_embeddings: set max_model_len in model.json")
     if config.max_model_len is None:
+        if positions is None:
+            raise ConfigError("the checkpoint names no max_position_embeddings: set max_model_len in model.json")
         return int(positions)
     if positions is not None and config.max_model_len > positions:
         raise ConfigError(
@@ -190,6 +196,8 @@ def _load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            reason = "its attention does not go through transformers' AttentionInterface"
         raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}") from error
     return model.to(device).eval().requires_grad_(False)
 
@@ -207,7 +215,7 @@ def _probe(
             model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1)
         except UnsupportedAttention as error:
             raise LoadError(f"model type {kind!r} cannot be served: {error}") from error
-        except (TypeError, AttributeError, IndexError) as error:
+        except (TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise LoadError(f"model type {kind!r} cannot run a ragged batch: {error}") from error
     expected = getattr(text_config, "num_hidden_layers", len(layers))
     if len(layers) != expected or len({id(module) for module, _ in layers}) != len(layers):
@@ -253,6 +261,24 @@ def _activation_bytes(model: nn.Module, config: EngineConfig, device: torch.devi
         out = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
         out.logits.float()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _check_output(
+    model: nn.Module,
+    text_config: Any,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    error = relative_error(model, int(text_config.vocab_size), config.block_size, max_model_len, device)
+    allowed = _CHECK_TOLERANCE[dtype]
+    if not error <= allowed:
+        raise LoadError(
+            f"model type {text_config.model_type!r} cannot be served: on a test batch its logits are off by "
+            f"{error:.1%} (allowed: {allowed:.1%}) from transformers' own attention, so it carries something that "
+            "paged attention would drop; set check_on_load to false only if you know why they differ"
+        )
 
 
 def _num_blocks(

@@ -1,0 +1,81 @@
+"""A check at load: the paged, ragged forward says what transformers' own attention says.
+
+An architecture may carry something past the attention interface that paging would drop in silence
+(a positional bias, state shared between layers, a mask of its own).  Two short sequences, cut in
+chunks and run side by side through the pool, are compared with transformers' eager attention on
+each alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from inflight.attention.base import forward_context
+from inflight.attention.hf import IMPLEMENTATION
+from inflight.engine.request import Request, SamplingParams
+from inflight.engine.step import NewRow, SchedulerOutput
+from inflight.runner.batch_state import BatchState
+
+__all__ = ["relative_error"]
+
+_LENGTHS = (7, 12)
+_CHUNKS = (4, 64)  # tokens of each sequence in the first and the second step
+
+
+@torch.inference_mode()
+def relative_error(model: nn.Module, vocab_size: int, block_size: int, max_len: int, device: torch.device) -> float:
+    """Largest relative error (Frobenius norms, over sequences) of the paged logits.
+
+    Writes to the first blocks of the pool; call before any request.
+    """
+    lengths = [min(length, max_len) for length in _LENGTHS]
+    sequences = [np.random.default_rng(seed).integers(0, vocab_size, n).tolist() for seed, n in enumerate(lengths)]
+    paged = _paged_logits(model, sequences, block_size, device)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        errors = []
+        for sequence, logits in zip(sequences, paged):
+            own = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
+            errors.append(((logits - own).norm() / own.norm().clamp_min(1e-9)).item())
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    return max(errors)
+
+
+def _paged_logits(model: nn.Module, sequences: list[list[int]], block_size: int, device: torch.device) -> list[Tensor]:
+    """float32 logits [length, V] of each sequence, computed side by side in two chunks."""
+    num_blocks = -(-max(map(len, sequences)) // block_size)
+    state = BatchState(len(sequences), num_blocks * block_size, block_size, device)
+    params = SamplingParams()
+    rows = [
+        NewRow(slot, sequence, len(sequence), list(range(slot * num_blocks, (slot + 1) * num_blocks)), params, 0)
+        for slot, sequence in enumerate(sequences)
+    ]
+    computed = [0] * len(sequences)
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    for chunk in _CHUNKS:
+        counts = [min(chunk, len(sequence) - done) for sequence, done in zip(sequences, computed)]
+        slots = [slot for slot, count in enumerate(counts) if count]
+        if not slots:
+            break
+        out = SchedulerOutput(
+            requests=[Request(slot, sequences[slot], params) for slot in slots],
+            slots=slots,
+            num_scheduled_tokens=[counts[slot] for slot in slots],
+            num_computed_tokens=[computed[slot] for slot in slots],
+            samples=[False] * len(slots),
+            new_rows=rows,
+            total_tokens=sum(counts),
+        )
+        state.apply(out)
+        rows = []
+        inputs = state.step_inputs(out)
+        with forward_context(inputs.metadata):
+            result = model(input_ids=inputs.input_ids, position_ids=inputs.positions, use_cache=False)
+        starts = inputs.metadata.query_starts
+        for row, slot in enumerate(slots):
+            parts[slot].append(result.logits[0, starts[row] : starts[row + 1]].float())
+            computed[slot] += counts[slot]
+    return [torch.cat(part) for part in parts]
