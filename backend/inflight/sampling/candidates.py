@@ -23,17 +23,18 @@ def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     the lowest ids come first, so a row's candidates do not depend on the rows beside it.
     """
     k = min(k, x.shape[-1])
-    values, ids = torch.topk(x, k, dim=-1)
-    _take_lowest_ties(x, values, ids)
+    values, ids = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
+    if values.shape[-1] > k:
+        straddles = values[:, k] == values[:, k - 1]
+        values, ids = values[:, :k], ids[:, :k]
+        for row in straddles.nonzero().flatten().tolist():
+            _take_lowest_ties(x[row], values[row], ids[row])
     ids, order = ids.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, order)
 
 
 def _take_lowest_ties(x: Tensor, values: Tensor, ids: Tensor) -> None:
-    """Where entries equal to the k-th were left out, put the lowest of them into `ids`."""
-    last = values[:, -1:]
-    straddles = (x >= last).sum(-1) > values.shape[-1]
-    for row in straddles.nonzero().flatten().tolist():
-        taken = values[row] == last[row]
-        ids[row, taken] = (x[row] == last[row]).nonzero().flatten()[: int(taken.sum())]
+    """Make `ids` hold the lowest of the entries of x[V] that equal the last of `values`."""
+    taken = values == values[-1]
+    ids[taken] = (x == values[-1]).nonzero().flatten()[: int(taken.sum())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,86 +13,125 @@ from inflight.sampling.noise import negative_exponential, token_hashes
 __all__ = ["draw"]
 
 # Entries worked on at once: on a CPU about what its cache holds, on a GPU a bound on memory.
-_CHUNK = {"cpu": 2**16}
-_CHUNK_DEFAULT = 2**26
+_CHUNK_CPU = 2**17
+_CHUNK_GPU = 2**26
 
 
 def draw(logits: Tensor, group: RandomGroup) -> Tensor:
     """int64[r]: a token for each row of `group`; `logits` is [R, V]."""
-    r, vocab_size = len(group.rows), logits.shape[-1]
-    step = max(1, _CHUNK.get(logits.device.type, _CHUNK_DEFAULT) // vocab_size)
-    choose = _draw_from_candidates if group.max_top_k else _draw_from_vocabulary
-    if step >= r:
-        return choose(logits, group, slice(0, r))
-    return torch.cat([choose(logits, group, slice(i, min(i + step, r))) for i in range(0, r, step)])
+    if group.max_top_k:
+        return _draw_from_candidates(logits, group)
+    r = len(group.rows)
+    step = max(1, (_CHUNK_CPU if logits.is_cpu else _CHUNK_GPU) // logits.shape[-1])
+    parts = [_draw_from_vocabulary(logits, group, slice(i, min(i + step, r))) for i in range(0, r, step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _scaled(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """float32[c, V]: the part's logits over their temperatures."""
+def _rows(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
+    """The part's logits; a view where its rows are consecutive."""
     if group.start >= 0:
-        rows = logits[group.start + part.start : group.start + part.stop]
-    else:
-        rows = logits.index_select(0, group.rows[part])
-    return rows * group.inverse_temperature[part]
+        return logits[group.start + part.start : group.start + part.stop]
+    return logits.index_select(0, group.rows[part])
 
 
-def _weights(scaled: Tensor, largest: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """Unnormalised probabilities, 1 for the most likely token, 0 for those that min_p drops.
+def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
+    """Unnormalised probabilities: 1 for the most likely token, 0 for those that min_p drops.
 
-    A fully masked row (largest is -inf) is drawn evenly.
+    All are 0 in a fully masked row, so that its token is 0.  Writes over `scaled`.
     """
-    weights = (scaled - largest).exp_()
-    if group.min_p is not None:
-        weights.masked_fill_(weights < group.min_p[part], 0.0)
+    weights = scaled.sub_(largest.clamp(min=torch.finfo(torch.float32).min)).exp_()
+    if min_p is not None:
+        weights *= torch.ge(weights, min_p, out=torch.empty_like(weights))
     return weights
 
 
-def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """Race the whole vocabulary; with top_p, again above the winner until it is in the nucleus.
+def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> Tensor:
+    """Race the top_k most likely tokens, less those that min_p and top_p drop."""
+    values, ids = top_candidates(_rows(logits, group, slice(0, len(group.rows))), group.max_top_k)
+    scaled = values * group.inverse_temperature
+    weights = _weights(scaled, scaled[:, :1].clone(), group.min_p)
+    weights.masked_fill_(torch.arange(weights.shape[-1], device=weights.device) >= group.top_k, 0.0)
+    if group.top_p is not None:
+        mass = weights.cumsum(-1, dtype=torch.float64)
+        weights[:, 1:].masked_fill_(mass[:, :-1] >= mass[:, -1:] * group.top_p, 0.0)
+    hashes = token_hashes(logits.shape[-1], logits.device)[ids]
+    winners = argmax(negative_exponential(hashes, group.keys).div_(weights))
+    return ids.gather(-1, winners.unsqueeze(-1)).squeeze(-1)
 
-    A winner outside the nucleus is removed with every token that is not more likely than it:
-    those are outside too.  What wins at last is the winner among the nucleus alone, found
-    without sorting the vocabulary.
-    """
-    scaled = _scaled(logits, group, part)
-    weights = _weights(scaled, scaled.amax(-1, keepdim=True), group, part)
+
+def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
+    """Race the whole vocabulary, less what min_p and top_p drop."""
+    keys = group.keys[0][part], group.keys[1][part]
     hashes = token_hashes(logits.shape[-1], logits.device)
-    scores = negative_exponential(hashes, (group.keys[0][part], group.keys[1][part])).div_(weights)
-    winners = argmax(scores)
-    if group.top_p is None:
-        return winners
-    mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * group.top_p[part]
-    active = torch.arange(len(winners), device=logits.device)
-    chosen = winners
+    scaled = _rows(logits, group, part) * group.inverse_temperature[part]
+    min_p = None if group.min_p is None else group.min_p[part]
+    weights = _weights(scaled, scaled.amax(-1, keepdim=True), min_p)
+    if group.top_p is None and min_p is None:
+        return argmax(negative_exponential(hashes, keys).div_(weights))
+    mass = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    top_p = torch.ones_like(mass) if group.top_p is None else group.top_p[part]
+    # Tokens at or below this weigh at most 1 - top_p together: none is in the nucleus.
+    floor = mass * (1.0 - top_p) * (0.999 / logits.shape[-1])
+    shortlist = _shortlist(weights, floor.float()) if logits.is_cpu else None
+    if shortlist is None:
+        return _race_in_nucleus(negative_exponential(hashes, keys).div_(weights), weights, mass * top_p)
+    ids, padding = shortlist
+    weights = weights.gather(-1, ids).masked_fill_(padding, 0.0)
+    scores = negative_exponential(hashes[ids], keys).div_(weights)
+    return ids.gather(-1, _race_in_nucleus(scores, weights, mass * top_p).unsqueeze(-1)).squeeze(-1)
+
+
+def _race_in_nucleus(scores: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
+    """int64[c]: place of the best score in the smallest set of top weights that reaches `mass`.
+
+    A winner outside the set is removed with every entry that is not heavier, for those are
+    outside too, and the race is run again: the last winner is the one of the set, found
+    without sorting.
+
+    Args:
+        scores, weights: float32[c, n].
+        mass: float64[c, 1].
+    """
+    chosen = winners = argmax(scores)
+    active = torch.arange(len(winners), device=winners.device)
     while True:
-        above = _more_likely(weights, winners)
-        mass_above = (weights * above).sum(-1, keepdim=True, dtype=torch.float64)
+        heavier = _heavier(weights, winners)
+        mass_above = (weights * heavier).sum(-1, keepdim=True, dtype=torch.float64)
         rejected = ((mass_above >= mass) & (mass_above > 0)).flatten().nonzero().flatten()
         if not len(rejected):
             return chosen
-        weights, mass, active = weights[rejected], mass[rejected], active[rejected]
-        scores = scores[rejected].masked_fill_(~above[rejected], float("-inf"))
+        active, weights, mass = active[rejected], weights[rejected], mass[rejected]
+        scores = scores[rejected].div_(heavier[rejected])  # scores are negative: over 0 they are -inf
         winners = argmax(scores)
         chosen[active] = winners
 
 
-def _more_likely(weights: Tensor, tokens: Tensor) -> Tensor:
-    """bool[c, V]: which come before tokens[c] by falling weight, then by rising token id."""
-    pivot = weights.gather(-1, tokens.unsqueeze(-1))
-    ids = torch.arange(weights.shape[-1], device=weights.device)
-    return (weights > pivot) | ((weights == pivot) & (ids < tokens.unsqueeze(-1)))
+def _heavier(weights: Tensor, places: Tensor) -> Tensor:
+    """float32[c, n]: 1 for what comes before `places[c]` by falling weight, then by rising place, else 0.
+
+    Comparisons into float32 are several times faster than into bool on a CPU.
+    """
+    places = places.unsqueeze(-1)
+    pivot = weights.gather(-1, places)
+    order = torch.arange(weights.shape[-1], dtype=torch.float32, device=weights.device)
+    ties = torch.eq(weights, pivot, out=torch.empty_like(weights))
+    ties *= torch.lt(order, places, out=torch.empty_like(weights))
+    return torch.gt(weights, pivot, out=torch.empty_like(weights)).add_(ties)
 
 
-def _draw_from_candidates(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """Race the top_k most likely tokens, less those that min_p and top_p drop."""
-    scaled, ids = top_candidates(_scaled(logits, group, part), group.max_top_k)
-    weights = _weights(scaled, scaled[:, :1], group, part)
-    places = torch.arange(weights.shape[-1], device=weights.device)
-    weights.masked_fill_(places >= group.top_k[part], 0.0)
-    if group.top_p is not None:
-        mass = weights.cumsum(-1, dtype=torch.float64)
-        outside = mass[:, :-1] >= mass[:, -1:] * group.top_p[part]
-        weights[:, 1:].masked_fill_(outside, 0.0)
-    hashes = token_hashes(logits.shape[-1], logits.device)[ids]
-    scores = negative_exponential(hashes, (group.keys[0][part], group.keys[1][part])).div_(weights)
-    return ids.gather(-1, argmax(scores).unsqueeze(-1)).squeeze(-1)
+def _shortlist(weights: Tensor, floor: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Places of the entries above `floor[c, 1]`, rising: int64[c, n], and bool[c, n] of its padding.
+
+    None when that would drop less than half of the entries.
+    """
+    c, vocab_size = weights.shape
+    kept = np.flatnonzero(weights.numpy() > floor.numpy())
+    cuts = np.searchsorted(kept, np.arange(c + 1) * vocab_size)
+    sizes = np.diff(cuts)
+    longest = max(1, int(sizes.max()))
+    if 2 * longest > vocab_size:
+        return None
+    ids = np.zeros((c, longest), dtype=np.int64)
+    for row in range(c):
+        ids[row, : sizes[row]] = kept[cuts[row] : cuts[row + 1]] - row * vocab_size
+    return torch.from_numpy(ids), torch.from_numpy(np.arange(longest) >= sizes[:, None])

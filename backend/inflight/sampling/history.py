@@ -20,20 +20,24 @@ class TokenHistory(Protocol):
 
 
 class TokenCounts:
-    """Distinct tokens of one sequence and how often each is in its output; grown as it grows.
+    """Distinct tokens of a sequence and how often each is in its output; grown as it grows.
 
     A step costs O(new tokens), not O(sequence).
 
     Attributes:
         size: distinct tokens so far; `ids[:size]` and `counts[:size]` are valid.
-        ids: int64, distinct token ids of prompt and output.
+        ids: int64, distinct token ids.
         counts: float32, occurrences in the output (0 for tokens of the prompt only).
+
+    Args:
+        prompt: int[num_prompt_tokens].
+        with_prompt: list the prompt's tokens too; only the repetition penalty looks at them.
     """
 
     __slots__ = ("_counted", "_place", "counts", "ids", "size")
 
-    def __init__(self, prompt: np.ndarray) -> None:
-        distinct = np.unique(prompt).astype(np.int64)
+    def __init__(self, prompt: np.ndarray, *, with_prompt: bool) -> None:
+        distinct = np.unique(prompt if with_prompt else prompt[:0]).astype(np.int64)
         self.size = len(distinct)
         self.ids = np.empty(self.size + 64, dtype=np.int64)
         self.ids[: self.size] = distinct

@@ -11,8 +11,8 @@ from inflight.sampling.candidates import top_candidates
 
 __all__ = ["prompt_logprobs", "token_logprobs"]
 
-# Bound on entries of the float32 copies made at once.
-_CHUNK = 2**24
+# Bound on the entries of what is worked on at once.
+_CHUNK = 2**20
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> list[TokenLogprobs]:
@@ -51,8 +51,8 @@ def _chunk_logprobs(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> l
     if top := max(tops):
         values, ids = top_candidates(logits, top)
         # Equal logits share the rank of the first of them.
-        tops_ranks = (values.unsqueeze(-1) < values.unsqueeze(-2)).sum(-1) + 1
-        rows = zip(ids.tolist(), (values - normaliser).tolist(), tops_ranks.tolist())
+        top_ranks = (values.unsqueeze(-1) < values.unsqueeze(-2)).sum(-1) + 1
+        rows = zip(ids.tolist(), (values - normaliser).tolist(), top_ranks.tolist())
         for entry, keep, row in zip(entries, tops, rows):
             entry += list(zip(*row))[:keep]
     return entries

@@ -94,6 +94,7 @@ class SamplingMetadata:
 
     Attributes:
         num_rows: R.
+        vocab_size: V that the flat indices below count with; None without any.
         greedy_rows: int64[g], rows that take the argmax; None: all rows do.
         random_groups: the other rows.
         bias_index, bias_values: int64[N] row * V + token id (distinct), float32[N] added there.
@@ -103,6 +104,7 @@ class SamplingMetadata:
     """
 
     num_rows: int
+    vocab_size: int | None = None
     greedy_rows: Tensor | None = None
     random_groups: list[RandomGroup] = field(default_factory=list)
     bias_index: Tensor | None = None

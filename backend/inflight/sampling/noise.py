@@ -23,6 +23,9 @@ __all__ = ["mix_seed", "negative_exponential", "row_keys", "token_hashes"]
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
 _MULTIPLIER = 0x7FEB352D
+_LOW_BITS = 20
+_LOW_MASK = np.uint64(2**_LOW_BITS - 1)
+_LOW_MULTIPLIERS = (0x5A8D5, 0xB9C33, 0x3F4E9)
 # 31-bit hash -> (0, 1): the largest hash rounds to 2**31 in float32 and must stay below 1.
 _TO_UNIT = 2.0**-31 * (1.0 - 2.0**-24)
 
@@ -52,9 +55,17 @@ def row_keys(origins: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """int32[vocab_size]: an avalanched hash of each token id, the same for every row."""
-    x = np.arange(vocab_size, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(_GAMMA)
-    return torch.from_numpy((_mix64(x) >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
+    """int32[vocab_size]: a hash of each token id, the same for every row.
+
+    Its low bits are a permutation of those of the id.  Tokens whose hashes differ only at the
+    top would have correlated noise (a product carries upward only), equal hashes equal noise.
+    """
+    ids = np.arange(vocab_size, dtype=np.uint64)
+    low = ids & _LOW_MASK
+    for multiplier in _LOW_MULTIPLIERS:
+        low = ((low ^ (low >> np.uint64(_LOW_BITS // 2))) * np.uint64(multiplier)) & _LOW_MASK
+    high = _mix64((ids + np.uint64(1)) * np.uint64(_GAMMA)) & np.uint64(2**32 - 2**_LOW_BITS)
+    return torch.from_numpy((high | low).astype(np.uint32).view(np.int32)).to(device)
 
 
 def negative_exponential(hashes: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
@@ -70,9 +81,10 @@ def negative_exponential(hashes: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     # Right shifts are arithmetic: each xorshift loses one bit of the hash, none of its balance.
     x = hashes * keys[0]
     x += keys[1]
-    x ^= x >> 15
+    shifted = x >> 15
+    x ^= shifted
     x *= _MULTIPLIER
-    x ^= x >> 16  # sign bit now clear
+    x ^= torch.bitwise_right_shift(x, 16, out=shifted)  # sign bit now clear
     x |= 1  # u > 0
     # u is small where E is: log1p keeps the upper tail of the noise precise.
     return x.to(torch.float32).mul_(-_TO_UNIT).log1p_()

@@ -17,15 +17,19 @@ __all__ = ["Sampler"]
 class Sampler:
     """Stateless: a row's token depends on its logits, params, seed, position and tokens alone."""
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose a token for each row of `logits[R, V]` (float32, bfloat16 or float16; not changed).
 
         Raises:
-            ValueError: `metadata` is for another number of rows.
+            ValueError: `metadata` is for another number of rows or another vocabulary.
         """
-        if len(logits) != metadata.num_rows:
-            raise ValueError(f"logits have {len(logits)} rows, metadata has {metadata.num_rows}: pass one row per slot")
+        expected = metadata.num_rows, metadata.vocab_size or logits.shape[-1]
+        if logits.shape != expected:
+            raise ValueError(
+                f"logits have shape {list(logits.shape)}, metadata is for {list(expected)}: "
+                "select the slots whose rows are passed, from a table made with the logits' vocabulary"
+            )
         output = SamplerOutput(_choose(logits, metadata))
         if metadata.logprobs:
             rows = list(metadata.logprobs)

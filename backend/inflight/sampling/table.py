@@ -22,11 +22,12 @@ GREEDY_TEMPERATURE = 1e-5
 _RANDOM, _BIAS, _MIN_TOKENS, _BAD_WORDS, _PENALTIES, _LOGPROBS = (1 << i for i in range(6))
 _HISTORY = _MIN_TOKENS | _BAD_WORDS | _PENALTIES
 
-# How a random slot is drawn.  Rows of a bucket are drawn together; top_k buckets keep one row
-# with a large k from widening the candidates of all others.
-_FULL, _FULL_TOP_P = 1, 2
+# How a random slot is drawn: from the whole vocabulary, plainly or narrowed by top_p or min_p, or
+# from its top_k.  Rows of a bucket are drawn together; several top_k buckets keep a row with a
+# large k from widening the candidates of all others.
+_FULL, _NARROWED = 1, 2
 _TOP_K_BUCKETS = (64, 1024, 2**31)
-_NUM_BUCKETS = _FULL_TOP_P + 1 + len(_TOP_K_BUCKETS)
+_NUM_BUCKETS = _NARROWED + 1 + len(_TOP_K_BUCKETS)
 
 # A greater bias acts as this one, so that sums stay finite; a lesser one than its negative bans.
 _MAX_BIAS = 1e30
@@ -110,9 +111,9 @@ class SamplingTable:
         self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
         if 0 < params.top_k < self.vocab_size:
             self._top_k[slot] = params.top_k
-            self._bucket[slot] = _FULL_TOP_P + 1 + int(np.searchsorted(_TOP_K_BUCKETS, params.top_k))
+            self._bucket[slot] = _NARROWED + 1 + int(np.searchsorted(_TOP_K_BUCKETS, params.top_k))
         else:
-            self._bucket[slot] = _FULL_TOP_P if params.top_p < 1.0 else _FULL
+            self._bucket[slot] = _NARROWED if params.top_p < 1.0 or params.min_p > 0.0 else _FULL
 
     def select(
         self,
@@ -139,6 +140,7 @@ class SamplingTable:
         metadata = SamplingMetadata.all_greedy(len(slots))
         if not needed:
             return metadata
+        metadata.vocab_size = self.vocab_size
         positions = np.asarray(positions, dtype=np.int64)
         if needed & _RANDOM:
             self._add_random(metadata, slots, positions)
@@ -181,7 +183,7 @@ class SamplingTable:
                     start=int(rows[0]) if rows[-1] - rows[0] == end - start - 1 else -1,
                     keys=(keys[:, :1], keys[:, 1:]),
                     inverse_temperature=reals[0].float(),
-                    max_top_k=int(top_k[start:end].max()) if index > _FULL_TOP_P else 0,
+                    max_top_k=int(top_k[start:end].max()) if index > _NARROWED else 0,
                     top_k=part[2].unsqueeze(-1),
                     top_p=reals[1] if (top_p[start:end] < 1.0).any() else None,
                     min_p=reals[2].float() if min_p[start:end].any() else None,
@@ -227,7 +229,9 @@ class SamplingTable:
             tokens = history[slot]
             seen = self._counts[slot]
             if seen is None:
-                seen = self._counts[slot] = TokenCounts(tokens[: self._num_prompt_tokens[slot]])
+                seen = self._counts[slot] = TokenCounts(
+                    tokens[: self._num_prompt_tokens[slot]], with_prompt=bool(self._strengths[0, slot] != 1.0)
+                )
             seen.update(tokens, int(positions[row]))
             ids.append(seen.ids[: seen.size])
             counts.append(seen.counts[: seen.size])

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.engine.request import SamplingParams
+from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
+
+V = 211
+
+
+def logits_and_logprobs(num_rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, np.ndarray]:
+    logits = (torch.randn(num_rows, V, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    return logits, torch.log_softmax(logits.double(), -1).numpy()
+
+
+def check_entry(entry, logprobs: np.ndarray, token: int, top: int) -> None:
+    ids, values, ranks = zip(*entry)
+    assert len(ids) == 1 + min(top, len(logprobs))
+    assert ids[0] == token
+    expected = np.lexsort((np.arange(len(logprobs)), -logprobs))[:top]
+    assert list(ids[1:]) == expected.tolist()
+    np.testing.assert_allclose(values, logprobs[list(ids)], rtol=1e-5, atol=1e-5)
+    assert list(ranks) == [1 + int((logprobs > logprobs[i]).sum()) for i in ids]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top", [0, 1, 5, 500])
+def test_prompt_logprobs(dtype, top):
+    logits, expected = logits_and_logprobs(9, dtype)
+    tokens = torch.arange(9) * 20
+    entries = prompt_logprobs(logits, tokens, top)
+    assert len(entries) == 9
+    for entry, logprobs, token in zip(entries, expected, tokens.tolist()):
+        check_entry(entry, logprobs, token, top)
+
+
+def test_prompt_logprobs_in_parts(monkeypatch):
+    from inflight.sampling import logprobs
+
+    logits, _ = logits_and_logprobs(9)
+    whole = prompt_logprobs(logits, torch.arange(9), 3)
+    monkeypatch.setattr(logprobs, "_CHUNK", 4 * V)
+    assert prompt_logprobs(logits, torch.arange(9), 3) == whole
+    assert prompt_logprobs(logits[:0], torch.arange(0), 3) == []
+
+
+def test_int32_tokens_as_the_runner_holds_them():
+    logits, expected = logits_and_logprobs(2)
+    check_entry(prompt_logprobs(logits, torch.tensor([3, 4], dtype=torch.int32), 2)[1], expected[1], 4, 2)
+
+
+def test_sampled_token_first_then_the_top_of_the_raw_logits():
+    logits, expected = logits_and_logprobs(4)
+    table = SamplingTable(4, V)
+    biased = {int(expected[1].argmin()): 100.0}
+    table.set_row(0, SamplingParams(temperature=2.0, logprobs=3), 0, [], 1)
+    table.set_row(1, SamplingParams(temperature=0.0, logit_bias=biased, logprobs=0), 0, [], 1)
+    table.set_row(2, SamplingParams(), 0, [], 1)
+    table.set_row(3, SamplingParams(top_k=4, repetition_penalty=1.5, logprobs=7), 0, [], 1)
+    output = Sampler()(logits, table.select(range(4), [2] * 4, np.zeros((4, 8), dtype=np.int32)))
+    assert list(output.logprobs) == [0, 1, 3]
+    for row, top in ((0, 3), (1, 0), (3, 7)):
+        check_entry(output.logprobs[row], expected[row], int(output.token_ids[row]), top)
+    assert output.logprobs[1][0][2] == V  # chosen by its bias, yet ranked by the raw logits
+
+
+def test_equal_logits_share_a_rank():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 0.0]])
+    (entry,) = prompt_logprobs(logits, torch.tensor([2]), 4)
+    assert [(i, r) for i, _, r in entry] == [(2, 3), (1, 1), (3, 1), (0, 3), (2, 3)]
+
+
+def test_masked_logits_have_log_probability_minus_infinity():
+    logits = torch.tensor([[0.0, -float("inf"), 0.0]])
+    (entry,) = prompt_logprobs(logits, torch.tensor([1]), 2)
+    assert entry[0] == (1, -float("inf"), 3)
+    assert [round(v, 5) for _, v, _ in entry[1:]] == [-0.69315, -0.69315]
+
+
+def test_entries_are_plain_python():
+    (entry,) = prompt_logprobs(torch.zeros(1, 5), torch.tensor([2]), 1)
+    assert [tuple(map(type, e)) for e in entry] == [(int, float, int)] * 2
