@@ -1,0 +1,106 @@
+"""What the benchmarks share: checkpoint and workload on disk, one run in a fresh process, a record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("INFLIGHT_BENCH_CACHE", Path.home() / ".cache" / "inflight-bench"))
+CHECKPOINT = "llama-60m-rand"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    result.add_argument("--requests", type=int, default=64, help="of the workload's 128, from the front")
+    result.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    result.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of each side")
+    result.add_argument("--output", type=Path, help="write the record there as JSON")
+    return result
+
+
+def checkpoint(dtype: str) -> str:
+    """Directory of the 60 M parameter llama with random weights, made once."""
+    path = CACHE / (CHECKPOINT if dtype == "bfloat16" else f"{CHECKPOINT}-fp32")
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, HERE / "make_checkpoints.py", CACHE, CHECKPOINT], check=True)
+    return str(path)
+
+
+def workload(count: int) -> list[dict[str, Any]]:
+    """Requests `{id, prompt: token ids, out: tokens}`; prompts 16..2048, outputs lognormal(4.0, 0.8)."""
+    path = CACHE / "workload_b.json"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, HERE / "make_workload.py", CACHE], check=True, stdout=subprocess.DEVNULL)
+    return json.loads(path.read_text())["requests"][:count]
+
+
+def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run `script --side SIDE` with the arguments as JSON on stdin; its last line is the result."""
+    done = subprocess.run(
+        [sys.executable, script, "--side", side],
+        input=json.dumps(arguments),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def alternate(script: str, sides: list[str], arguments: dict[str, Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Run the sides in turn, `rounds` times each, so that a machine that drifts drifts for all."""
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in sides:
+            result = in_fresh_process(script, side, arguments)
+            runs[side].append(result)
+            print(f"round {number + 1}/{rounds}  {side:<20} {result['tokens_per_second']:8.1f} tokens/s", flush=True)
+    return runs
+
+
+def median_rate(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(run["tokens_per_second"] for run in runs)
+
+
+def median_ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    """Median over the rounds of ours / theirs, pair by pair."""
+    return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs))
+
+
+def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], **summary: Any) -> None:
+    """Write the runs with what is needed to repeat them; prints nothing."""
+    if path is None:
+        return
+    content = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("inflight", "torch", "transformers", "numpy", "tritonclient")},
+        "python": platform.python_version(),
+        "arguments": arguments,
+        **summary,
+        "runs": runs,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def machine() -> str:
+    """Processor and number of cores that this process may use."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
