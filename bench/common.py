@@ -100,7 +100,6 @@ def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], *
 
 def machine() -> str:
     """Processor and number of cores that this process may use."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return f"{model}, {len(os.sched_getaffinity(0))} cores"

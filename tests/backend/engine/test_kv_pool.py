@@ -1,0 +1,107 @@
+"""Pool behaviour as examples; its invariants are driven in test_scheduler_properties.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.request import Request, SamplingParams
+
+
+def request(tokens: list[int], **changes) -> Request:
+    return Request(1, tokens, SamplingParams(), **changes)
+
+
+def fill(pool: KVPool, req: Request) -> Request:
+    """Admit, compute and publish a whole prompt."""
+    pool.admit(req, pool.find_prefix(req))
+    assert pool.extend(req, req.num_tokens) is not None
+    req.num_computed_tokens = req.num_tokens
+    pool.publish(req)
+    return req
+
+
+def test_extend_is_all_or_nothing():
+    pool = KVPool(4, 4)
+    first = request([1] * 12)
+    pool.admit(first, [])
+    assert len(pool.extend(first, 12)) == 3
+    second = request([2] * 8)
+    pool.admit(second, [])
+    assert pool.extend(second, 8) is None
+    assert second.block_ids == []
+    assert pool.num_available == 1
+    pool.check_integrity([first, second])
+
+
+def test_a_hit_leaves_a_token_to_compute():
+    pool = KVPool(8, 4)
+    tokens = list(range(8))
+    fill(pool, request(tokens))
+    assert len(pool.find_prefix(request(tokens))) == 1, "the last block's logits are needed"
+    assert len(pool.find_prefix(request([*tokens, 9]))) == 2
+
+
+def test_hashes_cover_everything_before_a_block():
+    pool = KVPool(8, 4)
+    fill(pool, request([1, 1, 1, 1, 2, 2, 2, 2, 3]))
+    assert pool.find_prefix(request([9, 1, 1, 1, 2, 2, 2, 2, 3])) == []
+
+
+def test_eviction_takes_the_least_recent_and_its_tail_first():
+    pool = KVPool(4, 4)
+    old = fill(pool, request([1] * 8))
+    new = fill(pool, request([2] * 8))
+    pool.release(old)
+    pool.release(new)
+    taker = request([3] * 4)
+    pool.admit(taker, [])
+    pool.extend(taker, 4)
+    assert len(pool.find_prefix(request([1] * 9))) == 1, "the old one's tail went, its head stayed"
+    assert len(pool.find_prefix(request([2] * 9))) == 2
+    pool.check_integrity([taker])
+
+
+def test_blocks_in_use_are_shared_and_survive_their_first_owner():
+    pool = KVPool(8, 4)
+    first = fill(pool, request([1] * 9))
+    second = request([1] * 9)
+    pool.admit(second, pool.find_prefix(second))
+    pool.extend(second, 9)
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.num_computed_tokens == 8
+    pool.release(first)
+    pool.check_integrity([second])
+    assert pool.num_used == 3
+
+
+def test_twins_computed_at_once_are_published_once():
+    pool = KVPool(8, 4)
+    twins = [request([1] * 8), request([1] * 8)]
+    for twin in twins:
+        pool.admit(twin, [])
+        pool.extend(twin, 8)
+        twin.num_computed_tokens = 8
+    for twin in twins:
+        pool.publish(twin)
+    pool.check_integrity(twins)
+    for twin in twins:
+        pool.release(twin)
+    pool.check_integrity([])
+    assert pool.num_available == 8
+
+
+def test_salts_and_uncached_requests_meet_nobody():
+    pool = KVPool(8, 4)
+    fill(pool, request([1] * 9))
+    assert pool.find_prefix(request([1] * 9, cache_salt="b")) == []
+    assert pool.find_prefix(request([1] * 9, caches_blocks=False)) == []
+
+
+def test_integrity_notices_a_stolen_block():
+    pool = KVPool(4, 4)
+    victim = fill(pool, request([1] * 8))
+    thief = request([2] * 4)
+    thief.block_ids = [victim.block_ids[0]]
+    with pytest.raises(AssertionError):
+        pool.check_integrity([victim, thief])

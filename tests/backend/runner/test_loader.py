@@ -1,0 +1,141 @@
+"""What cannot be served right is refused at load, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.runner import loader, memory
+from inflight.runner.loader import LoadError, load
+
+TINY = dict(
+    vocab_size=99,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def config(path: str, **options) -> EngineConfig:
+    options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB", **options}
+    return EngineConfig.from_dict({"model": path, **options})
+
+
+def saved(model_type: str, folder, **changes) -> str:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**TINY, **changes}))
+    model.save_pretrained(folder / model_type)
+    return str(folder / model_type)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_checkpoint("llama", tmp_path_factory.mktemp("loader"), eos_token_id=[5, 7])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mamba", {}, "'mamba' cannot be served: 0 attention calls for 2 layers"),
+        ("bloom", {}, "'bloom' cannot be served: 0 attention calls"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2' cannot be served: 1 attention calls for 2"),
+        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "does not go through transformers'"),
+        ("mpt", {}, "'mpt' cannot run a ragged batch"),
+    ],
+)
+def test_architectures_that_paging_would_get_wrong(tmp_path, model_type, changes, message):
+    with pytest.raises(LoadError, match=message):
+        load(config(saved(model_type, tmp_path, **changes)))
+
+
+def test_a_model_whose_output_differs_is_refused(llama, monkeypatch):
+    from inflight.attention.reference import ReferenceAttention
+
+    attend = ReferenceAttention.attend
+    monkeypatch.setattr(ReferenceAttention, "attend", lambda self, *args: attend(self, *args) * 1.05)
+    with pytest.raises(LoadError, match="its logits are off by"):
+        load(config(llama, attention_backend="reference"))
+    load(config(llama, attention_backend="reference", check_on_load=False))
+
+
+def test_a_window_that_is_only_in_the_mask_is_refused(tmp_path, monkeypatch):
+    path = make_checkpoint("mistral", tmp_path)
+    load(config(path))
+    spec_of = loader.probe_layers  # the probe sees the window; hide it as a careless model would
+    import dataclasses
+    from contextlib import contextmanager
+
+    class Forgetful(list):
+        def append(self, item):
+            super().append((item[0], dataclasses.replace(item[1], sliding_window=None)))
+
+    @contextmanager
+    def careless():
+        from inflight.attention import hf
+
+        with spec_of():
+            hf._probe = Forgetful()
+            yield hf._probe
+
+    monkeypatch.setattr(loader, "probe_layers", careless)
+    path = make_checkpoint("gemma2", tmp_path)
+    with pytest.raises(LoadError, match="layer 0 has a sliding window of 16 tokens that it does not pass"):
+        load(config(path))
+    load(config(path, max_model_len=16))
+
+
+def test_too_little_memory_is_counted_out(llama, monkeypatch):
+    with pytest.raises(LoadError, match=r"holds 48 tokens in 3 blocks.*takes 16 blocks: .* are missing"):
+        load(config(llama, num_gpu_blocks_override=3))
+    with pytest.raises(LoadError, match="set max_model_len to at most 48"):
+        load(config(llama, num_gpu_blocks_override=3))
+    assert load(config(llama, num_gpu_blocks_override=3, max_model_len=48)).info.num_blocks == 3
+    monkeypatch.setattr(loader, "available_memory", lambda device: 1000)
+    with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B that are free"):
+        load(config(llama))
+
+
+def test_the_pool_takes_a_share_of_the_ram_but_no_more_than_is_useful(llama, monkeypatch):
+    monkeypatch.setattr(loader, "available_memory", lambda device: 10 * 2**20)
+    info = load(config(llama, kv_cache_memory=None, max_num_seqs=4096)).info
+    assert 3.9 * 2**20 < info.kv_bytes <= 4 * 2**20
+    monkeypatch.setattr(loader, "available_memory", lambda device: 2**40)
+    assert load(config(llama, kv_cache_memory=None, max_num_seqs=2)).info.num_blocks == 2 * 256 // 16
+
+
+def test_facts_of_the_checkpoint(llama):
+    info = load(config(llama)).info
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids, info.dtype) == (256, 199, [5, 7], "float32")
+    assert load(config(llama, dtype="auto")).dtype == torch.float32
+    assert load(config(llama, dtype="bfloat16")).model.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="max_model_len=300 is more than the checkpoint's 256 positions"):
+        load(config(llama, max_model_len=300))
+
+
+def test_remote_code_is_refused_unless_trusted(tmp_path, llama):
+    import json
+    import shutil
+
+    path = tmp_path / "remote"
+    shutil.copytree(llama, path)
+    values = json.loads((path / "config.json").read_text())
+    values |= {"model_type": "mystery", "auto_map": {"AutoConfig": "mystery.Config"}}
+    (path / "config.json").write_text(json.dumps(values))
+    (path / "mystery.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(LoadError, match="is not a checkpoint that can be read"):
+        load(config(str(path)))
+
+
+def test_memory_is_found_and_written_legibly():
+    assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
+    assert memory.format_bytes(512) == "512 B"
+    assert memory.format_bytes(3 * 2**30) == "3.00 GiB"

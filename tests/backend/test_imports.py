@@ -1,0 +1,86 @@
+"""Imports run one way: from the wire down to the device (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "backend" / "inflight"
+
+# What a module may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
+_DATA = {"engine.request", "engine.messages", "engine.step"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "engine.request": set(),
+    "engine.messages": {"engine.request"},
+    "engine.step": {"engine.request", "engine.messages"},
+    "engine.kv_pool": {"engine.request"},
+    "engine.policy": {"engine.request"},
+    "engine.scheduler": {"engine.kv_pool", "engine.policy", *_DATA},
+    "engine.core": {"config", "engine.kv_pool", "engine.scheduler", *_DATA},
+    "engine.process": {"config", "engine.messages", "engine.core", "runner"},
+    "attention": {"attention", "config"},
+    "sampling": {"sampling", *_DATA},
+    "runner": {"runner", "attention", "sampling", "config", *_DATA},
+    "metrics": {"engine.messages"},
+    "frontend": {"frontend", "metrics", "config", "engine.messages", "engine.request"},
+    "model": {"frontend", "metrics", "config"},
+    "llm": {"config", "engine", "frontend.text", "runner"},
+}
+# Command line and launcher stand outside of the request path.
+OUTSIDE = {"", "cli", "demo", "launcher", "installation", "repository"}
+TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher")
+
+
+def modules() -> list[str]:
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def rule_for(module: str) -> set[str] | None:
+    prefixes = [name for name in ALLOWED if module == name or module.startswith(name + ".")]
+    return ALLOWED[max(prefixes, key=len)] if prefixes else None
+
+
+def imports_of(module: str) -> set[str]:
+    path = PACKAGE / Path(*module.split(".")) if module else PACKAGE
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "inflight":
+            found.add(node.module.removeprefix("inflight").lstrip("."))
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("inflight.") for a in node.names if a.name.startswith("inflight.")}
+    return found
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_module_imports_only_what_stands_below_it(module):
+    if module in OUTSIDE or module in ("engine", "runner"):
+        return
+    rule = rule_for(module)
+    assert rule is not None, f"{module} has no place in the layering: add it to ALLOWED"
+    for target in imports_of(module):
+        fits = any(target == name or target.startswith(name + ".") for name in rule)
+        assert fits, f"inflight.{module} imports inflight.{target}, which is not below it"
+
+
+def test_what_runs_in_tritons_stub_loads_no_torch():
+    names = [n for n in modules() if n and n not in ("model", "engine.process") and n.startswith(TORCH_FREE)]
+    code = (
+        "import importlib, sys, types\n"
+        "sys.modules['triton_python_backend_utils'] = types.ModuleType('pb_utils')\n"  # only Triton's stub has it
+        f"for name in {names!r}: importlib.import_module('inflight.' + name)\n"
+        "bad = {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {bad}' if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
