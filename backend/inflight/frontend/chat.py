@@ -1,0 +1,141 @@
+"""Chat messages to prompt text, by the checkpoint's own Jinja template.  No torch, no Triton.
+
+Renders as transformers' `apply_chat_template` does: the same sandbox, options, filters and
+globals (https://huggingface.co/docs/transformers/chat_templating).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from inflight.frontend.text import checkpoint_file
+
+__all__ = ["ChatTemplate", "ChatTemplateError"]
+
+_ROLES_NOTE = 'a list of objects such as {"role": "user", "content": "..."}'
+
+
+class ChatTemplateError(ValueError):
+    """Messages that cannot be rendered; the message says why."""
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets: here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's API
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+class ChatTemplate:
+    """A checkpoint's chat template.
+
+    Args:
+        text: Jinja source; None when the checkpoint has no template.
+        special_tokens: names such as `bos_token` that templates may use.
+    """
+
+    def __init__(self, text: str | None, special_tokens: dict[str, str] | None = None) -> None:
+        self._special_tokens = special_tokens or {}
+        try:
+            self._template = None if text is None else _environment().from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
+
+    @classmethod
+    def load(cls, source: str, *, revision: str | None = None, override: str | None = None) -> ChatTemplate:
+        """Read `chat_template.jinja`, else the one in `tokenizer_config.json`.
+
+        Args:
+            override: template text to use instead.
+        """
+        settings = _read_json(source, "tokenizer_config.json", revision)
+        special = {**_read_json(source, "special_tokens_map.json", revision), **settings}
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in special.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        text = override
+        if text is None:
+            path = checkpoint_file(source, "chat_template.jinja", revision)
+            text = settings.get("chat_template") if path is None else path.read_text(encoding="utf-8")
+        if isinstance(text, list):  # several named templates
+            named = {entry["name"]: entry["template"] for entry in text}
+            text = named.get("default", next(iter(named.values()), None))
+        return cls(text, tokens)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Prompt text that ends where the assistant's answer begins; special tokens are spelt out.
+
+        Raises:
+            ChatTemplateError: no template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ChatTemplateError(
+                "the checkpoint has no chat template: send text_input, or set chat_template in model.json"
+            )
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatTemplateError(f"the chat template refused the messages: {error}") from None
+
+    @staticmethod
+    def check_messages(value: Any) -> list[dict[str, Any]]:
+        """The value, if it is a list of messages.
+
+        Raises:
+            ChatTemplateError: it is something else.
+        """
+        if not isinstance(value, list) or not value:
+            raise ChatTemplateError(f"got {_kind(value)}: give {_ROLES_NOTE}")
+        for number, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ChatTemplateError(f"message {number} is not an object with a role: give {_ROLES_NOTE}")
+        return value
+
+
+def _kind(value: Any) -> str:
+    return "an empty list" if value == [] else f"a {type(value).__name__}"
+
+
+def _read_json(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    path = checkpoint_file(source, name, revision)
+    if path is None:
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,345 @@
+"""The wire contract: Triton request <-> `GenerationRequest`.  No torch, no Triton types.
+
+The tables `INPUTS` and `OUTPUTS` are what the model declares; `docs/wire-contract.md` mirrors
+them and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from inflight.config import EngineConfig
+from inflight.engine.request import SamplingParams
+from inflight.frontend.chat import ChatTemplate, ChatTemplateError
+from inflight.frontend.errors import RequestError
+from inflight.frontend.sampling_keys import (
+    sampling_params,
+    to_bool,
+    to_float,
+    to_int,
+    to_text,
+)
+from inflight.frontend.text import Tokenizer
+
+__all__ = ["INPUTS", "OUTPUTS", "GenerationRequest", "RequestParser", "TensorSpec", "WireRequest"]
+
+
+class TensorSpec(NamedTuple):
+    """A declared tensor: its name, Triton data type and dims (-1 is any length)."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+
+
+def _specs(data_type: str, dims: tuple[int, ...], *names: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, data_type, dims) for name in names)
+
+
+_ONE, _ANY = (1,), (-1,)
+
+RETURN_FLAGS = (
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_token_ids",
+    "return_prompt_logprobs",
+)
+_PROMPTS = ("text_input", "input_ids", "messages")
+_SCHEDULING = ("request_priority", "tenant", "cache_salt")
+
+INPUTS: tuple[TensorSpec, ...] = (
+    *_specs("TYPE_STRING", _ONE, "text_input", "messages"),
+    *_specs("TYPE_INT64", _ANY, "input_ids"),
+    *_specs("TYPE_BOOL", _ONE, "stream"),
+    *_specs("TYPE_STRING", _ONE, "sampling_parameters"),
+    *_specs("TYPE_BOOL", _ONE, "exclude_input_in_output", *RETURN_FLAGS),
+    *_specs("TYPE_INT32", _ONE, "max_tokens", "min_tokens", "min_length", "n", "top_k"),
+    *_specs("TYPE_FP32", _ONE, "temperature", "top_p", "min_p"),
+    *_specs("TYPE_FP32", _ONE, "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *_specs("TYPE_UINT64", _ONE, "random_seed"),
+    *_specs("TYPE_INT64", _ONE, "seed"),
+    *_specs("TYPE_STRING", _ANY, "stop", "stop_words", "bad_words"),
+    *_specs("TYPE_INT64", _ANY, "stop_token_ids"),
+    *_specs("TYPE_BOOL", _ONE, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *_specs("TYPE_INT32", _ONE, "end_id", "pad_id", "beam_width", "num_return_sequences"),
+    *_specs("TYPE_FP32", _ONE, "length_penalty"),
+    *_specs("TYPE_BOOL", _ONE, "return_log_probs", "return_context_logits", "return_generation_logits"),
+    *_specs("TYPE_INT32", _ONE, "request_priority"),
+    *_specs("TYPE_STRING", _ONE, "tenant", "cache_salt"),
+)
+
+OUTPUTS: tuple[TensorSpec, ...] = (
+    *_specs("TYPE_STRING", _ANY, "text_output", "finish_reason"),
+    *_specs("TYPE_FP32", _ANY, "cumulative_logprob"),
+    *_specs("TYPE_STRING", _ANY, "logprobs"),
+    *_specs("TYPE_UINT32", _ONE, "num_input_tokens"),
+    *_specs("TYPE_UINT32", _ANY, "num_output_tokens"),
+    *_specs("TYPE_INT64", _ANY, "token_ids"),
+    *_specs("TYPE_UINT32", _ANY, "token_counts"),
+    *_specs("TYPE_STRING", _ONE, "prompt_logprobs"),
+)
+
+# Request parameters that Triton, its clients and proxies put there: never sampling keys.
+_FOREIGN = {"id", "priority", "timeout", "binary_data_output", "binary_data_size", "headers"}
+_FOREIGN_PREFIXES = ("sequence_", "triton_", "classification")
+
+_SAMPLING_INPUTS = {spec.name for spec in INPUTS} - {
+    *_PROMPTS,
+    *_SCHEDULING,
+    *RETURN_FLAGS,
+    "stream",
+    "exclude_input_in_output",
+    "sampling_parameters",
+}
+_LIST_INPUTS = {spec.name for spec in INPUTS if spec.dims == _ANY}
+_INT32 = (-(2**31), 2**31 - 1)
+
+
+@dataclass(slots=True)
+class WireRequest:
+    """A Triton request without Triton.
+
+    Attributes:
+        inputs: name -> array as it came.
+        parameters: request parameters, decoded.
+        timeout_us: the request's own timeout in microseconds, 0 for none.
+    """
+
+    inputs: Mapping[str, np.ndarray]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    timeout_us: int = 0
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """A checked request.
+
+    Attributes:
+        prompt_token_ids: 1 .. max_model_len - 1 ids of the vocabulary.
+        params: sampling parameters with a resolved seed.
+        stream: a response per new text, else one at the end.
+        prepend_text: what the first text of each sequence begins with ("" or the prompt).
+        returns: names of the `return_*` flags that are on.
+        shows_logprobs: the client asked for `logprobs` itself.
+        priority: smaller is sooner.
+        timeout: seconds from arrival until the deadline; None for none.
+        arrival: `time.monotonic()` seconds.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stream: bool = False
+    prepend_text: str = ""
+    returns: frozenset[str] = frozenset()
+    shows_logprobs: bool = False
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    timeout: float | None = None
+    arrival: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float | None:
+        """`time.monotonic()` seconds."""
+        return None if self.timeout is None else self.arrival + self.timeout
+
+
+class RequestParser:
+    """Checks and converts what clients send.
+
+    Args:
+        config: engine options (`default_max_tokens`, `seed`).
+        max_model_len, vocab_size: of the loaded checkpoint.
+    """
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, chat: ChatTemplate, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+
+    def parse(self, wire: WireRequest) -> GenerationRequest:
+        """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
+        inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
+        parameters = {
+            key: value
+            for key, value in wire.parameters.items()
+            if key not in _FOREIGN and not key.startswith(_FOREIGN_PREFIXES)
+        }
+        # A request-level value counts wherever it stands; what is left of the parameters is sampling.
+        request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING}
+        fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
+        fields |= {key: inputs[key] for key in request_level & inputs.keys()}
+
+        stream = _field(fields, "stream", to_bool, "true or false", False)
+        excludes = _field(fields, "exclude_input_in_output", to_bool, "true or false", None)
+        if stream and excludes is False:
+            raise RequestError(
+                "INVALID_ARG",
+                "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+            )
+        returns = frozenset(flag for flag in RETURN_FLAGS if _field(fields, flag, to_bool, "true or false", False))
+        params = self._sampling(inputs, parameters)
+        shows_logprobs = params.logprobs is not None
+        params = self._complete(params, returns)
+        prompt, text = self._prompt(inputs)
+        # vllm_backend's default: the prompt is part of what a non-streaming client gets back.
+        prepends = not stream and (excludes is False or (excludes is None and "text_input" in inputs and bool(text)))
+        return GenerationRequest(
+            prompt_token_ids=prompt,
+            params=params,
+            stream=stream,
+            prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
+            returns=returns | ({"return_prompt_logprobs"} if params.prompt_logprobs is not None else set()),
+            shows_logprobs=shows_logprobs,
+            priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
+            tenant=_field(fields, "tenant", to_text, "a text", ""),
+            cache_salt=_field(fields, "cache_salt", to_text, "a text", ""),
+            timeout=_timeout(wire),
+        )
+
+    def _sampling(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> SamplingParams:
+        """Typed inputs over `sampling_parameters`, which stands in for the request parameters."""
+        text = inputs.get("sampling_parameters")
+        weak = _json_object("sampling_parameters", text) if text else parameters
+        typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
+        return sampling_params([weak, typed], self._tokenizer, self._config.default_max_tokens)
+
+    def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
+        """Resolve the seed, ask the engine for the logprobs an output needs, check ranges."""
+        changes: dict[str, Any] = {}
+        if params.seed is None:
+            changes["seed"] = self._seeds.getrandbits(63)
+        if params.logprobs is None and "return_cumulative_logprob" in returns:
+            changes["logprobs"] = 0
+        if params.prompt_logprobs is None and "return_prompt_logprobs" in returns:
+            changes["prompt_logprobs"] = 0
+        params = msgspec.structs.replace(params, **changes)
+        try:
+            params.validate(vocab_size=self._vocab_size)
+        except ValueError as error:
+            raise RequestError("INVALID_ARG", str(error)) from None
+        return params
+
+    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[list[int], str]:
+        """Token ids, and the text they came from ("" for ids)."""
+        given = [name for name in _PROMPTS if inputs.get(name)]
+        if len(given) != 1:
+            came = " and ".join(given) or "no prompt, or an empty one,"
+            raise RequestError("INVALID_ARG", f"{came} came: give exactly one of {', '.join(_PROMPTS)}, not empty")
+        value = inputs[given[0]]
+        if given[0] == "input_ids":
+            return self._checked(value), ""
+        text = value if given[0] == "text_input" else self._render(value)
+        most = self._max_model_len - 1
+        if len(text) > most * self._tokenizer.longest_token:  # spare the tokeniser what cannot fit
+            raise RequestError(
+                "INVALID_ARG", f"the prompt has {len(text)} characters, which is surely more than {most} tokens"
+            )
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=given[0] == "text_input")), text
+
+    def _render(self, value: str) -> str:
+        try:
+            messages = json.loads(value)
+            text = self._chat.render(self._chat.check_messages(messages))
+            text.encode("utf-8")  # JSON can spell lone surrogates, which are no text
+            return text
+        except ChatTemplateError as error:
+            raise RequestError("INVALID_ARG", f"messages: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise RequestError("INVALID_ARG", f"messages: not valid JSON: {error}") from None
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        most = self._max_model_len - 1
+        if not 1 <= len(ids) <= most:
+            raise RequestError(
+                "INVALID_ARG",
+                f"the prompt has {len(ids)} tokens: allowed are 1 to {most} "
+                f"(max_model_len={self._max_model_len} less one output token)",
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(
+                "INVALID_ARG", f"input_ids: token id {bad} is not in the vocabulary [0, {self._vocab_size - 1}]"
+            )
+        return ids
+
+
+def _plain(name: str, array: np.ndarray) -> Any:
+    """An input tensor as Python values: a list where the contract says so, else the one element."""
+    values = array.reshape(-1)
+    if values.dtype.kind in "OS":
+        plain: list[Any] = [_decoded(name, value) for value in values]
+    elif values.dtype == np.float32:
+        plain = [float(str(value)) for value in values]  # 0.7, not 0.699999988: as it would come in JSON
+    else:
+        plain = values.tolist()
+    if name in _LIST_INPUTS:
+        return plain
+    if len(plain) != 1:
+        raise RequestError("INVALID_ARG", f"{name} has {len(plain)} elements: give one")
+    return plain[0]
+
+
+def _decoded(name: str, value: bytes | str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "INVALID_ARG", f"{name} is not valid UTF-8: byte {value[error.start]:#04x} at {error.start}"
+        ) from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("INVALID_ARG", f"{name}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(
+            "INVALID_ARG", f'{name}: expected a JSON object such as {{"temperature": 0.5}}, got {text[:60]}'
+        )
+    return value
+
+
+def _field(fields: Mapping[str, Any], name: str, convert: Any, allowed: str, default: Any) -> Any:
+    value = fields.get(name)
+    if value is None:
+        return default
+    try:
+        return convert(value)
+    except (ValueError, TypeError, OverflowError):
+        raise RequestError("INVALID_ARG", f"{name}={value!r}: allowed is {allowed}") from None
+
+
+def _to_int32(value: Any) -> int:
+    number = to_int(value)
+    if not _INT32[0] <= number <= _INT32[1]:
+        raise ValueError
+    return number
+
+
+def _timeout(wire: WireRequest) -> float | None:
+    """Seconds: gRPC clients set the request's own field, the generate endpoint a parameter."""
+    value = wire.timeout_us or _field(wire.parameters, "timeout", to_float, "a number of microseconds", 0)
+    if value < 0:
+        raise RequestError("INVALID_ARG", f"timeout={value}: allowed is a number of microseconds, 0 for none")
+    return value / 1e6 if value else None

@@ -1,0 +1,166 @@
+"""The engine process as its parent sees it: start, talk, learn how it ended, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import (
+    EngineFailed,
+    EngineReady,
+    ToFrontend,
+    decode_to_frontend,
+    encode,
+)
+
+__all__ = ["EngineProcess", "EngineStartError", "engine_command"]
+
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, wherever it was copied to
+_EXIT_SECONDS = 5.0
+_TERM_SECONDS = 2.0
+
+# Runs in the child, then becomes the engine: prctl(PR_SET_PDEATHSIG, SIGKILL) survives execve, so
+# that an engine that is loading (and reads no pipe) dies with its parent.  A preexec_fn would run
+# Python between fork and exec of a threaded parent instead.
+_EXEC_TIED_TO_PARENT = (
+    "import ctypes,os,sys\n"
+    "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
+    "if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
+    "os.execvp(sys.argv[2],sys.argv[2:])"
+)
+
+
+class EngineStartError(RuntimeError):
+    """The engine process did not come up.
+
+    Attributes:
+        fatal: a restart cannot help.
+    """
+
+    def __init__(self, message: str, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+def interpreter() -> str:
+    """The Python that runs this process, also where Python is embedded (Triton's stub)."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    return shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}") or shutil.which("python3") or "python3"
+
+
+def engine_command(config: EngineConfig) -> list[str]:
+    """Command line of the engine process, less its `--fd N`."""
+    return [config.python_executable or interpreter(), "-m", "inflight.engine.process"]
+
+
+class EngineProcess:
+    """One life of the engine process.  Must be made by a thread that outlives it (PR_SET_PDEATHSIG).
+
+    Args:
+        command: as `engine_command` gives it.
+        env: environment variables on top of this process's.
+    """
+
+    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
+        wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                [*wrapper, *command, "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env},
+            )
+        except OSError as error:
+            ours.close()
+            raise EngineStartError(f"cannot start the engine process: {error}") from None
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+        self.failure: EngineFailed | None = None
+        with contextlib.suppress(OSError):  # it died at once: `wait_ready` says how
+            self.send(encode(config))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, timeout: float) -> EngineReady:
+        """Block until the checkpoint is loaded.
+
+        Raises:
+            EngineStartError: it cannot be loaded, the process died, or `timeout` seconds passed.
+        """
+        message: ToFrontend | None = None
+        with contextlib.suppress(EOFError, OSError):
+            if not self._connection.poll(timeout):
+                raise EngineStartError(
+                    f"the engine was not ready after {timeout:g} s: raise engine_start_timeout in model.json"
+                )
+            message = self.receive()
+        if isinstance(message, EngineReady):
+            return message
+        if isinstance(message, EngineFailed):
+            raise EngineStartError(message.message, message.fatal)
+        raise EngineStartError(f"the engine process ended while it loaded the model ({self.exit_text()})")
+
+    def send(self, frame: bytes) -> None:
+        """Raises OSError when the process is gone."""
+        self._connection.send_bytes(frame)
+
+    def receive(self) -> ToFrontend:
+        """The next message.  Raises EOFError or OSError when the process is gone."""
+        message = decode_to_frontend(self._connection.recv_bytes())
+        if isinstance(message, EngineFailed):
+            self.failure = message
+        return message
+
+    def exit_text(self) -> str:
+        """How it ended, in a few words; one that closed its pipe and still runs is killed."""
+        try:
+            status = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "it closed its pipe and hung"
+        if self.failure is not None:
+            return self.failure.message
+        if status < 0:
+            return f"signal {-status}, {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+    def stop(self, polite: bool = True) -> None:
+        """End it: end of messages (the engine's sign to exit), SIGTERM, SIGKILL.  Safe to repeat.
+
+        Half-closing the socket, unlike a `Shutdown` message, neither blocks on an engine that
+        reads nothing nor needs the writer thread, which it also wakes.
+        """
+        if polite and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_SECONDS)
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_TERM_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Free the pipe; only once no other thread uses it."""
+        self._connection.close()
+        self._socket.close()

@@ -1,0 +1,232 @@
+"""Sampling keys as clients write them -> `SamplingParams`.  No torch, no Triton.
+
+vLLM's names are the canonical ones; TensorRT-LLM's and OpenAI's are aliases.  Values may come as
+JSON values, as text ("temperature": "0", which vllm_backend accepts too) or from typed tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inflight.engine.request import SamplingParams
+from inflight.frontend.errors import RequestError
+from inflight.frontend.text import Tokenizer
+
+__all__ = ["MAX_STOP_CHARS", "MAX_STOP_ENTRIES", "MAX_STOP_TOTAL", "SAMPLING_KEYS", "sampling_params"]
+
+MAX_STOP_ENTRIES = 1024
+MAX_STOP_CHARS = 4096
+MAX_STOP_TOTAL = 65536
+_LOGIT_BIAS_LIMIT = 100.0  # vLLM clamps there
+
+
+def to_int(value: Any) -> int:
+    """An integer from 5, 5.0 or "5"."""
+    if isinstance(value, str):
+        value = float(value) if "." in value or "e" in value.lower() else int(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def to_float(value: Any) -> float:
+    """A finite number from 1, 0.5 or "0.5"."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def to_bool(value: Any) -> bool:
+    """True or false from a boolean, 0, 1 or such a text."""
+    known = {"true": True, "false": False, "1": True, "0": False}
+    try:
+        return known[str(value).strip().lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+def to_text(value: Any) -> str:
+    """A text, which UTF-8 can write."""
+    if not isinstance(value, str):
+        raise ValueError
+    value.encode("utf-8")  # a lone surrogate out of JSON is a UnicodeEncodeError, which is a ValueError
+    return value
+
+
+def to_texts(value: Any) -> list[str]:
+    """Texts, "" left out; a single text stands for a list of one."""
+    texts = [to_text(entry) for entry in ([value] if isinstance(value, str) else value)]
+    texts = list(dict.fromkeys(filter(None, texts)))
+    longest = max(map(len, texts), default=0)
+    if len(texts) > MAX_STOP_ENTRIES or longest > MAX_STOP_CHARS or sum(map(len, texts)) > MAX_STOP_TOTAL:
+        raise _TooLong(f"{len(texts)} entries, {sum(map(len, texts))} characters, the longest {longest}")
+    return texts
+
+
+def to_ids(value: Any) -> list[int]:
+    """Token ids; a text holds them as a JSON list."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    ids = [to_int(entry) for entry in (value if isinstance(value, list) else [value])]
+    if len(ids) > MAX_STOP_ENTRIES:
+        raise _TooLong(f"{len(ids)} entries")
+    return list(dict.fromkeys(ids))
+
+
+def to_logit_bias(value: Any) -> dict[int, float]:
+    """Token id -> bias, clamped to [-100, 100]; a text holds it as a JSON object."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ValueError
+    limit = _LOGIT_BIAS_LIMIT
+    return {to_int(key): max(-limit, min(limit, to_float(bias))) for key, bias in value.items()}
+
+
+class _TooLong(ValueError):
+    """A list beyond the bounds; the text says how long it is."""
+
+
+_TEXTS = (
+    f"a text or a list of texts, at most {MAX_STOP_ENTRIES} of at most {MAX_STOP_CHARS} characters, "
+    f"{MAX_STOP_TOTAL} together"
+)
+_INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
+_IDS = (to_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
+
+# Canonical key -> (conversion, what is allowed).
+SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "n": _INT,
+    "temperature": _FLOAT,
+    "top_k": _INT,
+    "top_p": _FLOAT,
+    "min_p": _FLOAT,
+    "repetition_penalty": _FLOAT,
+    "presence_penalty": _FLOAT,
+    "frequency_penalty": _FLOAT,
+    "logit_bias": (to_logit_bias, "an object of token id -> number"),
+    "bad_words": (to_texts, _TEXTS),
+    "stop": (to_texts, _TEXTS),
+    "stop_token_ids": _IDS,
+    "end_id": _INT,
+    "include_stop_str_in_output": _BOOL,
+    "ignore_eos": _BOOL,
+    "max_tokens": _INT,
+    "min_tokens": _INT,
+    "logprobs": _INT,
+    "prompt_logprobs": _INT,
+    "seed": _INT,
+    "skip_special_tokens": _BOOL,
+}
+
+# An alias yields to the key itself where both are given, except `max_completion_tokens`: LiteLLM
+# adds a default `max_tokens` to requests that say only that.  Stop texts are joined.
+_ALIASES = {
+    "stop_words": "stop",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "max_completion_tokens": "max_tokens",
+    "num_return_sequences": "n",
+}
+
+# Keys of features that are not here: accepted while they ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "beam_width": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False, 0),
+    "length_penalty": (1.0, 0.0),
+    "len_penalty": (1.0, 0.0),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_log_probs": (False,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+}
+_IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
+
+
+def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, default_max_tokens: int) -> SamplingParams:
+    """Merge and check what a request says about sampling; `seed` stays None when it names none.
+
+    Args:
+        layers: key -> value as it came, weakest first.
+
+    Raises:
+        RequestError: INVALID_ARG; unknown key, wrong type or value.
+    """
+    values: dict[str, Any] = {"max_tokens": default_max_tokens}
+    for layer in layers:
+        values |= _canonical(layer)
+    if (bad_words := values.pop("bad_words", None)) is not None:
+        values["bad_words_ids"] = tokenizer.bad_words_ids(bad_words)
+    if (end_id := values.pop("end_id", None)) is not None:
+        # TensorRT-LLM: a negative id turns the end-of-sequence token off.
+        if end_id < 0:
+            values["ignore_eos"] = True
+        else:
+            values["stop_token_ids"] = [*values.get("stop_token_ids", []), end_id]
+    if values.get("seed") == -1:  # vLLM: a seed of -1 is none
+        del values["seed"]
+    return SamplingParams(**values)
+
+
+def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer with canonical keys and converted values."""
+    found: dict[str, Any] = {}
+    for key in sorted(layer, key=_strength):
+        value, name = layer[key], _ALIASES.get(key, key)
+        if value is None or key in _IGNORED:
+            continue
+        if key in _NEUTRAL:
+            _check_neutral(key, value)
+        elif key == "lora_name":
+            raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
+        elif name not in SAMPLING_KEYS:
+            raise RequestError("INVALID_ARG", f"unknown sampling parameter {key!r}; {_nearest(key)}")
+        else:
+            converted = _convert(key, name, value)
+            found[name] = [*found[name], *converted] if name == "stop" and name in found else converted
+    return found
+
+
+def _strength(key: str) -> int:
+    """Order in which keys of one layer apply: a later one replaces an earlier one."""
+    return 2 if key == "max_completion_tokens" else 0 if key in _ALIASES else 1
+
+
+def _convert(key: str, name: str, value: Any) -> Any:
+    convert, allowed = SAMPLING_KEYS[name]
+    try:
+        return convert(value)
+    except _TooLong as error:
+        raise RequestError("INVALID_ARG", f"{key} is too long ({error}): allowed is {allowed}") from None
+    except (ValueError, TypeError, OverflowError):
+        raise RequestError("INVALID_ARG", f"{key}={_short(value)}: allowed is {allowed}") from None
+
+
+def _check_neutral(key: str, value: Any) -> None:
+    allowed = _NEUTRAL[key]
+    try:
+        given = to_bool(value) if isinstance(allowed[0], bool) else to_float(value)
+    except (ValueError, TypeError):
+        given = value
+    if given not in allowed:
+        raise RequestError(
+            "INVALID_ARG", f"{key}={_short(value)} is not supported: leave it out or set it to {allowed[0]}"
+        )
+
+
+def _nearest(key: str) -> str:
+    known = [*SAMPLING_KEYS, *_ALIASES]
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(known))}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,263 @@
+"""Text of a request: tokenising, incremental detokenisation, stop strings.  No torch, no Triton.
+
+`Tokenizer` reads a checkpoint's `tokenizer.json` with the `tokenizers` library.  Checkpoints
+without one (a slow tokenizer) go through `transformers.AutoTokenizer`, which is imported only
+then, as it pulls torch in where torch is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file"]
+
+_REPLACEMENT = "\ufffd"
+# No character spans more tokens than this: UTF-8 has at most four bytes a code point.
+_MOST_PENDING = 16
+
+
+class TokenizerError(ValueError):
+    """The checkpoint's tokenizer cannot be used; the message says what is missing."""
+
+
+def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path | None:
+    """Path of one file of a checkpoint directory or hub repository; None when it has none."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name, revision=revision))
+    except LocalEntryNotFoundError as error:  # offline and not cached: not the same as "has none"
+        raise TokenizerError(f"{source}: cannot get {name} from the hub: {error}") from None
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise TokenizerError(f"{source}: no such directory, and the hub says: {error}") from None
+
+
+class _Backend(Protocol):
+    """What differs between tokenizer libraries."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def size(self) -> int: ...
+    def longest_token(self) -> int: ...
+
+
+class _Fast:
+    """A `tokenizers.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.decode = tokenizer.decode
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+
+class _Slow:
+    """A `transformers` tokenizer written in Python."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def size(self) -> int:
+        return len(self._tokenizer)
+
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        size: entries of the vocabulary, added tokens included.
+        longest_token: characters of the longest entry; a text of more than n times that is
+            more than n tokens.
+    """
+
+    def __init__(self, backend: _Backend) -> None:
+        self._backend = backend
+        self.size = backend.size()
+        self.longest_token = backend.longest_token()
+        self._token_texts: dict[int, str] = {}
+        # Some decoders drop the space before the first token; a plain letter in front keeps it.
+        self._anchor = backend.encode("a", False)
+        self._anchor_text = backend.decode(self._anchor, False)
+
+    @classmethod
+    def load(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Read the tokenizer of a checkpoint directory or hub id.
+
+        Raises:
+            TokenizerError: there is none, or it cannot be read.
+        """
+        path = checkpoint_file(source, "tokenizer.json", revision)
+        if path is not None:
+            from tokenizers import Tokenizer as FastTokenizer
+
+            try:
+                return cls(_Fast(FastTokenizer.from_file(str(path))))
+            except Exception as error:  # the library raises bare Exception
+                raise TokenizerError(f"{path}: not a tokenizer: {error}") from None
+        from transformers import AutoTokenizer
+
+        try:
+            slow = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise TokenizerError(f"{source}: no tokenizer.json, and transformers says: {error}") from None
+        fast = getattr(slow, "backend_tokenizer", None)
+        return cls(_Slow(slow) if fast is None else _Fast(fast))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; special tokens as the checkpoint's post-processor adds them."""
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a sentence, special tokens spelt out."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            whole = self._backend.decode([*self._anchor, token_id], False)
+            text = whole[len(self._anchor_text) :]
+            self._token_texts[token_id] = text
+        return text
+
+    def bad_words_ids(self, words: Iterable[str]) -> list[list[int]]:
+        """Token id sequences that spell each word at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+
+class IncrementalDetokenizer:
+    """Text of one output sequence, token by token.
+
+    The chunks joined are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
+    ends inside a character: bytes wait until they are complete or `flush()` gives them up.
+    The window scheme is that of `tokenizers.decoders.DecodeStream`; that class can neither
+    give up what it holds back nor serve slow tokenizers, and fails for good on an output whose
+    bytes change the text before them ("invalid prefix").
+
+    Args:
+        prompt_token_ids: context for the first chunk, so that a leading space comes out right.
+        skip_special_tokens: leave special tokens out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = tokenizer._backend.decode
+        self._skip = skip_special_tokens
+        self._window, self._prefix = self._context(prompt_token_ids)
+        self._pending: list[int] = []
+
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """The shortest useful tail of the prompt and its text."""
+        for length in (6, 32, len(prompt)):
+            tail = list(prompt[-length:]) if length else []
+            text = self._decode(tail, self._skip)
+            # A tail that ends inside a character gives no stable prefix: start afresh.
+            if text.endswith(_REPLACEMENT):
+                break
+            if text or length >= len(prompt):
+                return tail, text
+        return [], ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete; may be empty."""
+        self._pending += token_ids
+        text = self._decode(self._window + self._pending, self._skip)
+        overdue = len(self._pending) > _MOST_PENDING
+        if text == self._prefix and overdue:  # a run of skipped special tokens
+            self._pending.clear()
+        if len(text) <= len(self._prefix) or (text.endswith(_REPLACEMENT) and not overdue):
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """Text of the bytes still held back, U+FFFD where they are no character."""
+        if not self._pending:
+            return ""
+        return self._emit(self._decode(self._window + self._pending, self._skip))
+
+    def _emit(self, text: str) -> str:
+        chunk = text[len(self._prefix) :]
+        self._window, self._pending = self._pending, []
+        self._prefix = self._decode(self._window, self._skip)
+        return chunk
+
+
+class StopChecker:
+    """Finds the first stop string in a growing text and holds back what may become one.
+
+    The first to *end* wins, and among those the longest, so that the result does not depend on
+    how the text was cut into chunks.
+
+    Args:
+        stop: non-empty strings.
+        include_stop_str: keep the matched string in the text.
+    """
+
+    def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
+        self._stop = stop
+        self._include = include_stop_str
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns (text that may be shown, matched stop string or None)."""
+        if not self._stop:
+            return text, None
+        text = self._held + text
+        self._held = ""
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            return text[: end if self._include else start], stop
+        cut = min(self._possible_start(text, stop) for stop in self._stop)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """The held-back text, when the sequence ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _possible_start(text: str, stop: str) -> int:
+        """First index of `text` from which on it is the beginning of `stop`; its length if none."""
+        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while at >= 0:
+            if stop.startswith(text[at:]):
+                return at
+            at = text.find(stop[0], at + 1)
+        return len(text)
