@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""What the way through Triton costs: tokens/s over gRPC streaming against the engine in-process.
+
+    python bench/overhead.py [--requests 64] [--rounds 3] [--output FILE]
+
+Same checkpoint, work and threads; everything offered at once, 32 sequences in a step.  The
+in-process side is `EngineCore.step()` in a loop and nothing else: no text, no process boundary.
+The other side is a real tritonserver on 127.0.0.1, streaming text and token ids of every request to
+one client process on the same machine, whose own work counts against it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+
+def engine_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": common.checkpoint(arguments["dtype"]),
+        "dtype": arguments["dtype"],
+        "max_num_seqs": 32,
+        "cpu_threads": arguments["threads"],
+        "kv_cache_memory": "2GiB",
+        "enable_prefix_caching": False,
+    }
+
+
+def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
+    from inflight.config import EngineConfig
+    from inflight.engine.core import EngineCore
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.request import SamplingParams
+    from inflight.runner.model_runner import ModelRunner
+
+    config = EngineConfig.from_dict(engine_options(arguments))
+    core = EngineCore(config, ModelRunner(config))
+
+    def run(requests: list[dict[str, Any]]) -> int:
+        for request in requests:
+            params = SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True)
+            assert core.add_request(AddRequest(request["id"], request["prompt"], params)) is None
+        count = 0
+        while core.has_work:
+            count += sum(len(delta.token_ids) for delta in core.step().deltas)
+        return count
+
+    requests = common.workload(arguments["requests"])
+    run([{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]])
+    start = time.perf_counter()
+    tokens = run(requests)
+    seconds = time.perf_counter() - start
+    return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds}
+
+
+def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
+    from inflight.launcher import TritonServer
+
+    requests = common.workload(arguments["requests"])
+    with tempfile.TemporaryDirectory() as folder:
+        version = Path(folder) / "bench" / "1"
+        version.mkdir(parents=True)
+        (version / "model.json").write_text(json.dumps(engine_options(arguments)))
+        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+        with TritonServer(folder) as server:
+            stream_all(server.grpc_address, [{**r, "prompt": r["prompt"][:16], "out": 4} for r in requests[:8]])
+            start = time.perf_counter()
+            tokens, responses = stream_all(server.grpc_address, requests)
+            seconds = time.perf_counter() - start
+    return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds, "responses": responses}
+
+
+def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
+    """Offer all requests at once on one bidirectional stream; returns tokens and responses received."""
+    import numpy as np
+    import tritonclient.grpc as triton
+
+    done = threading.Event()
+    left, tokens, responses, failures = len(requests), 0, 0, []
+
+    def receive(result: Any, error: Exception | None) -> None:
+        nonlocal left, tokens, responses
+        if error is not None:
+            failures.append(error)
+            done.set()
+            return
+        responses += 1
+        tokens += int(result.as_numpy("num_output_tokens").sum())
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            left -= 1
+            if not left:
+                done.set()
+
+    def tensor(name: str, kind: str, value: Any) -> Any:
+        array = np.asarray(value, dtype={"INT64": np.int64, "BOOL": bool, "BYTES": object}[kind])
+        result = triton.InferInput(name, array.shape, kind)
+        result.set_data_from_numpy(array)
+        return result
+
+    with triton.InferenceServerClient(address) as client:
+        client.start_stream(receive)
+        for request in requests:
+            params = {"temperature": 0, "max_tokens": request["out"], "ignore_eos": True}
+            inputs = [
+                tensor("input_ids", "INT64", request["prompt"]),
+                tensor("stream", "BOOL", [True]),
+                tensor("sampling_parameters", "BYTES", [json.dumps(params).encode()]),
+                tensor("return_num_output_tokens", "BOOL", [True]),
+                tensor("return_token_ids", "BOOL", [True]),
+            ]
+            client.async_stream_infer("bench", inputs, enable_empty_final_response=True)
+        done.wait()
+        client.stop_stream()
+    if failures:
+        raise failures[0]
+    assert tokens == sum(request["out"] for request in requests)
+    return tokens, responses
+
+
+SIDES = {"in-process": run_in_process, "tritonserver + gRPC": run_through_triton}
+
+
+def main() -> None:
+    if "--side" in sys.argv:
+        side = sys.argv[sys.argv.index("--side") + 1]
+        print(json.dumps(SIDES[side](json.load(sys.stdin))))
+        return
+    args = common.parser(__doc__.splitlines()[0]).parse_args()
+    arguments = {"dtype": args.dtype, "requests": args.requests, "threads": args.threads}
+    common.checkpoint(args.dtype)
+    common.workload(1)
+    runs = common.alternate(__file__, list(SIDES), arguments, args.rounds)
+    inside, outside = (runs[side] for side in SIDES)
+    ratio = common.median_ratio(outside, inside)
+    print(f"\n{common.machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
+    for side in SIDES:
+        print(f"  {side:<22} {common.median_rate(runs[side]):8.1f} tokens/s")
+    print(f"  through Triton / in-process {ratio:.3f}")
+    common.record(args.output, runs, arguments, ratio=ratio)
+
+
+if __name__ == "__main__":
+    main()
