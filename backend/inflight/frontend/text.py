@@ -14,8 +14,8 @@ from typing import Any, Protocol
 __all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file"]
 
 _REPLACEMENT = "\ufffd"
-# No character spans more tokens than this: UTF-8 has at most four bytes a code point.
-_MOST_PENDING = 16
+_PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
+_MOST_PENDING = 16  # tokens without text that are kept
 
 
 class TokenizerError(ValueError):
@@ -196,24 +196,28 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens complete; may be empty."""
         self._pending += token_ids
-        text = self._decode(self._window + self._pending, self._skip)
-        overdue = len(self._pending) > _MOST_PENDING
-        if text == self._prefix and overdue:  # a run of skipped special tokens
-            self._pending.clear()
-        if len(text) <= len(self._prefix) or (text.endswith(_REPLACEMENT) and not overdue):
-            return ""
-        return self._emit(text)
+        for held in range(min(_PARTIAL_TOKENS, len(self._pending)) + 1):
+            text = self._decode(self._window + self._pending[: len(self._pending) - held], self._skip)
+            if not text.endswith(_REPLACEMENT):
+                break
+        else:
+            if len(self._pending) <= _PARTIAL_TOKENS:
+                return ""  # the window itself ends in U+FFFD
+        return self._emit(text, held)
 
     def flush(self) -> str:
         """Text of the bytes still held back, U+FFFD where they are no character."""
-        if not self._pending:
-            return ""
-        return self._emit(self._decode(self._window + self._pending, self._skip))
+        return self._emit(self._decode(self._window + self._pending, self._skip), 0)
 
-    def _emit(self, text: str) -> str:
+    def _emit(self, text: str, held: int) -> str:
+        """Show `text`, which is that of all but the last `held` tokens."""
         chunk = text[len(self._prefix) :]
-        self._window, self._pending = self._pending, []
-        self._prefix = self._decode(self._window, self._skip)
+        if chunk:
+            split = len(self._pending) - held
+            self._window, self._pending = self._pending[:split], self._pending[split:]
+            self._prefix = self._decode(self._window, self._skip)
+        elif len(self._pending) > _MOST_PENDING:  # a run of skipped special tokens
+            self._pending = self._pending[-_PARTIAL_TOKENS:]
         return chunk
 
 

@@ -1,0 +1,84 @@
+"""Stand-ins around the frontend's parts: a tokenizer of the demo checkpoint, a recording client."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inflight.frontend.text import Tokenizer
+
+TESTS = Path(__file__).parents[1]
+CHECKPOINT = TESTS.parent / "model_repository" / "demo" / "1" / "checkpoint"
+FAKE_ENGINE = [sys.executable, str(TESTS / "backend" / "frontend" / "fake_engine.py")]
+
+
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.load(str(CHECKPOINT))
+
+
+@dataclass
+class Client:
+    """A `Responder` that records, and checks that nothing follows the FINAL flag."""
+
+    cancelled: bool = False
+    responses: list[dict[str, np.ndarray]] = field(default_factory=list)
+    error: tuple[str, str] | None = None
+    finals: int = 0
+    broken: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
+        assert not self.finals, "a response after FINAL"
+        if self.broken:
+            raise RuntimeError("cannot reach the client")
+        self.responses.append(outputs)
+        self.arrived.set()
+        if final:
+            self._end()
+
+    def fail(self, code: str, message: str) -> None:
+        assert not self.finals, "an error after FINAL"
+        self.error = (code, message)
+        self._end()
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+    def _end(self) -> None:
+        self.finals += 1
+        self.ended.set()
+
+    def texts(self) -> list[str]:
+        """Joined text of each sequence."""
+        rows = [[value.decode() for value in response["text_output"]] for response in self.responses]
+        return ["".join(column) for column in zip(*rows)]
+
+    def wait(self) -> Client:
+        assert self.ended.wait(20), "the stream did not end"
+        return self
+
+
+class Stats:
+    """A `StatsSink` that records."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.num_tokens = 0
+        self.first_tokens: list[float] = []
+        self.streams: list[Any] = []
+
+    def step(self, stats: Any, num_output_tokens: int) -> None:
+        self.steps.append(stats)
+        self.num_tokens += num_output_tokens
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens.append(seconds)
+
+    def finished(self, stream: Any) -> None:
+        self.streams.append(stream)
