@@ -50,7 +50,7 @@ $(VENV)/test.stamp: EXTRAS := backend,server,loadtest,test
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@echo "installing inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
-	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' || \
+	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
 	  echo "torch's CPU wheels cannot be reached; taking torch from PyPI"
 	@$(PIP) install -e '.[$(EXTRAS)]'
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
