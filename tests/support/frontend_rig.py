@@ -14,7 +14,7 @@ from inflight.frontend.text import Tokenizer
 
 TESTS = Path(__file__).parents[1]
 CHECKPOINT = TESTS.parent / "model_repository" / "demo" / "1" / "checkpoint"
-FAKE_ENGINE = [sys.executable, str(TESTS / "backend" / "frontend" / "fake_engine.py")]
+FAKE_ENGINE = [sys.executable, str(TESTS / "support" / "fake_engine.py")]
 
 
 def demo_tokenizer() -> Tokenizer:

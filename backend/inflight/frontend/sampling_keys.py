@@ -190,7 +190,9 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("INVALID_ARG", f"unknown sampling parameter {key!r}; {_nearest(key)}")
         else:
             converted = _convert(key, name, value)
-            found[name] = [*found[name], *converted] if name == "stop" and name in found else converted
+            if name == "stop":
+                converted = list(dict.fromkeys([*found.get(name, []), *converted]))
+            found[name] = converted
     return found
 
 

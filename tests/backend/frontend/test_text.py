@@ -122,7 +122,9 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stop: list[str], cuts
         shown += new
         if match is not None:
             break
-        expected_hold = next((k for k in range(3, 0, -1) if any(s[:k] == text[:b][-k:] and k < len(s) for s in stop)), 0)
+        expected_hold = next(
+            (k for k in range(3, 0, -1) if any(s[:k] == text[:b][-k:] and k < len(s) for s in stop)), 0
+        )
         assert len(shown) >= b - expected_hold, "more is held back than may become a stop string"
     assert (shown + ("" if match else checker.flush()), match) == stopped(text, stop, include)
 

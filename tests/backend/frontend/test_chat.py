@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inflight.frontend.chat import ChatTemplate, ChatTemplateError
+
+MESSAGES = [{"role": "system", "content": "be  brief"}, {"role": "user", "content": "<b> 'héllo' 你 & \"x\""}]
+
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "{%- for m in messages %}\n    {%- if loop.last %}\n  {% break %}\n{% endif %}\n{{ m | tojson }}\n{%- endfor %}\n",
+    "{% for m in messages %}\n  {% generation %}\n{{ m['content'] }}{% endgeneration %}\n{% endfor %}{{ eos_token }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{{ messages | tojson(indent=2) }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_renders_as_transformers_does(template: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    rendered, _ = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True, **tokens)
+    assert ChatTemplate(template, tokens).render(MESSAGES) == rendered[0]
+
+
+def test_loaded_from_either_file(tmp_path: Path) -> None:
+    config = {"chat_template": "old {{ bos_token }}", "bos_token": {"content": "<s>"}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "old <s>"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "new"
+    assert ChatTemplate.load(str(tmp_path), override="mine").render(MESSAGES) == "mine"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "plain"
+
+
+def test_no_template_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template: send text_input, or set chat_template"):
+        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+
+
+def test_a_template_may_refuse() -> None:
+    with pytest.raises(ChatTemplateError, match="refused the messages: roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
+    with pytest.raises(ChatTemplateError, match="refused the messages"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render(MESSAGES)
+
+
+def test_bad_syntax_is_found_at_load() -> None:
+    with pytest.raises(ChatTemplateError, match="not valid Jinja: line 2"):
+        ChatTemplate("\n{% if %}")
+
+
+def test_templates_are_sandboxed() -> None:
+    with pytest.raises(ChatTemplateError, match="refused"):
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(MESSAGES)

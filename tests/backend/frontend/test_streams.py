@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from frontend_rig import Client, Stats, demo_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.request import SamplingParams
+from inflight.frontend.contract import GenerationRequest
+from inflight.frontend.errors import RequestError
+from inflight.frontend.streams import Streams
+
+TOKENIZER = demo_tokenizer()
+STATS = StepStats(1, 0, 0, 1, 9, 0, 0, 1, 1, 1, 0.001)
+TEXT = " the list of names"
+IDS = TOKENIZER.encode(TEXT, add_special_tokens=False)
+PROMPT = TOKENIZER.encode("Return")
+
+
+class EngineStub:
+    """Records what streams ask for; a test plays the engine itself."""
+
+    def __init__(self) -> None:
+        self.submitted: dict[int, GenerationRequest] = {}
+        self.aborted: list[tuple[int, int | None]] = []
+        self.released: list[int] = []
+        self.refuse: RequestError | None = None
+
+    def submit(self, request_id: int, request: GenerationRequest) -> None:
+        if self.refuse:
+            raise self.refuse
+        self.submitted[request_id] = request
+
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        self.aborted.append((request_id, index))
+
+    def release(self, request_id: int) -> None:
+        self.released.append(request_id)
+
+
+class Rig:
+    def __init__(self, **options: Any) -> None:
+        self.engine = EngineStub()
+        self.stats = Stats()
+        self.errors: list[str] = []
+        options.setdefault("sweep_seconds", 0.01)
+        self.streams = Streams(TOKENIZER, self.engine, self.stats, self.errors.append, **options)
+        self.streams.start()
+
+    def open(self, *returns: str, timeout: float | None = None, stream: bool = True, **params: Any) -> Client:
+        client = Client()
+        request = GenerationRequest(
+            prompt_token_ids=PROMPT,
+            params=SamplingParams(**params),
+            stream=stream,
+            returns=frozenset(returns),
+            shows_logprobs=params.get("logprobs") is not None,
+            prepend_text="" if stream else "Return",
+            timeout=timeout,
+        )
+        self.streams.open(request, client)
+        return client
+
+    def step(self, *deltas: SequenceDelta) -> None:
+        self.streams.on_step(StepMessage(list(deltas), STATS))
+
+    def feed(self, ids: list[int], finish: str | None = "length", request_id: int = 1) -> None:
+        for position, token in enumerate(ids):
+            last = position == len(ids) - 1
+            self.step(SequenceDelta(request_id, 0, [token], finish if last else None))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.streams.stop("test over")
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited for nothing"
+        time.sleep(0.002)
+
+
+def test_streaming_text_and_one_final(rig: Rig) -> None:
+    client = rig.open("return_finish_reason", "return_num_output_tokens", "return_num_input_tokens")
+    rig.feed(IDS)
+    client.wait()
+    assert client.texts() == [TEXT]
+    reasons = [response["finish_reason"][0] for response in client.responses]
+    assert reasons == [b"None"] * (len(reasons) - 1) + [b"length"]
+    assert sum(int(response["num_output_tokens"][0]) for response in client.responses) == len(IDS)
+    assert all(response["num_input_tokens"].tolist() == [len(PROMPT)] for response in client.responses)
+    assert rig.engine.released == [1]
+    assert rig.engine.aborted == []
+    wait_for(lambda: rig.stats.streams)
+    assert len(rig.stats.first_tokens) == 1
+    assert rig.stats.num_tokens == len(IDS)
+
+
+def test_not_streaming_is_exactly_one_response_with_the_prompt(rig: Rig) -> None:
+    client = rig.open("return_token_ids", stream=False)
+    rig.feed(IDS)
+    client.wait()
+    assert len(client.responses) == 1
+    assert client.texts() == ["Return" + TEXT]
+    assert client.responses[0]["token_ids"].tolist() == IDS
+    assert client.responses[0]["token_counts"].tolist() == [len(IDS)]
+
+
+def test_a_lagging_stream_gets_its_text_in_one_response(rig: Rig) -> None:
+    gate = threading.Event()
+    client = rig.open("return_token_ids")
+    rig.streams._events.put(lambda: gate.wait(10) and None)
+    rig.feed(IDS)
+    gate.set()
+    client.wait()
+    assert len(client.responses) == 1
+    assert client.texts() == [TEXT]
+    assert client.responses[0]["token_ids"].tolist() == IDS
+
+
+def test_tokens_without_text_make_no_response(rig: Rig) -> None:
+    ids = TOKENIZER.encode("😀", add_special_tokens=False)
+    client = rig.open()
+    rig.feed(ids, finish=None)
+    assert client.arrived.wait(5)
+    rig.feed([IDS[0]])
+    client.wait()
+    assert [text for text in (r["text_output"][0].decode() for r in client.responses) if text][0].endswith("😀")
+
+
+def test_stop_string_ends_the_stream_and_the_sequence_in_the_engine(rig: Rig) -> None:
+    client = rig.open("return_finish_reason", "return_token_ids", stop=["st of"], stream=True)
+    rig.feed(IDS, finish=None)
+    client.wait()
+    assert client.texts() == [" the li"]
+    assert client.responses[-1]["finish_reason"].tolist() == [b"stop"]
+    assert rig.engine.aborted == [(1, 0)]
+    sent = [token for response in client.responses for token in response["token_ids"].tolist()]
+    assert TOKENIZER.decode(sent).startswith(" the list of")
+    assert len(sent) < len(IDS)  # the tokens behind the match are not counted
+    rig.feed(IDS)  # late deltas
+    rig.open()
+    assert not rig.errors
+
+
+def test_stop_string_met_in_the_last_token_needs_no_abort(rig: Rig) -> None:
+    client = rig.open("return_finish_reason", stop=["names"], include_stop_str_in_output=True)
+    rig.feed(IDS, finish="length")
+    client.wait()
+    assert client.texts() == [TEXT]
+    assert client.responses[-1]["finish_reason"].tolist() == [b"stop"]
+    assert rig.engine.aborted == []
+
+
+def test_stop_strings_wait_for_min_tokens(rig: Rig) -> None:
+    client = rig.open(stop=[" the", "names"], min_tokens=2)
+    rig.feed(IDS, finish="length")
+    assert client.wait().texts() == [" the list of "]
+
+
+def test_stop_token_is_counted_and_hidden(rig: Rig) -> None:
+    for include in (False, True):
+        client = rig.open("return_token_ids", include_stop_str_in_output=include)
+        request_id = 1 + include
+        rig.step(SequenceDelta(request_id, 0, [IDS[0]]))
+        rig.step(SequenceDelta(request_id, 0, [IDS[1]], "stop", IDS[1]))
+        client.wait()
+        assert client.texts() == [TOKENIZER.decode(IDS[: 1 + include])]
+        assert sum(response["token_counts"].sum() for response in client.responses) == 2
+
+
+def test_held_back_text_comes_with_the_end(rig: Rig) -> None:
+    client = rig.open(stop=["names of"])
+    rig.feed(IDS)
+    assert client.wait().texts() == [TEXT]
+
+
+def test_n_sequences_in_every_response(rig: Rig) -> None:
+    client = rig.open("return_finish_reason", "return_token_ids", n=2)
+    rig.step(SequenceDelta(1, 0, [IDS[0]]), SequenceDelta(1, 1, [IDS[1]]))
+    rig.step(SequenceDelta(1, 0, [IDS[1]], "stop"), SequenceDelta(1, 1, [IDS[2]]))
+    rig.step(SequenceDelta(1, 1, [IDS[3]], "length"))
+    client.wait()
+    assert client.texts() == [TOKENIZER.decode(IDS[:2]), TOKENIZER.decode(IDS[1:4])]
+    last = client.responses[-1]
+    assert last["finish_reason"].tolist() == [b"stop", b"length"]
+    for response in client.responses:
+        assert int(response["token_counts"].sum()) == len(response["token_ids"])
+
+
+def test_logprobs_in_vllm_backends_form(rig: Rig) -> None:
+    client = rig.open("return_logprobs", "return_cumulative_logprob", logprobs=1)
+    entry = [(IDS[0], -1.5, 2), (7, -0.25, 1)]
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, [entry]))
+    rig.step(SequenceDelta(1, 0, [IDS[1]], "length", None, [[(IDS[1], float("-inf"), 1)]]))
+    client.wait()
+    rows = [row for response in client.responses for row in json.loads(response["logprobs"][0])]
+    assert rows[0] == {
+        str(IDS[0]): {"logprob": -1.5, "rank": 2, "decoded_token": TOKENIZER.token_text(IDS[0])},
+        "7": {"logprob": -0.25, "rank": 1, "decoded_token": TOKENIZER.token_text(7)},
+    }
+    assert rows[1][str(IDS[1])]["logprob"] == -9999.0
+    assert client.responses[0]["cumulative_logprob"].tolist() in ([-1.5], [float("-inf")])
+
+
+def test_logprobs_are_null_unless_asked_for(rig: Rig) -> None:
+    client = rig.open("return_logprobs")
+    rig.feed(IDS)
+    assert {response["logprobs"][0] for response in client.wait().responses} == {b"null"}
+
+
+def test_prompt_logprobs_come_whole_on_the_first_response_only(rig: Rig) -> None:
+    client = rig.open("return_prompt_logprobs", prompt_logprobs=0)
+    rest = [[(token, -1.0, 1)] for token in PROMPT[1:]]
+    rig.step(SequenceDelta(1, 0, [], None, None, None, [[]]))
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, None, rest))
+    assert client.arrived.wait(5)
+    rig.feed(IDS[1:])
+    client.wait()
+    first, *others = client.responses
+    rows = json.loads(first["prompt_logprobs"][0])
+    assert [None if row is None else list(row) for row in rows] == [None, *([str(t)] for t in PROMPT[1:])]
+    assert others
+    assert not any("prompt_logprobs" in response for response in others)
+
+
+def test_cancel_aborts_at_once_and_ends_with_cancelled(rig: Rig) -> None:
+    client = rig.open()
+    rig.feed(IDS[:1], finish=None)
+    client.cancelled = True
+    client.wait()
+    assert client.error == ("CANCELLED", "Request was cancelled")
+    assert (1, None) in rig.engine.aborted
+    rig.feed(IDS)  # late
+    time.sleep(0.05)
+    assert client.finals == 1
+
+
+def test_deadline_ends_with_the_tokens_so_far_already_sent(rig: Rig) -> None:
+    client = rig.open(timeout=0.2)
+    rig.feed(IDS[:2], finish=None)
+    client.wait()
+    assert client.error is not None
+    code, message = client.error
+    assert code == "CANCELLED"
+    assert message == "deadline exceeded: the request's timeout of 0.2 s ran out after 2 output tokens"
+    assert client.texts() == [TOKENIZER.decode(IDS[:2])]
+    assert (1, None) in rig.engine.aborted
+
+
+def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
+    rig = Rig(sweep_seconds=30.0)
+    try:
+        client = rig.open(timeout=0.05)
+        assert client.ended.wait(5)
+    finally:
+        rig.streams.stop("test over")
+
+
+def test_engine_refusal_and_engine_death(rig: Rig) -> None:
+    one, two, three = rig.open(), rig.open(), rig.open()
+    rig.streams.on_request_failed(RequestFailed(1, "UNAVAILABLE", "full"))
+    rig.step(SequenceDelta(2, 0, [IDS[0]]))
+    rig.streams.on_engine_down([2], "the engine process died (signal 9)")
+    assert one.wait().error == ("UNAVAILABLE", "full")
+    assert two.wait().error == ("UNAVAILABLE", "the engine process died (signal 9)")
+    assert two.texts() == [TOKENIZER.decode(IDS[:1])]  # what came before the death was delivered
+    rig.feed(IDS, request_id=3)
+    assert three.wait().texts() == [TEXT]
+
+
+def test_refusal_by_the_supervisor(rig: Rig) -> None:
+    rig.engine.refuse = RequestError("UNAVAILABLE", "down")
+    assert rig.open().wait().error == ("UNAVAILABLE", "down")
+
+
+def test_capacity_is_refused_at_once_and_comes_back() -> None:
+    rig = Rig(max_sequences=3)
+    try:
+        first = rig.open(n=2)
+        refused = rig.open(n=2).wait()
+        assert refused.error is not None
+        assert refused.error[0] == "UNAVAILABLE"
+        assert "2 sequences are open and 3 are allowed" in refused.error[1]
+        third = rig.open(n=1)
+        rig.step(SequenceDelta(1, 0, [5], "length"), SequenceDelta(1, 1, [5], "length"))
+        first.wait()
+        wait_for(lambda: rig.streams._open_sequences == 1)
+        rig.open(n=2)
+        rig.feed(IDS, request_id=2)
+        third.wait()
+        assert third.error is None
+    finally:
+        rig.streams.stop("test over")
+
+
+def test_a_client_that_cannot_be_reached_harms_nobody(rig: Rig) -> None:
+    broken, fine = rig.open(), rig.open()
+    broken.broken = True
+    rig.step(SequenceDelta(1, 0, [IDS[0]]), SequenceDelta(2, 0, [IDS[0]]))
+    rig.feed(IDS[1:], request_id=2)
+    assert fine.wait().texts() == [TEXT]
+    assert broken.wait().error is not None
+    assert (1, None) in rig.engine.aborted
+    assert rig.errors
+
+
+def test_stop_fails_what_is_open() -> None:
+    rig = Rig()
+    client = rig.open()
+    rig.streams.stop("the model is being unloaded")
+    assert client.error == ("UNAVAILABLE", "the model is being unloaded")
+    assert client.finals == 1
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["token", "finish", "cancel", "down", "fail", "late"]), st.integers(1, 5)), max_size=40
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(moves=moves, stream=st.booleans(), stop=st.booleans())
+def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool) -> None:
+    """Invariants 4 and 6 under random events; `Client` fails on anything after FINAL."""
+    rig = Rig(sweep_seconds=0.001)
+    try:
+        clients = {k: rig.open(stream=stream, stop=["st of"] if stop else []) for k in range(1, 6)}
+        fed: dict[int, list[int]] = {k: [] for k in clients}
+        for move, k in moves:
+            token = IDS[len(fed[k]) % len(IDS)]
+            if move in ("token", "finish"):
+                fed[k].append(token)
+                rig.step(SequenceDelta(k, 0, [token], "length" if move == "finish" else None))
+            elif move == "cancel":
+                clients[k].cancelled = True
+            elif move == "down":
+                rig.streams.on_engine_down([k], "died")
+            elif move == "fail":
+                rig.streams.on_request_failed(RequestFailed(k, "INTERNAL", "failed"))
+            else:
+                rig.step(SequenceDelta(99, 0, [token]))
+    finally:
+        rig.streams.stop("over")
+    for k, client in clients.items():
+        assert client.finals == 1
+        shown = "".join(client.texts()).removeprefix("" if stream else "Return")
+        assert TOKENIZER.decode(fed[k]).startswith(shown)
+    assert rig.streams._open_sequences == 0
+    assert not rig.errors
