@@ -7,6 +7,7 @@ Started like the real one (`--fd N`).  A request's `tenant` may hold orders, sep
     delay=0.05  seconds each step takes while the request runs
     refuse=CODE answer RequestFailed with that code
 
+Each abort is written as a line to the file named by `$FAKE_ENGINE_LOG`, if there is one.
 The JSON file named by `$FAKE_ENGINE_CONTROL`, if there is one, is read at each start:
 
     {"start": "fail" | "fatal" | "exit" | "hang"}
@@ -110,6 +111,9 @@ class FakeEngine:
                 if s.request.request_id != message.request_id or message.index not in (None, s.index)
             ]
             self.report([], 0)
+            if log := os.environ.get("FAKE_ENGINE_LOG"):
+                with open(log, "a", encoding="utf-8") as file:
+                    file.write(f"abort {message.request_id} {time.monotonic()}\n")
         return True
 
     def report(self, deltas: list[SequenceDelta], batch: int) -> None:

@@ -1,0 +1,290 @@
+"""The real engine behind a real tritonserver: what clients get, and what is left when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc as grpc
+from checkpoints import VOCAB, make_checkpoint
+from offline import make_core, run, tokens
+from tritonclient.utils import InferenceServerException
+from wire import Answer, Stream, gauges, post, server_sent_events
+
+from inflight.engine.request import SamplingParams
+from inflight.frontend.text import Tokenizer
+from inflight.launcher import TritonServer
+
+OPTIONS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "kv_cache_memory": "64MiB",
+    "cpu_threads": 1,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 96,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """A tiny random llama with a tokenizer of single characters (id = code point, capped)."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import Split
+
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("serving"))
+    fast = Fast(BPE({chr(i + 33): i for i in range(VOCAB)}, [], unk_token="!"))
+    fast.pre_tokenizer = Split("", "isolated")
+    fast.decoder = Fuse()
+    fast.save(f"{path}/tokenizer.json")
+    return path
+
+
+def write_entry(repository: Path, name: str, checkpoint: str, **options: object) -> None:
+    version = repository / name / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    (version / "model.json").write_text(json.dumps({"model": checkpoint, **OPTIONS, **options}))
+    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+
+
+@pytest.fixture(scope="module")
+def serving(triton_installed, checkpoint, tmp_path_factory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_entry(repository, "tiny", checkpoint)
+    write_entry(repository, "narrow", checkpoint, max_num_seqs=1, max_queue_size=2)
+    write_entry(repository, "spare", checkpoint)
+    with TritonServer(
+        repository, model_control_mode="explicit", load_models=["tiny", "narrow"], exit_timeout=5
+    ) as server:
+        yield server
+
+
+def mixed_requests(count: int) -> list[tuple[list[int], dict]]:
+    rng = random.Random(99)
+    requests = []
+    for index in range(count):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 10, 40, 120]))]
+        params: dict = {"max_tokens": rng.choice([1, 5, 20, 60]), "ignore_eos": True, "seed": index}
+        params |= rng.choice(
+            [
+                {"temperature": 0},
+                {"temperature": 0.8, "top_k": 30},
+                {"temperature": 1.1, "top_p": 0.9, "presence_penalty": 0.5},
+                {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.1, "n": 2},
+            ]
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def test_64_concurrent_mixed_requests_get_the_offline_tokens(serving, checkpoint):
+    requests = mixed_requests(64)
+    offline = run(
+        make_core(checkpoint, max_num_seqs=64),
+        [prompt for prompt, _ in requests],
+        [SamplingParams(**params) for _, params in requests],
+    )
+    streams = [Stream(serving.grpc_address, "tiny") for _ in range(4)]
+    for index, (prompt, params) in enumerate(requests):
+        streams[index % 4].send(
+            str(index), input_ids=prompt, stream=index % 3 > 0, sampling_parameters=params,
+            return_token_ids=True, return_num_output_tokens=True, return_finish_reason=True,
+            exclude_input_in_output=True,
+        )  # fmt: skip
+    for number, stream in enumerate(streams):
+        stream.wait(*(str(i) for i in range(64) if i % 4 == number))
+        stream.close()
+    tokenizer = Tokenizer.load(checkpoint)
+    for index, (_prompt, params) in enumerate(requests):
+        answer = streams[index % 4].answers[str(index)]
+        assert answer.error is None
+        assert answer.finals == 1
+        for sequence in range(params.get("n", 1)):
+            expected = tokens(offline[index, sequence])
+            assert answer.sequence(sequence) == expected, f"request {index}, sequence {sequence}"
+            text = b"".join(chunk["text_output"][sequence] for chunk in answer.chunks).decode()
+            assert text == tokenizer.decode(expected)
+        assert all(reason == b"length" for reason in answer.chunks[-1]["finish_reason"])
+        if index % 3 == 0:
+            assert len(answer.chunks) == 1, "a request that does not stream gets one response"
+
+
+def test_http_generate_and_its_stream_say_the_same_as_grpc(serving, checkpoint):
+    url = f"http://{serving.http_address}/v2/models/tiny"
+    body = {"text_input": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    expected = tokens(
+        run(
+            make_core(checkpoint),
+            [Tokenizer.load(checkpoint).encode("Hello")],
+            [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)],
+        )[0, 0]
+    )
+    status, answer = post(f"{url}/generate", body)
+    assert status == 200, answer
+    assert json.loads(answer)["token_ids"] == expected
+    assert json.loads(answer)["text_output"].startswith("Hello"), "vllm_backend's default: the prompt comes along"
+    status, answer = post(f"{url}/generate_stream", {**body, "stream": True})
+    assert status == 200, answer
+    events = server_sent_events(answer)
+    assert len(events) > 1
+    got = [e["token_ids"] if isinstance(e["token_ids"], list) else [e["token_ids"]] for e in events]
+    assert [token for part in got for token in part] == expected
+    with Stream(serving.grpc_address, "tiny") as stream:
+        stream.send(
+            "g", text_input="Hello", stream=True, return_token_ids=True,
+            sampling_parameters={"max_tokens": 12, "temperature": 0, "ignore_eos": True},
+        )  # fmt: skip
+        stream.wait("g")
+        assert stream.answers["g"].token_ids == expected
+        assert stream.answers["g"].text == "".join(e["text_output"] for e in events)
+
+
+def long_request(stream: Stream, request_id: str, max_tokens: int = 240, **inputs: object) -> None:
+    stream.send(
+        request_id, input_ids=[1, 2, 3], stream=True, return_token_ids=True,
+        sampling_parameters={"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}, **inputs,
+    )  # fmt: skip
+
+
+def wait_for(condition, timeout: float = 10.0) -> float:
+    """Seconds until the condition held."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout, "it never came true"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
+    with Stream(serving.grpc_address, "narrow") as stream:
+        long_request(stream, "running")
+        stream.wait_chunks("running", 2)
+        for name in ("queued 1", "queued 2"):
+            long_request(stream, name, max_tokens=2)
+        with Stream(serving.grpc_address, "narrow") as other:
+            long_request(other, "refused", max_tokens=2)
+            other.wait("refused")
+            error = other.answers["refused"].error
+        assert "UNAVAILABLE" in str(error.status()) or "queue is full" in error.message()
+        assert "max_queue_size" in error.message()
+        assert not stream.answers["running"].finals, "it was refused while the others were still under way"
+        stream.wait("running", "queued 1", "queued 2")
+        assert all(answer.error is None for answer in stream.answers.values())
+
+
+def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
+    with grpc.InferenceServerClient(serving.grpc_address) as control:
+        control.load_model("spare")
+        engines = engine_processes(serving)
+        with Stream(serving.grpc_address, "spare") as stream:
+            for index in range(4):
+                long_request(stream, str(index))
+            stream.wait_chunks("0", 3)
+            control.unload_model("spare")
+            stream.wait("0", "1", "2", "3")
+            ended = [len(a.token_ids) == 240 or a.error is not None for a in stream.answers.values()]
+            assert all(ended), "every stream ends, with all its tokens or with an error"
+        wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
+        control.load_model("spare")
+        with Stream(serving.grpc_address, "spare") as stream:
+            long_request(stream, "again", max_tokens=5)
+            stream.wait("again")
+            assert len(stream.answers["again"].token_ids) == 5
+        control.unload_model("spare")
+        wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
+
+
+def engine_processes(server: TritonServer) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            if "inflight.engine.process" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(serving):
+    with Stream(serving.grpc_address, "tiny") as stream:
+        long_request(stream, "victim")
+        stream.wait_chunks("victim", 2)
+        for engine in engine_processes(serving):  # of both models
+            os.kill(engine.pid, signal.SIGKILL)
+        stream.wait("victim", timeout=20)
+        error = stream.answers["victim"].error
+        assert "engine process died" in error.message()
+    with Stream(serving.grpc_address, "tiny") as stream:
+        long_request(stream, "next", max_tokens=5)
+        stream.wait("next")
+        assert len(stream.answers["next"].token_ids) == 5
+
+
+def test_metrics_count_what_was_served(serving):
+    def served() -> dict[str, float]:
+        return gauges(serving.metrics_address, "tiny")
+
+    def count() -> float:
+        return served().get("vllm:generation_tokens_total", 0.0)
+
+    def settled() -> bool:
+        """Published in batches: what came before must be in."""
+        first = count()
+        time.sleep(1.5)
+        return count() == first
+
+    wait_for(settled)
+    before = served()
+    with Stream(serving.grpc_address, "tiny") as stream:
+        for index in range(3):
+            long_request(stream, str(index), max_tokens=7)
+        stream.wait("0", "1", "2")
+    wait_for(lambda: count() - before.get("vllm:generation_tokens_total", 0.0) == 21)
+    now = served()
+    assert now["vllm:request_params_n_count"] - before.get("vllm:request_params_n_count", 0) == 3
+    assert now["inflight_requests_running"] == 0
+    assert now["inflight_kv_blocks_used"] == 0
+    assert now["inflight_kv_blocks_free"] > 0
+
+
+def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_path):
+    write_entry(tmp_path, "tiny", checkpoint)
+    server = TritonServer(tmp_path, exit_timeout=3)
+    with server:
+        prefix = server.shm_prefix
+        stream = Stream(server.grpc_address, "tiny")
+        for index in range(8):
+            long_request(stream, str(index))
+        stream.wait_chunks("7", 1)
+        family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+        assert any("inflight.engine.process" in p.cmdline() for p in family)
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert not [name for name in os.listdir("/dev/shm") if prefix and prefix in name]
+    assert all(isinstance(answer, Answer) for answer in stream.answers.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_num_sequences": 4}, "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"model": "no/such/checkpoint"}, "no/such/checkpoint"),
+        ({"kv_cache_memory": "4KiB"}, "are missing; raise kv_cache_memory"),
+    ],
+)
+def test_a_model_json_that_cannot_work_fails_its_load_with_the_reason(serving, checkpoint, changes, reason):
+    write_entry(Path(serving.repositories[0]), "broken", checkpoint, **changes)
+    with grpc.InferenceServerClient(serving.grpc_address) as control:
+        with pytest.raises(InferenceServerException) as failure:
+            control.load_model("broken")
+        assert reason in failure.value.message()
+        assert control.is_model_ready("tiny"), "the others are not touched"
