@@ -13,7 +13,9 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
 from inflight.engine.request import SamplingParams
-from inflight.frontend.text import IncrementalDetokenizer, StopChecker, Tokenizer
+from inflight.frontend.contract import GenerationRequest
+from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.text import Tokenizer
 from inflight.runner.model_runner import ModelRunner
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -56,42 +58,12 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-class _Sequence:
-    """Text side of one sequence: bytes to characters, stop strings."""
-
-    def __init__(self, output: CompletionOutput, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams):
-        self.output = output
-        self._text = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
-        self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
-
-    def push(self, delta: SequenceDelta) -> bool:
-        """Take a delta in; True when a stop string ended the sequence just now."""
-        output = self.output
-        output.token_ids += delta.token_ids
-        for entry in delta.logprobs or ():
-            output.logprobs = [*(output.logprobs or []), entry]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[0][1]
-        visible = delta.token_ids if delta.stop_token is None else delta.token_ids[:-1]
-        text = self._text.push(visible)
-        if delta.finish_reason is not None:
-            text += self._text.flush()
-        shown, stop = self._stops.push(text)
-        output.text += shown
-        if stop is not None:
-            output.finish_reason, output.stop_reason = "stop", stop
-            return True
-        if delta.finish_reason is not None:
-            output.text += self._stops.flush()
-            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_token
-        return False
-
-
 @dataclass
 class _Open:
     """A request under way: what its caller gets, and the text side of its sequences."""
 
     result: RequestOutput
-    sequences: list[_Sequence]
+    sequences: list[SequenceOutput]
 
     def take(self, delta: SequenceDelta) -> bool:
         """Take a delta in; True when a stop string ended its sequence and the engine must be told."""
@@ -100,8 +72,18 @@ class _Open:
                 self.result.num_cached_tokens = delta.num_cached_tokens
             if delta.prompt_logprobs is not None:
                 self.result.prompt_logprobs = [*(self.result.prompt_logprobs or []), *delta.prompt_logprobs]
-        sequence = self.sequences[delta.index]
-        return sequence.output.finish_reason is None and sequence.push(delta)
+        output, sequence = self.result.outputs[delta.index], self.sequences[delta.index]
+        if output.finish_reason is not None:
+            return False
+        sequence.advance(delta)
+        output.text += sequence.take_text()
+        output.token_ids += sequence.take_token_ids()
+        output.finish_reason = sequence.finish_reason
+        output.stop_reason = sequence.stop_reason
+        if output.logprobs is not None:
+            output.logprobs += sequence.take_logprobs()
+            output.cumulative_logprob = sequence.cumulative_logprob
+        return sequence.ended_by_stop
 
 
 class LLM:
@@ -171,8 +153,10 @@ class LLM:
             if failure is not None:
                 self._abort(requests)
                 raise ValueError(failure.message)
-            outputs = [CompletionOutput(index) for index in range(sampling.n)]
-            sequences = [_Sequence(output, self.tokenizer, token_ids, sampling) for output in outputs]
+            wants_logprobs = sampling.logprobs is not None
+            outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
+            request = GenerationRequest(token_ids, sampling, shows_logprobs=wants_logprobs)
+            sequences = [SequenceOutput(request, self.tokenizer) for _ in outputs]
             requests[request_id] = self._open[request_id] = _Open(RequestOutput(text, token_ids, outputs), sequences)
         return requests
 

@@ -26,10 +26,11 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"attention", "config"},
     "sampling": {"sampling", *_DATA},
     "runner": {"runner", "attention", "sampling", "config", *_DATA},
-    "metrics": {"engine.messages"},
-    "frontend": {"frontend", "metrics", "config", "engine.messages", "engine.request"},
+    "frontend": {"frontend", "config", "engine.messages", "engine.request"},
+    "metrics": {"engine.messages", "frontend.streams"},
+    "frontend.triton_bridge": {"frontend", "config", "metrics"},
     "model": {"frontend", "metrics", "config"},
-    "llm": {"config", "engine", "frontend.text", "runner"},
+    "llm": {"config", "engine", "frontend", "runner"},
 }
 # Command line and launcher stand outside of the request path.
 OUTSIDE = {"", "cli", "demo", "launcher", "installation", "repository"}

@@ -203,14 +203,15 @@ def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
 
 
 def engine_processes(server: TritonServer) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        try:
-            if "inflight.engine.process" in process.cmdline():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in family if "inflight.engine.process" in command_line(process)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended meanwhile
+        return []
 
 
 def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(serving):
@@ -265,8 +266,8 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
             long_request(stream, str(index))
         stream.wait_chunks("7", 1)
         family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-        assert any("inflight.engine.process" in p.cmdline() for p in family)
-    gone, alive = psutil.wait_procs(family, timeout=10)
+        assert any("inflight.engine.process" in command_line(p) for p in family)
+    _gone, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     assert not [name for name in os.listdir("/dev/shm") if prefix and prefix in name]
     assert all(isinstance(answer, Answer) for answer in stream.answers.values())

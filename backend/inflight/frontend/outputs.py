@@ -23,6 +23,7 @@ class SequenceOutput:
 
     Attributes:
         finish_reason: "stop" or "length" when ended, else None.
+        stop_reason: the stop string or stop token id that ended it.
         ended_by_stop: ended by a stop string, which only the frontend sees.
         num_tokens: output tokens so far, the one that ended it included.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
@@ -37,6 +38,7 @@ class SequenceOutput:
         self._shows_stop_token = params.include_stop_str_in_output
         self._keeps_logprobs = request.shows_logprobs
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.ended_by_stop = False
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
@@ -62,7 +64,7 @@ class SequenceOutput:
         if self.ended_by_stop:
             self.finish_reason = "stop"
         elif delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_token
             self._flush()
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
@@ -75,7 +77,7 @@ class SequenceOutput:
             shown, match = stop.push(text)
             self.text += shown
             if match is not None:
-                self.ended_by_stop = True
+                self.ended_by_stop, self.stop_reason = True, match
                 return number
         return None
 
@@ -87,7 +89,7 @@ class SequenceOutput:
         shown, match = self._stop.push(rest)
         self.text += shown
         if match is not None:
-            self.finish_reason = "stop"
+            self.finish_reason, self.stop_reason = "stop", match
         else:
             self.text += self._stop.flush()
 
