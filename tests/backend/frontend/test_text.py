@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ SPACED = sentencepiece_like()
 
 def chunks_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:])]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=40)
@@ -117,7 +118,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stop: list[str], cuts
     checker = StopChecker(stop, include)
     shown, match = "", None
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    for a, b in zip(edges, edges[1:]):
+    for a, b in pairwise(edges):
         new, match = checker.push(text[a:b])
         shown += new
         if match is not None:

@@ -1,0 +1,436 @@
+"""The frontend in a real tritonserver, with an engine process that echoes the prompt."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from frontend_rig import CHECKPOINT, demo_tokenizer
+from tritonclient.utils import InferenceServerException
+
+from inflight.launcher import TritonServer, session_members
+
+TOKENIZER = demo_tokenizer()
+PROMPT = "the list of names"
+ECHO = TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 16))
+BACKEND_ERROR = 400  # Triton 24.10's `generate` answers so whatever code a backend's error has
+NUMPY = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+
+
+def write_repository(root: Path, **model_json: Any) -> Path:
+    """A repository whose model `fake` runs the fake engine as its interpreter."""
+    interpreter = root / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_engine.__file__} "$@"\n')
+    interpreter.chmod(0o755)
+    version = root / "repository" / "fake" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "inflight"\ninstance_group [ { kind: KIND_CPU } ]\n')
+    settings = {"model": str(CHECKPOINT), "python_executable": str(interpreter), **model_json}
+    (version / "model.json").write_text(json.dumps(settings))
+    return root / "repository"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fake")
+
+
+@pytest.fixture(scope="module")
+def fake(triton_installed: None, root: Path) -> Iterator[TritonServer]:
+    environment = {"FAKE_ENGINE_CONTROL": str(root / "control.json"), "FAKE_ENGINE_LOG": str(root / "aborts")}
+    repository = write_repository(root, max_num_seqs=8, max_queue_size=24)
+    with TritonServer(
+        repository, model_control_mode="explicit", load_models=["fake"], exit_timeout=5, env=environment
+    ) as server:
+        yield server
+
+
+# -- clients -----------------------------------------------------------------------------------
+
+
+def tensor(name: str, values: Any, datatype: str) -> grpcclient.InferInput:
+    array = np.array(values, dtype=NUMPY[datatype])
+    found = grpcclient.InferInput(name, list(array.shape), datatype)
+    found.set_data_from_numpy(array)
+    return found
+
+
+def text(value: str | bytes = PROMPT) -> grpcclient.InferInput:
+    return tensor("text_input", [value.encode() if isinstance(value, str) else value], "BYTES")
+
+
+def flags(*names: str) -> list[grpcclient.InferInput]:
+    return [tensor(name, [True], "BOOL") for name in names]
+
+
+class Grpc:
+    """One bidirectional stream; responses by request id."""
+
+    def __init__(self, server: TritonServer, model: str = "fake") -> None:
+        self.client = grpcclient.InferenceServerClient(server.grpc_address)
+        self.model = model
+        self.queues: dict[str, queue.Queue[Any]] = {}
+        self.stray: queue.Queue[Any] = queue.Queue()
+        self.client.start_stream(self._take)
+
+    def _take(self, result: Any, error: Any) -> None:
+        key = result.get_response().id if result is not None else None
+        self.queues.get(key, self.stray).put(result if error is None else error)
+
+    def send(self, *inputs: grpcclient.InferInput, request_id: str = "r", **options: Any) -> None:
+        self.queues.setdefault(request_id, queue.Queue())
+        options.setdefault("enable_empty_final_response", True)
+        self.client.async_stream_infer(self.model, list(inputs), request_id=request_id, **options)
+
+    def take(self, request_id: str = "r") -> list[Any]:
+        """All responses of a request, checked for exactly one FINAL flag, on the last data response."""
+        found = []
+        while True:
+            response = self.queues[request_id].get(timeout=30)
+            assert not isinstance(response, Exception)
+            found.append(response)
+            if response.get_response().parameters["triton_final_response"].bool_param:
+                break
+        assert all(response.as_numpy("text_output") is not None for response in found)
+        return found
+
+    def error(self) -> str:
+        return self.stray.get(timeout=30).message()
+
+    def close(self, cancel: bool = False) -> None:
+        self.client.stop_stream(cancel_requests=cancel)
+        self.client.close()
+
+
+@pytest.fixture
+def grpc(fake: TritonServer) -> Iterator[Grpc]:
+    grpc = Grpc(fake)
+    yield grpc
+    grpc.close(cancel=True)
+
+
+def joined(responses: list[Any]) -> str:
+    return "".join(response.as_numpy("text_output")[0].decode() for response in responses)
+
+
+def post(server: TritonServer, endpoint: str, body: Any, model: str = "fake") -> tuple[int, str]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{server.http_address}/v2/models/{model}/{endpoint}", data=data)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def generate(server: TritonServer, **body: Any) -> dict[str, Any]:
+    status, answer = post(server, "generate", {"text_input": PROMPT, **body})
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def events(answer: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")]
+
+
+def scrape(server: TritonServer) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {key: float(value) for key, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited for nothing"
+        time.sleep(0.02)
+    return value
+
+
+# -- what comes back ---------------------------------------------------------------------------
+
+
+def test_grpc_streaming(grpc: Grpc) -> None:
+    wanted = flags("stream", "return_finish_reason", "return_token_ids", "return_num_output_tokens")
+    grpc.send(text(), *wanted, parameters={"temperature": "0", "max_tokens": 16})
+    responses = grpc.take()
+    assert joined(responses) == ECHO
+    ids = [token for response in responses for token in response.as_numpy("token_ids").tolist()]
+    assert ids == fake_engine.echo(TOKENIZER.encode(PROMPT), 16)
+    reasons = [response.as_numpy("finish_reason")[0] for response in responses]
+    assert reasons[-1] == b"length"
+    assert set(reasons[:-1]) <= {b"None"}
+
+
+def test_grpc_not_streaming_prepends_the_prompt(grpc: Grpc) -> None:
+    grpc.send(text())
+    (response,) = grpc.take()
+    assert joined([response]) == PROMPT + ECHO
+
+
+def test_grpc_typed_inputs_and_many_at_once(grpc: Grpc) -> None:
+    for number in range(1, 9):
+        grpc.send(
+            text(),
+            tensor("max_tokens", [number], "INT32"),
+            tensor("temperature", [0.5], "FP32"),
+            *flags("stream", "return_token_ids"),
+            request_id=str(number),
+        )
+    for number in range(1, 9):
+        assert sum(len(r.as_numpy("token_ids")) for r in grpc.take(str(number))) == number
+
+
+def test_grpc_input_ids_and_n(grpc: Grpc) -> None:
+    wanted = flags("exclude_input_in_output", "return_token_ids", "return_cumulative_logprob")
+    grpc.send(tensor("input_ids", [5, 6], "INT64"), *wanted, parameters={"n": 2, "max_tokens": 3})
+    (response,) = grpc.take()
+    assert response.as_numpy("token_ids").tolist() == [5, 6, 5, 5, 6, 5]
+    assert response.as_numpy("token_counts").tolist() == [3, 3]
+    assert response.as_numpy("cumulative_logprob").tolist() == [-1.5, -1.5]
+    assert len(response.as_numpy("text_output")) == 2
+
+
+def test_generate(fake: TritonServer) -> None:
+    answer = generate(fake, temperature=0, return_num_input_tokens=True, return_finish_reason=True, id="x1")
+    assert answer["text_output"] == PROMPT + ECHO
+    assert (answer["num_input_tokens"], answer["finish_reason"]) == (len(TOKENIZER.encode(PROMPT)), "length")
+
+
+def test_generate_with_logprobs(fake: TritonServer) -> None:
+    answer = generate(fake, return_logprobs=True, logprobs=1, prompt_logprobs=0, max_tokens=2)
+    assert [len(row) for row in json.loads(answer["logprobs"])] == [2, 2]
+    assert json.loads(answer["prompt_logprobs"])[0] is None
+
+
+def test_generate_stream(fake: TritonServer) -> None:
+    status, answer = post(fake, "generate_stream", {"text_input": PROMPT, "stream": True})
+    assert status == 200
+    assert "".join(event["text_output"] for event in events(answer)) == ECHO
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_litellm_sends(fake: TritonServer, stream: bool) -> None:
+    parameters = {"max_tokens": 16, "bad_words": [""], "stop_words": [""], "max_completion_tokens": 3}
+    body = {"text_input": PROMPT, "parameters": parameters, "stream": stream}
+    status, answer = post(fake, "generate_stream" if stream else "generate", body)
+    assert status == 200, answer
+    text = "".join(e["text_output"] for e in events(answer)) if stream else json.loads(answer)["text_output"]
+    assert text == ECHO if stream else PROMPT + ECHO
+
+
+def test_what_tensorrt_llm_clients_send(fake: TritonServer) -> None:
+    body = {"max_tokens": 16, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2, "beam_width": 1}
+    assert generate(fake, **body, top_k=1, random_seed=3)["text_output"] == PROMPT + ECHO
+
+
+def test_messages(fake: TritonServer) -> None:
+    status, answer = post(fake, "generate", {"messages": json.dumps([{"role": "user", "content": "hi"}])})
+    assert status == 200, answer
+    assert json.loads(answer)["text_output"].startswith("user\nhi")
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+BAD_BODIES = [
+    ({}, "give exactly one of text_input"),
+    ({"text_input": ""}, "give exactly one of text_input"),
+    ({"text_input": 5}, "string"),
+    ({"text_input": ["a", "b"]}, "shape"),
+    ({"text_input": "a" * 3_000_000}, "surely more than 2047 tokens"),
+    ({"text_input": "a b " * 3000}, "tokens: allowed are 1 to 2047"),
+    ({"text_input": "a", "temperature": "hot"}, "number"),
+    ({"text_input": "a", "temperature": -1}, "temperature=-1.0 is out of range"),
+    ({"text_input": "a", "max_tokens": 1.5}, "integer"),
+    ({"text_input": "a", "max_tokens": 0}, "max_tokens=0 is out of range"),
+    ({"text_input": "a", "stream": "yes"}, "boolean"),
+    ({"text_input": "a", "temprature": 1}, "did you mean 'temperature'?"),
+    ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
+    ({"text_input": "a", "stop": ["x"] * 2 + [str(i) for i in range(2000)]}, "stop is too long"),
+    ({"text_input": "a", "stop_token_ids": [99999]}, "not in the vocabulary"),
+    ({"text_input": "a", "logit_bias": "{"}, "logit_bias='{': allowed is an object"),
+    ({"text_input": "a", "lora_name": "x"}, "LoRA feature is not enabled."),
+    ({"text_input": "a", "messages": "[]"}, "text_input and messages came"),
+    ({"messages": "nope"}, "messages: not valid JSON"),
+    ({"input_ids": [-4]}, "token id -4 is not in the vocabulary"),
+    ({"text_input": "a", "timeout": -4}, "timeout=-4"),
+    (b"{", "error"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), BAD_BODIES)
+def test_bad_bodies_are_refused(fake: TritonServer, body: Any, says: str) -> None:
+    status, answer = post(fake, "generate", body)
+    assert says in answer
+    # What Triton itself cannot read it answers with 500 (seen on 24.10).
+    assert status == BACKEND_ERROR or (status == 500 and "JSON" in answer)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "says"),
+    [
+        ([text(b"a\xff")], {}, "text_input is not valid UTF-8: byte 0xff at 1"),
+        ([text(), tensor("temperature", [float("nan")], "FP32")], {}, "temperature=nan: allowed is a finite number"),
+        ([text(), tensor("temperature", [float("inf")], "FP32")], {}, "temperature=inf: allowed is a finite number"),
+        ([text(), tensor("input_ids", [5], "INT32")], {}, "data-type"),
+        ([tensor("text_input", [[b"a"]], "BYTES")], {}, "unexpected shape"),
+        ([text(), tensor("sampling_parameters", [b"[1]"], "BYTES")], {}, "expected a JSON object"),
+        ([text()], {"top_k": "many"}, "top_k='many': allowed is an integer"),
+        ([text()], {"request_priority": "high"}, "request_priority='high'"),
+        (
+            [text(), *flags("stream"), tensor("exclude_input_in_output", [False], "BOOL")],
+            {},
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+        ),
+    ],
+)
+def test_bad_grpc_requests(grpc: Grpc, inputs: list[Any], parameters: dict[str, Any], says: str) -> None:
+    grpc.send(*inputs, parameters=parameters)
+    assert says in grpc.error()
+
+
+# -- how it ends early -------------------------------------------------------------------------
+
+
+def slow(tokens: int = 1500, delay: float = 0.01) -> dict[str, Any]:
+    return {"parameters": {"tenant": f"delay={delay}", "max_tokens": tokens}}
+
+
+def aborts(root: Path) -> int:
+    path = root / "aborts"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_grpc_cancel_reaches_the_engine(fake: TritonServer, root: Path) -> None:
+    before = aborts(root)
+    grpc = Grpc(fake)
+    for number in range(3):
+        grpc.send(text(), *flags("stream"), request_id=str(number), **slow())
+    for number in range(3):
+        grpc.queues[str(number)].get(timeout=30)
+    grpc.close(cancel=True)
+    wait_for(lambda: aborts(root) == before + 3)
+
+
+def test_a_client_that_hangs_up_reaches_the_engine(fake: TritonServer, root: Path) -> None:
+    before = aborts(root)
+    host, _, port = fake.http_address.rpartition(":")
+    body = json.dumps({"text_input": PROMPT, "stream": True, **slow()["parameters"]}).encode()
+    head = f"POST /v2/models/fake/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        assert b"200 OK" in connection.recv(4096)
+    wait_for(lambda: aborts(root) == before + 1)
+
+
+def test_deadline_over_grpc(grpc: Grpc) -> None:
+    grpc.send(text(), *flags("stream"), timeout=400_000, **slow())
+    message = grpc.error()
+    assert message.startswith("deadline exceeded: the request's timeout of 0.4 s ran out after ")
+    assert not message.endswith(" after 0 output tokens")
+    assert grpc.queues["r"].qsize() > 0  # the tokens so far were sent
+
+
+def test_deadline_over_http(fake: TritonServer) -> None:
+    status, answer = post(fake, "generate", {"text_input": PROMPT, "timeout": 200_000, **slow()["parameters"]})
+    assert (status, "deadline exceeded" in answer) == (BACKEND_ERROR, True)
+
+
+def test_overload_is_unavailable_at_once(fake: TritonServer) -> None:
+    grpc = Grpc(fake)
+    for number in range(40):
+        grpc.send(text(), *flags("stream"), request_id=str(number), **slow())
+    messages = [grpc.error() for _ in range(40 - 32)]
+    assert all("32 sequences are open and 32 are allowed" in message for message in messages)
+    status, answer = post(fake, "generate", {"text_input": PROMPT})
+    grpc.close(cancel=True)
+    assert (status, "queue is full" in answer) == (BACKEND_ERROR, True)
+    wait_for(lambda: post(fake, "generate", {"text_input": PROMPT})[0] == 200)
+
+
+def test_a_crash_fails_open_streams_and_the_next_request_is_served(fake: TritonServer) -> None:
+    bystander = Grpc(fake)
+    bystander.send(text(), *flags("stream"), **slow())
+    bystander.queues["r"].get(timeout=30)
+    status, answer = post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
+    reason = "the engine process died (signal 9, SIGKILL); it is being restarted"
+    assert bystander.error() == reason
+    bystander.close()
+    assert (status, reason in answer) == (BACKEND_ERROR, True)
+    assert generate(fake)["text_output"] == PROMPT + ECHO
+
+
+def test_metrics(fake: TritonServer) -> None:
+    key = 'vllm:generation_tokens_total{model="fake",version="1"}'
+    wait_for(lambda: scrape(fake)['inflight_requests_running{model="fake",version="1"}'] == 0)
+    before = scrape(fake)[key]
+    generate(fake, max_tokens=16)
+    wait_for(lambda: scrape(fake)[key] == before + 16)
+    found = scrape(fake)
+    assert found['vllm:e2e_request_latency_seconds_count{model="fake",version="1"}'] > 0
+    assert found['inflight_kv_blocks_free{model="fake",version="1"}'] > 0
+
+
+# -- loading and unloading (last: they restart the model) ------------------------------------------
+
+
+def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
+    assert fake.process is not None
+    grpc = Grpc(fake)
+    for number in range(5):
+        grpc.send(text(), *flags("stream"), request_id=str(number), **slow(tokens=60))
+        grpc.queues[str(number)].get(timeout=30)
+    members = set(session_members(fake.process.pid))
+    control = grpcclient.InferenceServerClient(fake.grpc_address)
+    unload = threading.Thread(target=control.unload_model, args=("fake",))
+    unload.start()
+    for number in range(5):  # Triton lets what is in flight finish
+        grpc.take(str(number))
+    unload.join(30)
+    wait_for(lambda: not control.is_model_ready("fake"))
+    wait_for(lambda: set(session_members(fake.process.pid)) == {fake.process.pid})
+    assert len(members) >= 3  # server, stub, engine
+    grpc.close()
+    control.load_model("fake")
+    assert generate(fake)["text_output"] == PROMPT + ECHO
+
+
+def test_load_errors_name_their_cause(fake: TritonServer, root: Path) -> None:
+    control = grpcclient.InferenceServerClient(fake.grpc_address)
+    model_json = root / "repository" / "fake" / "1" / "model.json"
+    good = model_json.read_text()
+    control.unload_model("fake")
+    try:
+        model_json.write_text(json.dumps({**json.loads(good), "max_num_seq": 3}))
+        with pytest.raises(InferenceServerException, match=r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"):
+            control.load_model("fake")
+        model_json.write_text(good)
+        (root / "control.json").write_text('{"start": "fatal"}')
+        with pytest.raises(InferenceServerException, match="told to fatal"):
+            control.load_model("fake")
+    finally:
+        (root / "control.json").unlink(missing_ok=True)
+        model_json.write_text(good)
+        control.load_model("fake")
+    assert generate(fake)["text_output"] == PROMPT + ECHO
+
+
+def test_without_metrics(triton_installed: None, tmp_path: Path) -> None:
+    with TritonServer(write_repository(tmp_path), metrics_port=None, exit_timeout=5) as server:
+        assert generate(server)["text_output"] == PROMPT + ECHO
+        pid = server.process.pid if server.process else 0
+        assert len(session_members(pid)) >= 3
+    assert session_members(pid) == []
