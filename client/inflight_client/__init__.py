@@ -1,0 +1,54 @@
+"""Client of Inflight: streaming text generation over gRPC or HTTP, blocking or asyncio.
+
+from inflight_client import Client
+
+with Client("127.0.0.1:8001", model="demo") as client:
+    for chunk in client.stream("Return the number of", max_tokens=40):
+        print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from inflight_client.client import AsyncClient, Client
+from inflight_client.errors import (
+    DeadlineExceededError,
+    InflightError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ServerError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+from inflight_client.results import (
+    Choice,
+    ChoiceDelta,
+    GenerationResult,
+    Logprob,
+    StreamChunk,
+    Timings,
+    Usage,
+)
+from inflight_client.retry import RetryPolicy
+from inflight_client.stream import AsyncStream, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Choice",
+    "ChoiceDelta",
+    "Client",
+    "DeadlineExceededError",
+    "GenerationResult",
+    "InflightError",
+    "InvalidRequestError",
+    "Logprob",
+    "RequestCancelledError",
+    "RetryPolicy",
+    "ServerError",
+    "ServerUnreachableError",
+    "Stream",
+    "StreamChunk",
+    "Timings",
+    "UnavailableError",
+    "Usage",
+]

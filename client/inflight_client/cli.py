@@ -1,0 +1,89 @@
+"""`inflight generate`.  Exit status: 0 done, 1 the server refused or failed, 2 no server or wrong usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from inflight_client.client import Client
+from inflight_client.errors import InflightError, ServerUnreachableError
+
+__all__ = ["generate"]
+
+_INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
+
+_Prompt = Annotated[str, typer.Argument(help='Text to continue; "-" reads it from standard input.')]
+_Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they come, or all at the end.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object, with timings.")]
+
+
+def generate(
+    prompt: _Prompt,
+    url: Annotated[str | None, typer.Option(help="host:port; Triton's port on 127.0.0.1 when not given.")] = None,
+    protocol: Annotated[str, typer.Option(help="grpc or http.")] = "grpc",
+    model: Annotated[str, typer.Option(help="Model to ask.")] = "demo",
+    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this mass.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", help="Sequences to sample.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    stream: _Stream = True,
+    json_: _Json = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
+) -> None:
+    """Generate text from a prompt on a running server.  Ctrl-C cancels the request."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "n": n,
+        "stop": stop or None,
+        "timeout": timeout,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    options["one_response"] = not stream and not json_  # JSON shows timings, which a stream measures
+    options |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    try:
+        with Client(url, protocol=protocol, model=model) as client:  # type: ignore[arg-type]
+            _show(client, options, live=stream, as_json=json_)
+    except ValueError as error:
+        _fail(str(error), 2)
+    except ServerUnreachableError as error:
+        _fail(error.message, 2)
+    except InflightError as error:
+        _fail(error.message, 1)
+    except KeyboardInterrupt:
+        _fail("cancelled", _INTERRUPTED)
+
+
+def _show(client: Client, options: dict[str, Any], live: bool, as_json: bool) -> None:
+    # Sequences of one request arrive interleaved: only a single one can be shown as it comes.
+    live = live and not as_json and options.get("n", 1) == 1
+    with client.stream(**options) as stream:
+        try:
+            for chunk in stream:
+                if live:
+                    typer.echo(chunk.text, nl=False)
+        finally:
+            if live:
+                typer.echo()
+    result = stream.result()
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+    elif not live:
+        for choice in result.choices:
+            typer.echo(choice.text)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"inflight: {message}", err=True)
+    raise typer.Exit(status)

@@ -1,0 +1,165 @@
+"""Where the server is and how to talk to it: address, headers, TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl as ssl_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+__all__ = ["Connection", "ConnectionOptions", "Protocol"]
+
+Protocol = Literal["grpc", "http"]
+
+_DEFAULT_URLS: dict[str, str] = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
+# URL schemes people write in front of host:port, and what they say of TLS.
+_SCHEMES: dict[str, dict[str, bool]] = {
+    "grpc": {"grpc": False, "grpcs": True},
+    "http": {"http": False, "https": True},
+}
+_INT32_MAX = 2**31 - 1
+
+
+class ConnectionOptions(TypedDict, total=False):
+    """Keyword arguments of both clients, by `tritonclient`'s names.
+
+    For both protocols:
+        headers: sent with every call (gRPC metadata or HTTP headers).
+        ssl: talk TLS; implied by `https://`, `grpcs://`, `creds` and `ssl_context`.
+        root_certificates: PEM file of the authorities to trust instead of the system's.
+        private_key, certificate_chain: PEM files of this client's own certificate.
+        connect_timeout: seconds for health and metadata calls, and for an HTTP connection.
+    For gRPC only:
+        creds: `grpc.ChannelCredentials` instead of the three files.
+        keepalive_options: `tritonclient.grpc.KeepAliveOptions`.
+        channel_args: complete channel arguments, instead of everything this client would set.
+    For HTTP only:
+        ssl_context: `ssl.SSLContext` instead of the three files.
+    """
+
+    headers: Mapping[str, str]
+    ssl: bool
+    root_certificates: str
+    private_key: str
+    certificate_chain: str
+    connect_timeout: float
+    creds: Any
+    keepalive_options: Any
+    channel_args: Sequence[tuple[str, Any]]
+    ssl_context: ssl_module.SSLContext
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Checked connection options; attributes as in `ConnectionOptions`.
+
+    Attributes:
+        address: `host:port`, for HTTP with an optional path behind it.
+    """
+
+    protocol: Protocol
+    address: str
+    headers: dict[str, str] = field(default_factory=dict)
+    ssl: bool = False
+    root_certificates: str | None = None
+    private_key: str | None = None
+    certificate_chain: str | None = None
+    connect_timeout: float = 10.0
+    creds: Any = None
+    keepalive_options: Any = None
+    channel_args: Sequence[tuple[str, Any]] | None = None
+    ssl_context: ssl_module.SSLContext | None = None
+
+    @classmethod
+    def build(cls, url: str | None, protocol: str, options: ConnectionOptions) -> Connection:
+        """From a client's arguments.
+
+        Raises:
+            ValueError: a protocol other than "grpc" and "http", a URL of the other protocol, or an
+                option that the protocol has no use for.
+            TypeError: an unknown option.
+        """
+        if protocol not in _DEFAULT_URLS:
+            raise ValueError(f'protocol={protocol!r}: allowed is "grpc" or "http"')
+        for name in ("creds", "keepalive_options", "channel_args") if protocol == "http" else ("ssl_context",):
+            if options.get(name) is not None:
+                raise ValueError(f'{name} has no meaning with protocol="{protocol}"')
+        scheme, found, address = (url or _DEFAULT_URLS[protocol]).partition("://")
+        if not found:
+            scheme, address = "", scheme
+        schemes = _SCHEMES[protocol]
+        if scheme and scheme not in schemes:
+            allowed = " or ".join(f"{name}://" for name in schemes)
+            raise ValueError(f"url={url!r}: with protocol={protocol!r} allowed is host:port, or {allowed} before it")
+        secure = bool(schemes.get(scheme) or options.get("ssl") or options.get("creds") or options.get("ssl_context"))
+        rest: dict[str, Any] = {**options, "ssl": secure, "headers": dict(options.get("headers") or {})}
+        return cls(protocol=protocol, address=address.rstrip("/"), **rest)  # type: ignore[arg-type]
+
+    @property
+    def is_loopback(self) -> bool:
+        """The server is this machine: the environment's proxies are not for it."""
+        host = self.address.partition("/")[0].rpartition(":")[0].strip("[]")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    # -- gRPC -----------------------------------------------------------------------------
+
+    def grpc_headers(self) -> dict[str, str]:
+        """Headers as gRPC metadata, whose keys are lower case."""
+        return {name.lower(): value for name, value in self.headers.items()}
+
+    def grpc_client_options(self) -> dict[str, Any]:
+        """Keyword arguments of `tritonclient.grpc`'s `InferenceServerClient`."""
+        return {
+            "url": self.address,
+            "ssl": self.ssl,
+            "root_certificates": self.root_certificates,
+            "private_key": self.private_key,
+            "certificate_chain": self.certificate_chain,
+            "creds": self.creds,
+            "channel_args": self._channel_args() if self.channel_args is None else list(self.channel_args),
+        }
+
+    def _channel_args(self) -> list[tuple[str, Any]]:
+        """tritonclient's own arguments, and three of ours.
+
+        gRPC would wait up to two minutes between connection attempts, far longer than a server
+        takes to restart; and it would share the TCP connection with every client of the process.
+        """
+        args: list[tuple[str, Any]] = [
+            ("grpc.max_send_message_length", _INT32_MAX),
+            ("grpc.max_receive_message_length", _INT32_MAX),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self.is_loopback:
+            args.append(("grpc.enable_http_proxy", 0))
+        if self.keepalive_options is not None:
+            alive = self.keepalive_options
+            args += [
+                ("grpc.keepalive_time_ms", alive.keepalive_time_ms),
+                ("grpc.keepalive_timeout_ms", alive.keepalive_timeout_ms),
+                ("grpc.keepalive_permit_without_calls", alive.keepalive_permit_without_calls),
+                ("grpc.http2.max_pings_without_data", alive.http2_max_pings_without_data),
+            ]
+        return args
+
+    # -- HTTP -----------------------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        """`http(s)://host:port[/path]`."""
+        return f"{'https' if self.ssl else 'http'}://{self.address}"
+
+    def tls_context(self) -> ssl_module.SSLContext:
+        """What HTTPS connections are made with."""
+        if self.ssl_context is not None:
+            return self.ssl_context
+        context = ssl_module.create_default_context(cafile=self.root_certificates)
+        if self.certificate_chain is not None:
+            context.load_cert_chain(self.certificate_chain, self.private_key)
+        return context

@@ -1,0 +1,171 @@
+"""A request before it is written to the wire."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["GenerationRequest", "Message", "RequestOptions"]
+
+Message = Mapping[str, Any]
+
+# Sent as `sampling_parameters`: vLLM's names, checked by the server.
+_SAMPLING = {
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids"),
+    *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+}
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`, sampling parameters first.
+
+    What is not given is not sent: the server's defaults hold (`max_tokens` 16, temperature 1).
+
+    Beyond sampling:
+        extra_parameters: further sampling parameters of a newer server, by their wire names.
+        model: instead of the client's.
+        request_id: shown in the server's traces; made up when not given.
+        request_priority: smaller is sooner.
+        tenant: whom the request is accounted to.
+        cache_salt: keeps prefix-cache hits among requests with the same salt.
+        timeout: seconds.  The server ends the stream with a deadline error; retries stop, too.
+            `None` lifts the client's default.
+        one_response: ask for the whole output in one response: fewer messages, but no TTFT.
+        return_token_ids: False saves the bytes when only text is wanted.
+        return_cumulative_logprob: costs log probabilities for every token.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    n: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    logprobs: int
+    prompt_logprobs: int
+    skip_special_tokens: bool
+    extra_parameters: Mapping[str, Any]
+    model: str
+    request_id: str
+    request_priority: int
+    tenant: str
+    cache_salt: str
+    timeout: float | None
+    one_response: bool
+    return_token_ids: bool
+    return_cumulative_logprob: bool
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What is sent, with exactly one of `prompt`, `messages` and `input_ids`.
+
+    Attributes:
+        sampling: the JSON object of `sampling_parameters`.
+        timeout: seconds until the deadline, counted from the first try; None for none.
+        stream: a response per new text, else one at the end.
+        Others: as in `RequestOptions`.
+    """
+
+    model: str
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    input_ids: list[int] | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    request_id: str = ""
+    request_priority: int | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    stream: bool = True
+    return_token_ids: bool = True
+    return_cumulative_logprob: bool = False
+
+    @property
+    def n(self) -> int:
+        """Sequences asked for; 1 when the server will refuse what was given."""
+        n = self.sampling.get("n", 1)
+        return n if isinstance(n, int) and n > 0 else 1
+
+    @classmethod
+    def build(
+        cls,
+        prompt: str | None,
+        messages: Sequence[Message] | None,
+        input_ids: Sequence[int] | np.ndarray | None,
+        options: RequestOptions,
+        *,
+        model: str,
+        timeout: float | None,
+    ) -> GenerationRequest:
+        """From the arguments of `generate`; `model` and `timeout` are the client's defaults.
+
+        Raises:
+            TypeError: an unknown option (with the nearest known one).
+            ValueError: not exactly one prompt, or a timeout that is not positive.
+        """
+        rest: dict[str, Any] = dict(options)
+        given = [
+            name
+            for name, value in (("prompt", prompt), ("messages", messages), ("input_ids", input_ids))
+            if value is not None
+        ]
+        if len(given) != 1:
+            came = " and ".join(given) or "none of them"
+            raise ValueError(f"give exactly one of prompt, messages and input_ids; {came} came")
+        sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
+        sampling |= rest.pop("extra_parameters", {})
+        timeout = rest.pop("timeout", timeout)
+        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+            raise ValueError(f"timeout={timeout!r}: allowed is a positive number of seconds, or None")
+        known = RequestOptions.__annotations__
+        for name in rest:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else "sampling parameters by other names go in extra_parameters"
+                )
+                raise TypeError(f"unknown option {name!r}; {hint}")
+        return cls(
+            model=rest.pop("model", model),
+            prompt=prompt,
+            messages=messages,
+            input_ids=None if input_ids is None else [int(token_id) for token_id in input_ids],
+            sampling={name: _plain(value) for name, value in sampling.items()},
+            request_id=rest.pop("request_id", "") or uuid.uuid4().hex,
+            timeout=timeout,
+            stream=not rest.pop("one_response", False),
+            **rest,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A sampling value as JSON holds it: numpy scalars and arrays, tuples and sets become plain."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return value

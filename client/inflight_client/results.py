@@ -1,0 +1,225 @@
+"""What comes back: typed chunks of a stream, and the whole result with its timings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "Choice",
+    "ChoiceDelta",
+    "GenerationResult",
+    "Logprob",
+    "ResultBuilder",
+    "StreamChunk",
+    "Timings",
+    "TokenLogprobs",
+    "Usage",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate for one token: log probability, rank (1 is the most likely) and text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One token's candidates by token id, the chosen one among them; None where there is none (the first
+# token of a prompt).
+TokenLogprobs = dict[int, Logprob] | None
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one response adds to one of the n sequences.
+
+    Attributes:
+        index: which of the n.
+        text: new text.
+        token_ids: new token ids; empty when the request did not ask for them.
+        num_tokens: how many tokens are new.
+        finish_reason: "stop" or "length" on the last delta of the sequence, else None.
+        logprobs: one entry per new token when asked for.
+        cumulative_logprob: sum over all tokens of the sequence so far.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """One response of a stream; `text`, `token_ids` and `finish_reason` are the first sequence's.
+
+    Attributes:
+        choices: one delta for each of the n sequences.
+        num_input_tokens: tokens of the prompt.
+        prompt_logprobs: one entry per prompt token, on the first chunk when asked for.
+        elapsed: seconds since the request was first sent.
+    """
+
+    choices: list[ChoiceDelta]
+    num_input_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    elapsed: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished (or cut off) sequence; fields as in `ChoiceDelta`, over the whole output."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.num_tokens += delta.num_tokens
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the prompt (None when unknown) and of all sequences."""
+
+    input_tokens: int | None
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Latencies in seconds as this client saw them, retries included.
+
+    Attributes:
+        ttft: from sending the request to the first new token; None when there was none.
+        itl: gaps between responses with new tokens.  A server that coalesces puts several tokens
+            in one response, so there may be fewer gaps than tokens.
+        tpot: mean time of an output token after the first one, over the longest sequence; None
+            below two tokens.
+        total: from sending the request to its end.
+    """
+
+    ttft: float | None
+    itl: list[float]
+    tpot: float | None
+    total: float
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A whole answer; `text`, `token_ids`, `finish_reason` and `logprobs` are the first sequence's.
+
+    Attributes:
+        request_id, model: as sent.
+        choices: the n sequences.
+        usage: token counts.
+        timings: measured here.
+        prompt_logprobs: one entry per prompt token when asked for.
+        attempts: how often the request was sent.
+    """
+
+    request_id: str
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    timings: Timings
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    attempts: int = 1
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.choices[0].logprobs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready values."""
+        return dataclasses.asdict(self)
+
+
+class ResultBuilder:
+    """Adds chunks up.  Times are seconds since the request was first sent.
+
+    Args:
+        n: sequences asked for; each has a choice even when nothing came.
+        num_input_tokens: when the caller knows it (a prompt of token ids).
+    """
+
+    def __init__(self, n: int, num_input_tokens: int | None = None) -> None:
+        self.choices = [Choice(index) for index in range(n)]
+        self.num_input_tokens = num_input_tokens
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self._arrivals: list[float] = []
+
+    def add(self, chunk: StreamChunk) -> None:
+        for delta in chunk.choices:
+            self.choices[delta.index].add(delta)
+        if chunk.num_input_tokens is not None:
+            self.num_input_tokens = chunk.num_input_tokens
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
+        if any(delta.num_tokens or delta.text for delta in chunk.choices):
+            self._arrivals.append(chunk.elapsed)
+
+    def timings(self, total: float) -> Timings:
+        arrivals = self._arrivals
+        longest = max(choice.num_tokens for choice in self.choices)
+        spread = arrivals[-1] - arrivals[0] if arrivals else 0.0
+        return Timings(
+            ttft=arrivals[0] if arrivals else None,
+            itl=[later - earlier for earlier, later in itertools.pairwise(arrivals)],
+            tpot=spread / (longest - 1) if longest > 1 and len(arrivals) > 1 else None,
+            total=total,
+        )
+
+    def build(self, request_id: str, model: str, attempts: int, total: float) -> GenerationResult:
+        return GenerationResult(
+            request_id=request_id,
+            model=model,
+            choices=self.choices,
+            usage=Usage(self.num_input_tokens, sum(choice.num_tokens for choice in self.choices)),
+            timings=self.timings(total),
+            prompt_logprobs=self.prompt_logprobs,
+            attempts=attempts,
+        )

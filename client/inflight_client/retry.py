@@ -1,0 +1,60 @@
+"""When a request is tried again: only while nothing of its output has arrived."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+__all__ = ["RetryPolicy"]
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff with jitter, for a server that says UNAVAILABLE or cannot be reached.
+
+    Before the k-th retry (from 0) the client waits between `(1 - jitter) * d` and `d` seconds,
+    where `d = min(max_delay, initial_delay * multiplier**k)`.
+
+    Attributes:
+        max_attempts: most tries of one request, the first one included; 1 never retries.
+        initial_delay, max_delay: seconds.
+        multiplier: growth of the delay, >= 1.
+        jitter: random share of the delay, 0 to 1; it keeps clients from coming back in step.
+        total_timeout: no try starts later than this many seconds after the first; None for no bound.
+    """
+
+    max_attempts: int = 4
+    initial_delay: float = 0.1
+    max_delay: float = 5.0
+    multiplier: float = 2.0
+    jitter: float = 0.5
+    total_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_attempts": (self.max_attempts >= 1, "at least 1"),
+            "initial_delay": (self.initial_delay >= 0, "at least 0 seconds"),
+            "max_delay": (self.max_delay >= 0, "at least 0 seconds"),
+            "multiplier": (self.multiplier >= 1, "at least 1"),
+            "jitter": (0 <= self.jitter <= 1, "0 to 1"),
+            "total_timeout": (self.total_timeout is None or self.total_timeout >= 0, "at least 0 seconds, or None"),
+        }
+        for name, (fine, allowed) in checks.items():
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed is {allowed}")
+
+    def delay(self, failures: int, elapsed: float) -> float | None:
+        """Seconds to wait after the `failures`-th failed try (from 1); None when no try is left.
+
+        Args:
+            elapsed: seconds since the first try started.
+        """
+        if failures >= self.max_attempts:
+            return None
+        # multiplier**k leaves the range of floats long before a client leaves its patience.
+        growth = self.multiplier ** min(failures - 1, 64)
+        longest = min(self.max_delay, self.initial_delay * growth)
+        delay = longest * (1 - self.jitter * random.random())
+        if self.total_timeout is not None and elapsed + delay > self.total_timeout:
+            return None
+        return delay

@@ -1,0 +1,257 @@
+"""gRPC: one bidirectional stream (one RPC) per request, many on one channel.
+
+`tritonclient`'s own streaming is not used: its blocking client has one stream per client object,
+so that a cancellation would hit every request of the client, and leaves a thread behind on each
+cancelled stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling
+and generated stubs are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import tritonclient.grpc
+import tritonclient.grpc.aio
+from tritonclient.utils import InferenceServerException
+
+from inflight_client.connection import Connection
+from inflight_client.errors import (
+    DeadlineExceededError,
+    InflightError,
+    RequestCancelledError,
+    ServerError,
+    ServerUnreachableError,
+    code_of_message,
+    error_for,
+)
+from inflight_client.request import GenerationRequest
+from inflight_client.wire import Columns, grpc_columns, grpc_request
+
+__all__ = ["AsyncGrpcTransport", "GrpcTransport"]
+
+# The server ends a late request with a better message; the client only makes sure that it ends.
+_GRACE_SECONDS = 1.0
+
+
+def _rpc_timeout(timeout: float | None) -> float | None:
+    return None if timeout is None else timeout + _GRACE_SECONDS
+
+
+def _rpc_error(error: grpc.RpcError, address: str, received: bool) -> InflightError:
+    code, details = error.code().name, error.details() or error.code().name
+    if code == "UNAVAILABLE":  # of the connection: what a model answers comes as a response
+        what = "lost the connection to" if received else "cannot reach"
+        return ServerUnreachableError(f"{what} {address} by gRPC: {details}")
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlineExceededError(f"deadline exceeded: {address} did not end the request in time")
+    return error_for(code, details)
+
+
+def _triton_error(error: InferenceServerException, address: str) -> InflightError:
+    """Of a health or metadata call, whose status Triton sets itself."""
+    code, message = str(error.status()).removeprefix("StatusCode."), error.message()
+    if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and code_of_message(message) != "UNAVAILABLE":
+        return ServerUnreachableError(f"cannot reach {address} by gRPC: {message}")
+    return error_for(code, message)
+
+
+class _Progress:
+    """What is known of a call so far; shared by the blocking and the asyncio call."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._received = False
+        self._final = False
+
+    def _columns(self, response: Any) -> Columns:
+        self._received = True
+        parameters = response.infer_response.parameters
+        # An error ends the request unless it says otherwise.
+        self._final = bool(response.error_message) and "triton_final_response" not in parameters
+        self._final |= parameters["triton_final_response"].bool_param
+        return grpc_columns(response)
+
+    def _end(self) -> None:
+        if not self._final:
+            raise ServerError(f"{self._address} ended the stream without a final response")
+
+    def _error(self, error: grpc.RpcError) -> InflightError:
+        return _rpc_error(error, self._address, self._received)
+
+
+class GrpcCall(_Progress):
+    """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__(address)
+        self._call = call
+
+    def __iter__(self) -> GrpcCall:
+        return self
+
+    def __next__(self) -> Columns:
+        try:
+            response = next(self._call)
+        except StopIteration:
+            self._end()
+            raise
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+        try:
+            return self._columns(response)
+        except InflightError:
+            self.close()
+            raise
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Cancel, unless the final response is here: then the server is closing the stream anyway,
+        and a cancellation that crosses the end of its request can crash tritonserver 24.10."""
+        if not self._final:
+            self._call.cancel()
+            return
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError:
+            pass
+
+
+class GrpcTransport:
+    """Blocking; safe to use from several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.address = connection.address
+        self._headers = connection.grpc_headers()
+        self._timeout = connection.connect_timeout
+        self._client = tritonclient.grpc.InferenceServerClient(**connection.grpc_client_options())
+        self._stub = self._client._client_stub
+
+    def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
+        """Send a request; `timeout` is the seconds it has left."""
+        # An iterator that ends half-closes the stream, so the server ends it after the last response.
+        call = self._stub.ModelStreamInfer(
+            iter((grpc_request(request, timeout),)),
+            metadata=tuple(self._headers.items()),
+            timeout=_rpc_timeout(timeout),
+        )
+        return GrpcCall(call, self.address)
+
+    def server_live(self) -> bool:
+        return bool(self._unary("is_server_live"))
+
+    def server_ready(self) -> bool:
+        return bool(self._unary("is_server_ready"))
+
+    def model_ready(self, model: str) -> bool:
+        return bool(self._unary("is_model_ready", model))
+
+    def server_metadata(self) -> dict[str, Any]:
+        return self._unary("get_server_metadata", as_json=True)
+
+    def model_metadata(self, model: str) -> dict[str, Any]:
+        return self._unary("get_model_metadata", model, as_json=True)
+
+    def _unary(self, method: str, *args: Any, **options: Any) -> Any:
+        try:
+            return getattr(self._client, method)(*args, headers=self._headers, client_timeout=self._timeout, **options)
+        except InferenceServerException as error:
+            raise _triton_error(error, self.address) from None
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class AsyncGrpcCall(_Progress):
+    """Async iterator over the outputs of one request."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__(address)
+        self._call = call
+        self._cancelled = False
+
+    def __aiter__(self) -> AsyncGrpcCall:
+        return self
+
+    async def __anext__(self) -> Columns:
+        try:
+            response = await self._call.read()
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+        except asyncio.CancelledError:
+            if self._cancelled:  # the call, not the task that reads it
+                raise RequestCancelledError("the request was cancelled by this client") from None
+            raise
+        if response is grpc.aio.EOF:
+            self._end()
+            raise StopAsyncIteration
+        try:
+            return self._columns(response)
+        except InflightError:
+            await self.close()
+            raise
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """As `GrpcCall.close`."""
+        if not self._final:
+            self.cancel()
+            return
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.RpcError:
+            pass
+
+
+class AsyncGrpcTransport:
+    """For one event loop, in which it must be made."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.address = connection.address
+        self._headers = connection.grpc_headers()
+        self._timeout = connection.connect_timeout
+        self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
+        self._stub = self._client._client_stub
+
+    def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
+        """As `GrpcTransport.open`."""
+        call = self._stub.ModelStreamInfer(
+            (grpc_request(request, timeout),),
+            metadata=tuple(self._headers.items()),
+            timeout=_rpc_timeout(timeout),
+        )
+        return AsyncGrpcCall(call, self.address)
+
+    async def server_live(self) -> bool:
+        return bool(await self._unary("is_server_live"))
+
+    async def server_ready(self) -> bool:
+        return bool(await self._unary("is_server_ready"))
+
+    async def model_ready(self, model: str) -> bool:
+        return bool(await self._unary("is_model_ready", model))
+
+    async def server_metadata(self) -> dict[str, Any]:
+        return await self._unary("get_server_metadata", as_json=True)
+
+    async def model_metadata(self, model: str) -> dict[str, Any]:
+        return await self._unary("get_model_metadata", model, as_json=True)
+
+    async def _unary(self, method: str, *args: Any, **options: Any) -> Any:
+        call = getattr(self._client, method)
+        try:
+            return await call(*args, headers=self._headers, client_timeout=self._timeout, **options)
+        except InferenceServerException as error:
+            raise _triton_error(error, self.address) from None
+
+    async def close(self) -> None:
+        await self._client.close()

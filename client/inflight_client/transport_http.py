@@ -1,0 +1,284 @@
+"""HTTP: `/generate_stream` and its server-sent events, one connection per running request.
+
+There is one implementation, on asyncio.  The blocking client runs it in a thread of its own, because
+a blocking read could not be cancelled from another thread before its first byte.
+
+    pump task --Columns | error | _END--> queue --> call.__next__
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx2
+
+from inflight_client.connection import Connection
+from inflight_client.errors import (
+    DeadlineExceededError,
+    RequestCancelledError,
+    ServerError,
+    ServerUnreachableError,
+)
+from inflight_client.request import GenerationRequest
+from inflight_client.wire import Columns, http_body, http_columns, http_error
+
+__all__ = ["AsyncHttpTransport", "HttpTransport"]
+
+_GRACE_SECONDS = 1.0  # as in `transport_grpc`
+_END = object()
+_T = TypeVar("_T")
+
+
+class _Session:
+    """The HTTP client of one event loop, in which it must be made."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.address = connection.address
+        self._http = httpx2.AsyncClient(
+            base_url=connection.base_url,
+            headers=connection.headers,
+            verify=connection.tls_context() if connection.ssl else False,
+            trust_env=not connection.is_loopback,
+            # Tokens may be long in coming, and every running request needs a connection.
+            timeout=httpx2.Timeout(None, connect=connection.connect_timeout),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
+        )
+        self._timeout = connection.connect_timeout
+
+    async def generate(self, request: GenerationRequest, timeout: float | None) -> AsyncIterator[Columns]:
+        """Outputs of one request, response by response; closing the iterator closes the connection."""
+        path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
+        received = False
+        try:
+            async with self._http.stream("POST", path, json=http_body(request, timeout)) as response:
+                received = True
+                if response.status_code != 200:
+                    raise http_error(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+                async for event in httpx2.EventSource(response, max_event_size=None):
+                    yield http_columns(event.data)
+        except httpx2.SSEError as error:
+            raise ServerError(f"{self.address}: {error}") from None
+        except httpx2.TransportError as error:
+            what = "lost the connection to" if received else "cannot reach"
+            raise ServerUnreachableError(f"{what} {self.address} by HTTP: {_reason(error)}") from None
+
+    async def pump(self, request: GenerationRequest, timeout: float | None, put: Callable[[Any], None]) -> None:
+        """Run a request, handing its outputs or its error to `put`."""
+
+        async def forward() -> None:
+            async for columns in self.generate(request, timeout):
+                put(columns)
+
+        try:
+            await asyncio.wait_for(forward(), None if timeout is None else timeout + _GRACE_SECONDS)
+        except asyncio.TimeoutError:
+            put(DeadlineExceededError(f"deadline exceeded: {self.address} did not end the request in time"))
+        except Exception as error:  # of any kind: it is raised where the outputs are read
+            put(error)
+
+    async def is_ok(self, path: str) -> bool:
+        """Whether a GET is answered with 200."""
+        return (await self._get(path)).status_code == 200
+
+    async def json(self, path: str) -> dict[str, Any]:
+        response = await self._get(path)
+        if response.status_code != 200:
+            raise http_error(response.status_code, response.text)
+        result: dict[str, Any] = response.json()
+        return result
+
+    async def _get(self, path: str) -> httpx2.Response:
+        try:
+            return await self._http.get(path, timeout=self._timeout)
+        except httpx2.TransportError as error:
+            raise ServerUnreachableError(f"cannot reach {self.address} by HTTP: {_reason(error)}") from None
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+
+def _reason(error: httpx2.TransportError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _model_path(model: str, what: str = "") -> str:
+    return f"/v2/models/{quote(model, safe='')}{what}"
+
+
+def _check(item: Any, cancelled: bool) -> Columns | None:
+    """What came out of the queue: outputs, or None at the end; an error is raised."""
+    if item is _END:
+        if cancelled:
+            raise RequestCancelledError("the request was cancelled by this client")
+        return None
+    if isinstance(item, Exception):
+        raise item
+    columns: Columns = item
+    return columns
+
+
+class AsyncHttpCall:
+    """Async iterator over the outputs of one request."""
+
+    def __init__(self, session: _Session, request: GenerationRequest, timeout: float | None) -> None:
+        # The task holds the queue but not this object, so that dropping it ends the task.
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        put = self._queue.put_nowait
+        self._task = asyncio.create_task(session.pump(request, timeout, put))
+        self._task.add_done_callback(lambda _: put(_END))
+        self._cancelled = False
+
+    def __aiter__(self) -> AsyncHttpCall:
+        return self
+
+    async def __anext__(self) -> Columns:
+        columns = _check(await self._queue.get(), self._cancelled)
+        if columns is None:
+            raise StopAsyncIteration
+        return columns
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Cancel and wait until the connection is closed."""
+        self.cancel()
+        await asyncio.wait([self._task])
+
+    def __del__(self) -> None:
+        if not self._task.done() and not self._task.get_loop().is_closed():
+            self._task.cancel()
+
+
+class AsyncHttpTransport:
+    """For one event loop, in which it must be made."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.address = connection.address
+        self._session = _Session(connection)
+
+    def open(self, request: GenerationRequest, timeout: float | None) -> AsyncHttpCall:
+        """Send a request; `timeout` is the seconds it has left."""
+        return AsyncHttpCall(self._session, request, timeout)
+
+    async def server_live(self) -> bool:
+        return await self._session.is_ok("/v2/health/live")
+
+    async def server_ready(self) -> bool:
+        return await self._session.is_ok("/v2/health/ready")
+
+    async def model_ready(self, model: str) -> bool:
+        return await self._session.is_ok(_model_path(model, "/ready"))
+
+    async def server_metadata(self) -> dict[str, Any]:
+        return await self._session.json("/v2")
+
+    async def model_metadata(self, model: str) -> dict[str, Any]:
+        return await self._session.json(_model_path(model))
+
+    async def close(self) -> None:
+        await self._session.aclose()
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="inflight-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine there and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def close(self) -> None:
+        if self.loop.is_closed():
+            return
+        self.run(self._cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class HttpCall:
+    """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
+
+    def __init__(
+        self, session: _Session, loop: asyncio.AbstractEventLoop, request: GenerationRequest, timeout: float | None
+    ) -> None:
+        # As in `AsyncHttpCall`: the task must not hold this object.
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        put = self._queue.put
+        self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), loop)
+        self._future.add_done_callback(lambda _: put(_END))
+        self._cancelled = False
+
+    def __iter__(self) -> HttpCall:
+        return self
+
+    def __next__(self) -> Columns:
+        columns = _check(self._queue.get(), self._cancelled)
+        if columns is None:
+            raise StopIteration
+        return columns
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._future.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self._future.cancel()
+
+
+class HttpTransport:
+    """Blocking; safe to use from several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.address = connection.address
+        self._thread = _LoopThread()
+        self._async = self._thread.run(self._make(connection))
+
+    @staticmethod
+    async def _make(connection: Connection) -> AsyncHttpTransport:
+        return AsyncHttpTransport(connection)
+
+    def open(self, request: GenerationRequest, timeout: float | None) -> HttpCall:
+        """Send a request; `timeout` is the seconds it has left."""
+        return HttpCall(self._async._session, self._thread.loop, request, timeout)
+
+    def server_live(self) -> bool:
+        return self._thread.run(self._async.server_live())
+
+    def server_ready(self) -> bool:
+        return self._thread.run(self._async.server_ready())
+
+    def model_ready(self, model: str) -> bool:
+        return self._thread.run(self._async.model_ready(model))
+
+    def server_metadata(self) -> dict[str, Any]:
+        return self._thread.run(self._async.server_metadata())
+
+    def model_metadata(self, model: str) -> dict[str, Any]:
+        return self._thread.run(self._async.model_metadata(model))
+
+    def close(self) -> None:
+        if self._thread.loop.is_closed():
+            return
+        self._thread.run(self._async.close())
+        self._thread.close()

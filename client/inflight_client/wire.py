@@ -1,0 +1,213 @@
+"""The wire contract from the client's side: requests to bytes, responses to chunks.  No I/O.
+
+Both protocols meet in `Columns`: output name -> list with one element per sequence (or token).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
+
+from inflight_client.errors import InflightError, ServerError, code_of_message, error_for
+from inflight_client.request import GenerationRequest
+from inflight_client.results import ChoiceDelta, Logprob, StreamChunk, TokenLogprobs
+
+__all__ = ["Columns", "chunk_of", "grpc_columns", "grpc_request", "http_body", "http_columns", "http_error"]
+
+Columns = dict[str, list[Any]]
+
+_UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
+_FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q"}
+# Codes of Triton's HTTP frontend.  400 stands for INVALID_ARG, CANCELLED and UNKNOWN alike.
+_HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
+
+
+def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
+    """Input tensors as (name, Triton data type, value); all have one element but `input_ids`."""
+    if request.prompt is not None:
+        yield "text_input", "BYTES", request.prompt
+    if request.messages is not None:
+        yield "messages", "BYTES", json.dumps([dict(message) for message in request.messages])
+    if request.input_ids is not None:
+        yield "input_ids", "INT64", request.input_ids
+    yield "stream", "BOOL", request.stream
+    yield "exclude_input_in_output", "BOOL", True
+    yield "sampling_parameters", "BYTES", json.dumps(request.sampling)
+    yield "return_finish_reason", "BOOL", True
+    if request.input_ids is None:
+        yield "return_num_input_tokens", "BOOL", True
+    # The ids say how many there are, so one of the two does.
+    yield ("return_token_ids" if request.return_token_ids else "return_num_output_tokens"), "BOOL", True
+    if request.sampling.get("logprobs") is not None:
+        yield "return_logprobs", "BOOL", True
+    if request.return_cumulative_logprob:
+        yield "return_cumulative_logprob", "BOOL", True
+    if request.request_priority is not None:
+        yield "request_priority", "INT32", request.request_priority
+    if request.tenant is not None:
+        yield "tenant", "BYTES", request.tenant
+    if request.cache_salt is not None:
+        yield "cache_salt", "BYTES", request.cache_salt
+
+
+def _microseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e6))  # 0 would mean no deadline
+
+
+def grpc_request(request: GenerationRequest, timeout: float | None) -> service_pb2.ModelInferRequest:
+    """The message of a streaming inference.
+
+    Args:
+        timeout: seconds the server has left; None for no deadline.
+
+    Raises:
+        ValueError: an integer that its data type cannot hold.
+    """
+    message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
+    for name, datatype, value in _fields(request):
+        values = value if isinstance(value, list) else [value]
+        message.inputs.add(name=name, datatype=datatype, shape=[len(values)])
+        message.raw_input_contents.append(_raw(name, datatype, values))
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    if timeout is not None:
+        message.parameters["timeout"].int64_param = _microseconds(timeout)
+    return message
+
+
+def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
+    if datatype == "BYTES":
+        encoded = values[0].encode("utf-8")
+        return struct.pack("<I", len(encoded)) + encoded
+    try:
+        return struct.pack(f"<{len(values)}{_FORMATS[datatype]}", *values)
+    except struct.error:
+        raise ValueError(f"{name}: allowed are integers that {datatype} holds") from None
+
+
+def http_body(request: GenerationRequest, timeout: float | None) -> dict[str, Any]:
+    """The JSON object of `/generate_stream`; `timeout` as in `grpc_request`."""
+    body = {name: value for name, _, value in _fields(request)}
+    body["id"] = request.request_id
+    if timeout is not None:
+        body["timeout"] = _microseconds(timeout)
+    return body
+
+
+def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
+    """Outputs of one streamed response.
+
+    Raises:
+        InflightError: the response is an error.
+    """
+    if response.error_message:
+        raise error_for(code_of_message(response.error_message), response.error_message)
+    inner = response.infer_response
+    columns: Columns = {}
+    for output, raw in zip(inner.outputs, inner.raw_output_contents):
+        if output.datatype == "BYTES":
+            columns[output.name] = [value.decode("utf-8") for value in deserialize_bytes_tensor(raw)]
+        else:
+            columns[output.name] = np.frombuffer(raw, dtype=triton_to_np_dtype(output.datatype)).tolist()
+    return columns
+
+
+def http_columns(event: str) -> Columns:
+    """Outputs of one server-sent event: Triton writes one element as a scalar, others as a list.
+
+    Raises:
+        InflightError: the event is an error, or no JSON object.
+    """
+    try:
+        values = json.loads(event)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ServerError(f"the server sent an event that is no JSON object: {event[:200]!r}")
+    if "error" in values:
+        message = str(values["error"])
+        raise error_for(code_of_message(message), message)
+    return {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+
+
+def http_error(status: int, body: str) -> InflightError:
+    """The error of a response with a status other than 200, whose body is JSON or one SSE event."""
+    try:
+        message = str(json.loads(body.strip().removeprefix("data:"))["error"])
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP status {status}: {body.strip()[:200] or 'no body'}"
+    # Of an error that the model answered with, tritonserver 24.10 reads the code after freeing it, so
+    # the status is a fallback only; and a deadline or a cancellation has none of its own.
+    return error_for(code_of_message(message, default=_HTTP_CODES.get(status, "UNKNOWN")), message)
+
+
+def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
+    """A chunk of the outputs; None for a response without any (an empty final one).
+
+    Raises:
+        ServerError: outputs that do not fit together.
+    """
+    texts = columns.get("text_output")
+    if texts is None:
+        return None
+    count = len(texts)
+    if count > n:
+        raise ServerError(f"the server sent {count} sequences where {n} were asked for")
+    ids = _split_ids(columns, count)
+    tokens = [len(some) for some in ids] if "token_ids" in columns else columns.get("num_output_tokens", [0] * count)
+    reasons = columns.get("finish_reason", [None] * count)
+    logprobs = columns.get("logprobs", [None] * count)
+    cumulative = columns.get("cumulative_logprob", [None] * count)
+    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == count:
+        raise ServerError(f"the server sent outputs of different lengths: { {k: len(v) for k, v in columns.items()} }")
+    deltas = [
+        ChoiceDelta(
+            index=index,
+            text=texts[index],
+            token_ids=ids[index],
+            num_tokens=tokens[index],
+            finish_reason=None if reasons[index] in _UNFINISHED else reasons[index],
+            logprobs=_logprobs(logprobs[index]),
+            cumulative_logprob=cumulative[index],
+        )
+        for index in range(count)
+    ]
+    prompt = columns.get("prompt_logprobs")
+    return StreamChunk(
+        choices=deltas,
+        num_input_tokens=columns["num_input_tokens"][0] if columns.get("num_input_tokens") else None,
+        prompt_logprobs=_logprobs(prompt[0]) if prompt else None,
+    )
+
+
+def _split_ids(columns: Columns, count: int) -> list[list[int]]:
+    """`token_ids` holds the sequences one after another; `token_counts` says where each ends."""
+    ids: list[int] = columns.get("token_ids", [])
+    counts: list[int] = columns.get("token_counts", [len(ids)] if count == 1 else [0] * count)
+    if len(counts) != count or sum(counts) != len(ids):
+        raise ServerError(f"the server sent {len(ids)} token ids for token_counts={counts} of {count} sequences")
+    split, start = [], 0
+    for some in counts:
+        split.append(ids[start : start + some])
+        start += some
+    return split
+
+
+def _logprobs(text: str | None) -> list[TokenLogprobs] | None:
+    rows: list[Mapping[str, Mapping[str, Any]] | None] | None = json.loads(text) if text else None
+    if rows is None:
+        return None
+    return [
+        {
+            int(token_id): Logprob(entry["logprob"], entry.get("rank"), entry.get("decoded_token"))
+            for token_id, entry in row.items()
+        }
+        if row
+        else None
+        for row in rows
+    ]

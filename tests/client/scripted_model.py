@@ -1,0 +1,176 @@
+"""A Triton Python model that speaks the wire contract without any language model.
+
+The prompt is the script.  Plain text is echoed word by word; a JSON object says what to do:
+
+    {"tokens": 5, "delay": 0.02}                     five tokens, 20 ms apart
+    {"tokens": 3, "code": "INTERNAL", "error": "x"}  three tokens, then an error
+    {"key": "k", "fail_times": 2, "code": ...}       the error for the first two requests of "k"
+    {"report": "k"}                                  answers with what was seen under "k", as JSON
+
+This file runs in Triton's stub, so it imports nothing of the project or its tests.
+"""
+
+import json
+import threading
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FLAGS = {
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_logprobs",
+    "return_cumulative_logprob",
+    "return_token_ids",
+}
+INPUTS = [
+    ("text_input", "TYPE_STRING", [1]),
+    ("stream", "TYPE_BOOL", [1]),
+    ("sampling_parameters", "TYPE_STRING", [1]),
+    ("exclude_input_in_output", "TYPE_BOOL", [1]),
+    *((flag, "TYPE_BOOL", [1]) for flag in sorted(FLAGS)),
+    ("input_ids", "TYPE_INT64", [-1]),
+    ("messages", "TYPE_STRING", [1]),
+    ("request_priority", "TYPE_INT32", [1]),
+    ("tenant", "TYPE_STRING", [1]),
+]
+OUTPUTS = [
+    ("text_output", "TYPE_STRING", np.object_),
+    ("finish_reason", "TYPE_STRING", np.object_),
+    ("token_ids", "TYPE_INT64", np.int64),
+    ("token_counts", "TYPE_UINT32", np.uint32),
+    ("num_input_tokens", "TYPE_UINT32", np.uint32),
+    ("num_output_tokens", "TYPE_UINT32", np.uint32),
+    ("cumulative_logprob", "TYPE_FP32", np.float32),
+    ("logprobs", "TYPE_STRING", np.object_),
+    ("prompt_logprobs", "TYPE_STRING", np.object_),
+]
+DTYPES = {name: dtype for name, _, dtype in OUTPUTS}
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def plain(tensor):
+    """A tensor's value as JSON can hold it; one element comes alone."""
+    values = [v.decode() if isinstance(v, bytes) else v.item() for v in tensor.as_numpy().reshape(-1)]
+    return values if tensor.name() == "input_ids" else values[0]
+
+
+def error(code, message):
+    return pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.set_max_batch_size(0)
+        for name, data_type, dims in INPUTS:
+            config.add_input({"name": name, "data_type": data_type, "dims": dims, "optional": True})
+        for name, data_type, _ in OUTPUTS:
+            config.add_output({"name": name, "data_type": data_type, "dims": [-1]})
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def initialize(self, args):
+        self.lock = threading.Lock()
+        self.seen = {}
+
+    def execute(self, requests):
+        for request in requests:
+            inputs = {tensor.name(): plain(tensor) for tensor in request.inputs()}
+            inputs["request_id"] = request.request_id()
+            inputs["parameters"] = json.loads(request.parameters() or "{}")
+            inputs["timeout"] = request.timeout() or inputs["parameters"].get("timeout", 0)
+            threading.Thread(target=self.answer, args=(request.get_response_sender(), inputs), daemon=True).start()
+
+    def answer(self, sender, inputs):
+        params = json.loads(inputs.get("sampling_parameters", "{}"))
+        script = self.script_of(inputs, params)
+        with self.lock:
+            seen = self.seen.setdefault(script.get("key", ""), {"requests": 0, "cancelled": 0, "finished": 0})
+            if "report" in script:
+                self.report(sender, self.seen.get(script["report"], {}))
+                return
+            seen["requests"] += 1
+            seen["inputs"] = inputs
+        failing = seen["requests"] <= script["fail_times"] if "fail_times" in script else "error" in script
+        if params.get("temperature", 1) < 0:
+            script, failing = (
+                {"code": "INVALID_ARG", "error": "temperature=-1 is out of range: allowed is [0, 100]"},
+                True,
+            )
+        outcome = self.stream(sender, script, inputs, params, failing)
+        with self.lock:
+            seen[outcome] = seen.get(outcome, 0) + 1
+
+    def script_of(self, inputs, params):
+        text = inputs.get("text_input", "")
+        if "messages" in inputs:
+            text = " ".join(f"{m['role']}:{m['content']}" for m in json.loads(inputs["messages"]))
+        if "input_ids" in inputs:
+            text = " ".join(str(i) for i in inputs["input_ids"])
+        script = json.loads(text) if text.startswith("{") else {"words": text.split(" ")}
+        script.setdefault("words", [f"t{i}" for i in range(script.get("tokens", 0))])
+        limit = params.get("max_tokens", 16)
+        script["ends"] = "length" if len(script["words"]) > limit else "stop"
+        script["words"] = script["words"][:limit]
+        return script
+
+    def report(self, sender, seen):
+        text = np.array([json.dumps(seen)], dtype=np.object_)
+        reason = np.array(["stop"], dtype=np.object_)
+        tensors = [pb_utils.Tensor("text_output", text), pb_utils.Tensor("finish_reason", reason)]
+        sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
+
+    def stream(self, sender, script, inputs, params, failing):
+        deadline = time.monotonic() + inputs["timeout"] / 1e6 if inputs["timeout"] else None
+        words, n = script.get("words", []), params.get("n", 1)
+        at_once = not inputs.get("stream", False) and not failing
+        for i, word in enumerate(words):
+            if sender.is_cancelled():
+                sender.send(flags=FINAL)
+                return "cancelled"
+            if deadline is not None and time.monotonic() > deadline:
+                problem = error("CANCELLED", f"deadline exceeded: timeout of {inputs['timeout']} us has passed")
+                sender.send(pb_utils.InferenceResponse(error=problem), flags=FINAL)
+                return "expired"
+            last = i == len(words) - 1 and not failing
+            if not at_once:
+                outputs = self.outputs(inputs, params, n, [word], i, script["ends"] if last else None)
+                sender.send(outputs, flags=FINAL if last and not script.get("late_final") else 0)
+            time.sleep(script.get("delay", 0))
+        if failing:
+            problem = error(script.get("code", "INTERNAL"), script["error"])
+            sender.send(pb_utils.InferenceResponse(error=problem), flags=FINAL)
+            return "failed"
+        if at_once:
+            sender.send(self.outputs(inputs, params, n, words, 0, script["ends"]), flags=FINAL)
+        elif script.get("late_final"):
+            sender.send(flags=FINAL)
+        return "finished"
+
+    def outputs(self, inputs, params, n, words, start, ends):
+        """One response: `words` for each of the n sequences, numbered from `start`."""
+        count = len(words)
+        text = "".join(word if start + i == 0 else f" {word}" for i, word in enumerate(words))
+        columns = {"text_output": [text] * n}
+        if inputs.get("return_finish_reason"):
+            columns["finish_reason"] = [str(ends)] * n
+        if inputs.get("return_num_input_tokens"):
+            columns["num_input_tokens"] = [7]
+        if inputs.get("return_num_output_tokens"):
+            columns["num_output_tokens"] = [count] * n
+        if inputs.get("return_cumulative_logprob"):
+            columns["cumulative_logprob"] = [-0.5 * (start + count)] * n
+        if inputs.get("return_token_ids"):
+            columns["token_ids"] = [1000 * s + start + i for s in range(n) for i in range(count)]
+            if n > 1:
+                columns["token_counts"] = [count] * n
+        if inputs.get("return_logprobs"):
+            entry = [{str(start + i): {"logprob": -0.5, "rank": 1, "decoded_token": w}} for i, w in enumerate(words)]
+            columns["logprobs"] = [json.dumps(entry)] * n
+        if "prompt_logprobs" in params and start == 0:
+            columns["prompt_logprobs"] = [json.dumps([None, {"5": {"logprob": -1.0, "rank": 2}}])]
+        tensors = [pb_utils.Tensor(name, np.array(column, dtype=DTYPES[name])) for name, column in columns.items()]
+        return pb_utils.InferenceResponse(tensors)

@@ -1,0 +1,136 @@
+"""Arguments of the clients and of a request."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight_client import AsyncClient, Client
+from inflight_client.connection import Connection
+from inflight_client.request import GenerationRequest
+
+
+def build(prompt: str | None = "p", messages: Any = None, input_ids: Any = None, **options: Any) -> GenerationRequest:
+    return GenerationRequest.build(prompt, messages, input_ids, options, model="m", timeout=9.0)  # type: ignore[arg-type]
+
+
+def test_options_find_their_place() -> None:
+    request = build(max_tokens=5, top_p=0.5, tenant="t", request_priority=1, extra_parameters={"new_one": 1}, seed=3)
+    assert request.sampling == {"max_tokens": 5, "top_p": 0.5, "new_one": 1, "seed": 3}
+    assert (request.model, request.tenant, request.request_priority, request.timeout) == ("m", "t", 1, 9.0)
+    assert request.stream and request.return_token_ids
+
+
+def test_what_is_given_wins_over_the_clients_defaults() -> None:
+    request = build(model="other", timeout=None, request_id="mine", one_response=True)
+    assert (request.model, request.timeout, request.request_id, request.stream) == ("other", None, "mine", False)
+
+
+def test_requests_without_an_id_get_one_each() -> None:
+    assert build().request_id != build().request_id != ""
+
+
+def test_values_become_plain_json() -> None:
+    request = build(
+        None,
+        input_ids=np.array([1, 2], dtype=np.int32),
+        logit_bias={np.int64(5): np.float32(0.5)},
+        stop=("a", "b"),
+        stop_token_ids=np.array([7]),
+    )
+    assert request.input_ids == [1, 2] and type(request.input_ids[0]) is int
+    assert request.sampling == {"logit_bias": {"5": 0.5}, "stop": ["a", "b"], "stop_token_ids": [7]}
+
+
+@pytest.mark.parametrize(
+    "prompts", [(None, None, None), ("p", None, [1]), ("p", [{"role": "user", "content": "x"}], None)]
+)
+def test_exactly_one_prompt(prompts: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(ValueError, match="exactly one of prompt, messages and input_ids"):
+        build(*prompts)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="'max_token'; did you mean 'max_tokens'"):
+        build(max_token=4)
+    with pytest.raises(TypeError, match="extra_parameters"):
+        build(zzz=4)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_is_a_positive_number(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        build(timeout=timeout)
+
+
+def connection(url: str | None = None, protocol: str = "grpc", **options: Any) -> Connection:
+    return Connection.build(url, protocol, options)  # type: ignore[arg-type]
+
+
+def test_default_addresses_are_tritons_ports() -> None:
+    assert connection().address == "127.0.0.1:8001"
+    assert connection(protocol="http").base_url == "http://127.0.0.1:8000"
+
+
+def test_a_scheme_says_tls() -> None:
+    assert connection("https://host:1/base/", "http").base_url == "https://host:1/base"
+    assert connection("grpcs://host:1").ssl and connection("grpcs://host:1").address == "host:1"
+    assert not connection("grpc://host:1").ssl
+
+
+@pytest.mark.parametrize(
+    ("url", "protocol", "options", "match"),
+    [
+        ("http://host:8000", "grpc", {}, "grpc://"),
+        ("host:1", "rest", {}, "protocol='rest'"),
+        ("host:1", "http", {"creds": object()}, "creds"),
+        ("host:1", "grpc", {"ssl_context": ssl.create_default_context()}, "ssl_context"),
+    ],
+)
+def test_wrong_connections_are_refused(url: str, protocol: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        connection(url, protocol, **options)
+
+
+def test_an_unknown_connection_option_is_refused() -> None:
+    for client in (Client, AsyncClient):
+        with pytest.raises(TypeError, match="verifi"):
+            client("host:1", verifi=True)  # type: ignore[call-arg]
+
+
+def test_tls_options_reach_tritonclient() -> None:
+    options = connection(
+        ssl=True, root_certificates="ca.pem", private_key="key.pem", certificate_chain="chain.pem", creds="c"
+    ).grpc_client_options()
+    assert options["ssl"] is True
+    assert (options["root_certificates"], options["private_key"]) == ("ca.pem", "key.pem")
+    assert (options["certificate_chain"], options["creds"]) == ("chain.pem", "c")
+
+
+def test_channel_arguments_are_the_callers_when_given() -> None:
+    assert connection(channel_args=[("a", 1)]).grpc_client_options()["channel_args"] == [("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("10.0.0.1:1", False), ("gpu:1", False)],
+)
+def test_proxies_are_not_for_this_machine(host: str, loopback: bool) -> None:
+    assert connection(host).is_loopback is loopback
+    assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
+
+
+def test_headers_are_lower_case_in_grpc() -> None:
+    assert connection(headers={"Authorization": "x"}).grpc_headers() == {"authorization": "x"}
+
+
+def test_the_client_needs_no_torch() -> None:
+    heavy = ("torch", "transformers", "inflight")
+    code = f"import sys, inflight_client, inflight_client.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

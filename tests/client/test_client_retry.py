@@ -1,0 +1,197 @@
+"""Retry policy, and what a stream does with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight_client import (
+    AsyncStream,
+    InvalidRequestError,
+    RequestCancelledError,
+    RetryPolicy,
+    ServerError,
+    Stream,
+    UnavailableError,
+)
+from inflight_client.request import GenerationRequest
+
+FAST = RetryPolicy(max_attempts=3, initial_delay=0.001, max_delay=0.002)
+BUSY = UnavailableError("the queue is full")
+TEXT = {"text_output": ["a"], "token_ids": [1], "finish_reason": ["None"]}
+LAST = {"text_output": [" b"], "token_ids": [2], "finish_reason": ["stop"]}
+
+policies = st.builds(
+    RetryPolicy,
+    max_attempts=st.integers(1, 50),
+    initial_delay=st.floats(0, 100),
+    max_delay=st.floats(0, 100),
+    multiplier=st.floats(1, 1e6),
+    jitter=st.floats(0, 1),
+    total_timeout=st.none() | st.floats(0, 1000),
+)
+
+
+@given(policies, st.integers(1, 100), st.floats(0, 2000))
+def test_delay_stays_within_its_bounds(policy: RetryPolicy, failures: int, elapsed: float) -> None:
+    delay = policy.delay(failures, elapsed)
+    if failures >= policy.max_attempts:
+        assert delay is None
+    if delay is not None:
+        longest = min(policy.max_delay, policy.initial_delay * policy.multiplier ** min(failures - 1, 50))
+        assert (1 - policy.jitter) * longest * 0.999 <= delay <= longest
+        assert policy.total_timeout is None or elapsed + delay <= policy.total_timeout
+
+
+@given(policies)
+def test_never_more_tries_than_allowed(policy: RetryPolicy) -> None:
+    tries = 1
+    while policy.delay(tries, 0.0) is not None:
+        tries += 1
+    assert tries <= policy.max_attempts
+
+
+def test_delays_grow_up_to_the_longest() -> None:
+    policy = RetryPolicy(max_attempts=9, initial_delay=0.1, multiplier=2, max_delay=1, jitter=0)
+    assert [policy.delay(k, 0) for k in range(1, 6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_attempts": 0}, {"jitter": 1.5}, {"multiplier": 0.5}, {"initial_delay": -1}, {"total_timeout": -1}]
+)
+def test_a_wrong_policy_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RetryPolicy(**wrong)
+
+
+class Server:
+    """Stands in for a transport: each try takes the next script of outputs and errors."""
+
+    def __init__(self, *tries: list[Any]) -> None:
+        self.tries = list(tries)
+        self.timeouts: list[float | None] = []
+
+    def open(self, request: GenerationRequest, timeout: float | None) -> Any:
+        self.timeouts.append(timeout)
+        return Call(iter(self.tries.pop(0)))
+
+
+class Call:
+    def __init__(self, script: Iterator[Any]) -> None:
+        self.script = script
+        self.cancelled = threading.Event()
+
+    def __next__(self) -> Any:
+        item = next(self.script)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def __anext__(self) -> Any:
+        try:
+            return self.__next__()
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def close(self) -> None:
+        self.cancelled.set()
+
+
+def request(**options: Any) -> GenerationRequest:
+    return GenerationRequest(model="m", prompt="p", request_id="r1", **options)
+
+
+def test_unavailable_is_tried_again_until_it_works() -> None:
+    server = Server([BUSY], [BUSY], [TEXT, LAST])
+    stream = Stream(request(), FAST, server.open)
+    assert [chunk.text for chunk in stream] == ["a", " b"]
+    assert stream.result().attempts == 3
+    assert stream.result().text == "a b"
+
+
+async def test_asyncio_unavailable_is_tried_again_until_it_works() -> None:
+    server = Server([BUSY], [TEXT, LAST])
+    stream = AsyncStream(request(), FAST, server.open)
+    assert [chunk.text async for chunk in stream] == ["a", " b"]
+    assert stream.result().attempts == 2
+
+
+def test_the_last_error_is_raised_when_tries_run_out() -> None:
+    server = Server(*[[BUSY] for _ in range(5)])
+    with pytest.raises(UnavailableError, match="queue is full") as caught:
+        list(Stream(request(), FAST, server.open))
+    assert len(server.timeouts) == 3
+    assert caught.value.request_id == "r1"
+    assert caught.value.partial is None
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("top_p"), ServerError("x"), RequestCancelledError("y")])
+def test_other_errors_are_not_tried_again(error: Exception) -> None:
+    server = Server([error], [TEXT])
+    with pytest.raises(type(error)):
+        list(Stream(request(), FAST, server.open))
+    assert len(server.timeouts) == 1
+
+
+def test_nothing_is_tried_again_once_output_has_come() -> None:
+    server = Server([TEXT, BUSY], [TEXT, LAST])
+    stream = Stream(request(), FAST, server.open)
+    assert next(stream).text == "a"
+    with pytest.raises(UnavailableError) as caught:
+        next(stream)
+    assert len(server.timeouts) == 1
+    assert caught.value.partial is not None
+    assert caught.value.partial.token_ids == [1]
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_tries_share_the_timeout_and_end_with_it() -> None:
+    server = Server(*[[BUSY] for _ in range(50)])
+    policy = RetryPolicy(max_attempts=50, initial_delay=0.05, multiplier=1, jitter=0)
+    started = time.monotonic()
+    with pytest.raises(UnavailableError):
+        list(Stream(request(timeout=0.2), policy, server.open))
+    assert time.monotonic() - started < 2
+    left = [timeout for timeout in server.timeouts if timeout is not None]
+    assert 2 <= len(left) == len(server.timeouts) <= 4
+    assert left == sorted(left, reverse=True)
+    assert left[0] <= 0.2 and left[-1] > 0
+
+
+def test_cancelling_ends_a_wait_for_the_next_try() -> None:
+    server = Server([BUSY], [TEXT])
+    stream = Stream(request(), RetryPolicy(initial_delay=60, max_delay=60), server.open)
+    threading.Timer(0.05, stream.cancel).start()
+    with pytest.raises(RequestCancelledError):
+        next(stream)
+    assert len(server.timeouts) == 1
+
+
+def test_a_stream_that_is_closed_yields_nothing_more() -> None:
+    server = Server([TEXT, LAST])
+    with Stream(request(), FAST, server.open) as stream:
+        next(stream)
+        call = stream._call
+    assert call.cancelled.is_set()
+    assert list(stream) == []
+
+
+def test_an_interrupt_cancels_the_request() -> None:
+    class Interrupted(Call):
+        def __next__(self) -> Any:
+            raise KeyboardInterrupt
+
+    call = Interrupted(iter(()))
+    with pytest.raises(KeyboardInterrupt):
+        next(Stream(request(), FAST, lambda *_: call))
+    assert call.cancelled.is_set()

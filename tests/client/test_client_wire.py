@@ -1,0 +1,227 @@
+"""Requests to bytes and JSON, responses to chunks."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
+
+from inflight.frontend.contract import INPUTS
+from inflight_client import InvalidRequestError, Logprob, ServerError, UnavailableError
+from inflight_client.request import GenerationRequest
+from inflight_client.wire import chunk_of, grpc_columns, grpc_request, http_body, http_columns, http_error
+
+FULL = GenerationRequest(
+    model="m",
+    prompt="héllo",
+    sampling={"max_tokens": 5, "stop": ["\n"], "logprobs": 2},
+    request_id="r",
+    request_priority=-3,
+    tenant="t",
+    cache_salt="s",
+    return_cumulative_logprob=True,
+)
+
+
+def inputs_of(message: service_pb2.ModelInferRequest) -> dict[str, Any]:
+    """Input tensors as the server would read them."""
+    values: dict[str, Any] = {}
+    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            array = deserialize_bytes_tensor(raw)
+        else:
+            array = np.frombuffer(raw, dtype=triton_to_np_dtype(tensor.datatype))
+        assert list(tensor.shape) == [len(array)]
+        values[tensor.name] = array.tolist()
+    return values
+
+
+def test_grpc_request_is_the_contracts() -> None:
+    message = grpc_request(FULL, timeout=1.5)
+    values = inputs_of(message)
+    assert values.pop("text_input") == ["héllo".encode()]
+    assert json.loads(values.pop("sampling_parameters")[0]) == FULL.sampling
+    assert values == {
+        "stream": [True],
+        "exclude_input_in_output": [True],
+        "return_finish_reason": [True],
+        "return_num_input_tokens": [True],
+        "return_token_ids": [True],
+        "return_logprobs": [True],
+        "return_cumulative_logprob": [True],
+        "request_priority": [-3],
+        "tenant": [b"t"],
+        "cache_salt": [b"s"],
+    }
+    assert (message.model_name, message.id) == ("m", "r")
+    assert message.parameters["timeout"].int64_param == 1_500_000
+    assert message.parameters["triton_enable_empty_final_response"].bool_param
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FULL,
+        GenerationRequest(model="m", input_ids=[1, 2], return_token_ids=False),
+        GenerationRequest(model="m", messages=[{"role": "user", "content": "hi"}]),
+    ],
+)
+def test_what_is_sent_is_what_the_backend_declares(request_: GenerationRequest) -> None:
+    declared = {
+        spec.name: (spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES"), spec.dims) for spec in INPUTS
+    }
+    for tensor in grpc_request(request_, None).inputs:
+        datatype, dims = declared[tensor.name]
+        assert tensor.datatype == datatype
+        assert dims == (-1,) or tuple(tensor.shape) == dims
+    assert http_body(request_, None).keys() - {"id"} <= declared.keys()
+
+
+def test_http_body_is_flat_json() -> None:
+    body = json.loads(json.dumps(http_body(FULL, timeout=0.25)))
+    assert json.loads(body["sampling_parameters"]) == FULL.sampling
+    assert (body["text_input"], body["stream"], body["timeout"], body["id"]) == ("héllo", True, 250_000, "r")
+    assert body["request_priority"] == -3
+    assert http_body(GenerationRequest(model="m", input_ids=[5]), None)["input_ids"] == [5]
+
+
+def test_without_token_ids_the_counts_are_asked_for() -> None:
+    body = http_body(GenerationRequest(model="m", prompt="p", return_token_ids=False), None)
+    assert body["return_num_output_tokens"] is True
+    assert "return_token_ids" not in body and "timeout" not in body
+
+
+def test_a_timeout_is_never_rounded_to_none() -> None:
+    assert grpc_request(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
+
+
+def test_an_integer_too_big_for_its_type_is_named() -> None:
+    with pytest.raises(ValueError, match="request_priority.*INT32"):
+        grpc_request(GenerationRequest(model="m", prompt="p", request_priority=2**40), None)
+
+
+def response(final: bool = False, **outputs: np.ndarray | list[str]) -> service_pb2.ModelStreamInferResponse:
+    message = service_pb2.ModelStreamInferResponse()
+    inner = message.infer_response
+    for name, values in outputs.items():
+        if isinstance(values, np.ndarray):
+            datatype, raw = (
+                {"int64": "INT64", "uint32": "UINT32", "float32": "FP32"}[str(values.dtype)],
+                values.tobytes(),
+            )
+        else:
+            encoded = [value.encode() for value in values]
+            datatype, raw = "BYTES", b"".join(struct.pack("<I", len(value)) + value for value in encoded)
+        inner.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+        inner.raw_output_contents.append(raw)
+    inner.parameters["triton_final_response"].bool_param = final
+    return message
+
+
+@given(st.lists(st.tuples(st.text(), st.lists(st.integers(0, 2**40), max_size=4)), min_size=1, max_size=4))
+def test_sequences_are_told_apart_over_both_protocols(sequences: list[tuple[str, list[int]]]) -> None:
+    texts = [text.encode("utf-8", "replace").decode() for text, _ in sequences]
+    ids = [some for _, some in sequences]
+    flat, counts = [i for some in ids for i in some], [len(some) for some in ids]
+    over_grpc = grpc_columns(
+        response(
+            text_output=texts,
+            finish_reason=["None"] * len(texts),
+            token_ids=np.array(flat, dtype=np.int64),
+            token_counts=np.array(counts, dtype=np.uint32),
+        )
+    )
+    # Triton writes lists of one element as the element alone.
+    columns = {"text_output": texts, "finish_reason": ["None"] * len(texts), "token_ids": flat, "token_counts": counts}
+    event = {name: values[0] if len(values) == 1 else values for name, values in columns.items()}
+    for decoded in (over_grpc, http_columns(json.dumps(event))):
+        chunk = chunk_of(decoded, len(texts))
+        assert chunk is not None
+        assert [delta.text for delta in chunk.choices] == texts
+        assert [delta.token_ids for delta in chunk.choices] == ids
+        assert [delta.num_tokens for delta in chunk.choices] == counts
+        assert all(delta.finish_reason is None for delta in chunk.choices)
+
+
+def test_all_outputs_become_typed() -> None:
+    entry = [{"11": {"logprob": -0.25, "rank": 1, "decoded_token": "a"}, "5": {"logprob": -2.0, "rank": 2}}]
+    chunk = chunk_of(
+        grpc_columns(
+            response(
+                text_output=["a"],
+                finish_reason=["stop"],
+                token_ids=np.array([11], dtype=np.int64),
+                num_input_tokens=np.array([3], dtype=np.uint32),
+                cumulative_logprob=np.array([-0.25], dtype=np.float32),
+                logprobs=[json.dumps(entry)],
+                prompt_logprobs=[json.dumps([None, *entry])],
+            )
+        ),
+        1,
+    )
+    assert chunk is not None
+    delta = chunk.choices[0]
+    logprobs = {11: Logprob(-0.25, 1, "a"), 5: Logprob(-2.0, 2, None)}
+    assert (chunk.num_input_tokens, delta.finish_reason, delta.cumulative_logprob) == (3, "stop", -0.25)
+    assert delta.logprobs == [logprobs]
+    assert chunk.prompt_logprobs == [None, logprobs]
+
+
+def test_counts_without_ids() -> None:
+    chunk = chunk_of({"text_output": ["a", "b"], "num_output_tokens": [2, 1]}, 2)
+    assert chunk is not None
+    assert [delta.num_tokens for delta in chunk.choices] == [2, 1]
+    assert [delta.token_ids for delta in chunk.choices] == [[], []]
+
+
+def test_an_empty_final_response_is_no_chunk() -> None:
+    assert chunk_of(grpc_columns(response(final=True)), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "n"),
+    [
+        ({"text_output": ["a", "b"]}, 1),
+        ({"text_output": ["a"], "finish_reason": ["stop", "stop"]}, 1),
+        ({"text_output": ["a", "b"], "token_ids": [1, 2, 3], "token_counts": [1, 1]}, 2),
+        ({"text_output": ["a", "b"], "token_ids": [1, 2]}, 2),
+    ],
+)
+def test_outputs_that_do_not_fit_together_are_an_error(columns: dict[str, list[Any]], n: int) -> None:
+    with pytest.raises(ServerError):
+        chunk_of(columns, n)
+
+
+def test_errors_in_responses_are_raised() -> None:
+    message = "the queue is full: 3 sequences are open and 2 are allowed; try again later"
+    with pytest.raises(UnavailableError, match="3 sequences"):
+        grpc_columns(service_pb2.ModelStreamInferResponse(error_message=message))
+    with pytest.raises(UnavailableError, match="3 sequences"):
+        http_columns(json.dumps({"error": message}))
+    with pytest.raises(ServerError, match="no JSON object"):
+        http_columns("<html>")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "code"),
+    [
+        (404, '{"error":"x"}', InvalidRequestError, "NOT_FOUND"),
+        (503, '{"error":"x"}', UnavailableError, "UNAVAILABLE"),
+        (500, 'data: {"error":"x"}\n\n', ServerError, "INTERNAL"),
+        (400, 'data: {"error":"temperature=-1 is out of range"}\n\n', InvalidRequestError, "INVALID_ARGUMENT"),
+        (400, '{"error":"the queue is full"}', UnavailableError, "UNAVAILABLE"),
+        (503, "<html>Service down</html>", UnavailableError, "UNAVAILABLE"),
+        (502, "", ServerError, "UNKNOWN"),
+    ],
+)
+def test_http_errors(status: int, body: str, kind: type[Exception], code: str) -> None:
+    error = http_error(status, body)
+    assert type(error) is kind
+    assert error.code == code
