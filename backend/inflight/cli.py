@@ -19,6 +19,7 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight.launcher import LauncherError, TritonServer
 from inflight.repository import default_name, resolve_model, write_entry
+from inflight_client.cli import generate
 
 __all__ = ["app"]
 
@@ -147,6 +148,7 @@ def demo(
     with _stop_signals(), _one_line_errors(), server:
         run_demo(server)
         if not exit_:
+            typer.echo("Ctrl-C ends it.")
             _wait_for_end(server)
 
 
@@ -269,7 +271,4 @@ def _echo_file(path: Path) -> Iterator[None]:
         thread.join()
 
 
-with contextlib.suppress(ImportError):
-    from inflight_client.cli import generate
-
-    app.command("generate")(generate)
+app.command()(generate)
