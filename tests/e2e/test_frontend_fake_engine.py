@@ -400,10 +400,10 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
     for number in range(5):  # Triton lets what is in flight finish
         grpc.take(str(number))
     unload.join(30)
+    grpc.close()  # Triton keeps a model while a gRPC stream is open that used it
     wait_for(lambda: not control.is_model_ready("fake"))
     wait_for(lambda: set(session_members(fake.process.pid)) == {fake.process.pid})
     assert len(members) >= 3  # server, stub, engine
-    grpc.close()
     control.load_model("fake")
     assert generate(fake)["text_output"] == PROMPT + ECHO
 
