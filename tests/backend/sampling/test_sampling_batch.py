@@ -104,6 +104,22 @@ def test_large_batch_equals_each_row_alone(size, dtype):
         assert sample(logits[slot : slot + 1], table.select([slot], [5])).token_ids[0] == together[slot]
 
 
+def test_short_nucleus_beside_a_long_one():
+    """Rows of a shortlist are padded; here the padding would weigh if it counted."""
+    logits = torch.full((2, V), -20.0)
+    logits[0, :4] = torch.tensor([1.0, 0.5, 0.0, -0.5])
+    logits[1, 100:400] = 0.0
+    table = SamplingTable(2, V)
+    for slot in range(2):
+        table.set_row(slot, SamplingParams(top_p=0.9), slot, [], 1)
+    tokens = set()
+    for position in range(200):
+        together = sample(logits, table.select([0, 1], [position] * 2)).token_ids
+        assert sample(logits[:1], table.select([0], [position])).token_ids[0] == together[0]
+        tokens.add(int(together[0]))
+    assert tokens == {0, 1, 2, 3}
+
+
 def test_bfloat16_equals_float32_of_the_same_values():
     logits = make_logits(6, torch.bfloat16)
     table = SamplingTable(6, V)

@@ -7,6 +7,7 @@ import torch
 from inflight.engine.request import SamplingParams
 from inflight.sampling import Sampler, SamplingTable
 from inflight.sampling.candidates import argmax, top_candidates
+from inflight.sampling.choose import _weights
 
 sample = Sampler()
 
@@ -170,6 +171,11 @@ def test_masked_tokens_are_never_drawn(params):
 @pytest.mark.parametrize("params", SHAPES, ids=repr)
 def test_a_row_banned_whole_gives_token_zero(params):
     assert set(draws(torch.full((37,), -float("inf")), params, 20).tolist()) == {0}
+
+
+def test_weights_of_a_row_banned_whole_are_zero():
+    banned = torch.full((1, 5), -float("inf"))
+    assert _weights(banned.clone(), banned[:, :1], None).tolist() == [[0.0] * 5]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 100.0])

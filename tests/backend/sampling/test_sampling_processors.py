@@ -148,6 +148,15 @@ def test_token_counts_grown_in_steps_equal_a_count_from_scratch(prompt, output, 
         assert seen == expected
 
 
+def test_token_counts_hold_any_number_of_distinct_tokens():
+    tokens = np.arange(1000, dtype=np.int32)
+    counts = TokenCounts(tokens[:3], with_prompt=True)
+    for position in range(3, 1001):
+        counts.update(tokens, position)
+    assert counts.ids[: counts.size].tolist() == list(range(1000))
+    assert counts.counts[: counts.size].tolist() == [0.0] * 3 + [1.0] * 997
+
+
 def test_a_slot_filled_again_forgets_its_counts():
     table = SamplingTable(2, V)
     params = SamplingParams(temperature=0.0, presence_penalty=1.0)

@@ -32,6 +32,17 @@ def test_a_slot_filled_again_holds_only_the_new_request():
     assert table.select([0], [2]) == SamplingMetadata.all_greedy(1)
 
 
+def test_a_greedy_request_in_a_slot_that_was_random_is_greedy_beside_random_ones():
+    table = SamplingTable(2, 1000)
+    table.set_row(0, SamplingParams(), 1, [], 1)
+    table.set_row(1, SamplingParams(), 2, [], 1)
+    table.set_row(0, GREEDY, 1, [], 1)
+    logits = torch.zeros(2, 1000)
+    tokens = [Sampler()(logits, table.select([0, 1], [p, p])).token_ids.tolist() for p in range(1, 9)]
+    assert {greedy for greedy, _ in tokens} == {0}
+    assert len({random for _, random in tokens}) > 4
+
+
 def test_rows_are_grouped_by_how_they_are_drawn():
     table = SamplingTable(6, 5000)
     for slot, params in enumerate(
