@@ -23,8 +23,11 @@ The caller (the model runner) owns one `SamplingTable` with a row per slot and o
   bad words or penalties; what was read may not change until the slot's next `set_row`.
 - `select` of rows that are all plain greedy returns at once and the sampler does one argmax.
 - A slot that becomes free needs no call.
-- Log probabilities reach the host inside the call (one sync, only when a row asks for them);
-  drawing with top_p but no top_k, and top_k, sync to find whether more work is left.
+- `set_row` raises `ValueError` for token ids outside the vocabulary, so check params against it
+  when a request is taken.
+- On a GPU the call syncs with the host only where it must: for log probabilities, which it
+  returns as Python values, and once or a few times for rows with top_k, top_p or min_p, to see
+  whether ties or rejected winners are left.
 
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.
 
