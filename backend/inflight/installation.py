@@ -7,13 +7,15 @@ import importlib.util
 import os
 import re
 import shutil
+import site
 import sys
 import sysconfig
+import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LauncherError", "TritonInstallation", "find_libpython"]
+__all__ = ["LauncherError", "TritonInstallation", "find_libpython", "find_wheel", "lay_out_interpreter"]
 
 _OPT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
@@ -150,6 +152,26 @@ def find_libpython() -> Path:
         f"(Debian and Ubuntu: apt install libpython{version}; Fedora: dnf install python3-libs; "
         f"pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; uv and conda Pythons have it)"
     )
+
+
+def lay_out_interpreter(folder: Path) -> Path:
+    """Make `folder` a virtual environment that imports what this interpreter imports.
+
+    The stub finds its prefix through the `python3` on PATH and, from Python 3.11 on, is an isolated
+    interpreter: neither PYTHONPATH nor the user's site-packages reach it (seen with 24.10).  What it
+    starts with `sys.executable` runs in the same environment.
+
+    Returns:
+        The folder to put first on PATH.
+    """
+    venv.EnvBuilder(symlinks=True).create(folder)
+    site_folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    paths = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    library = next((folder / "lib").glob("python3.*/site-packages"))
+    (library / "inflight.pth").write_text(
+        f"import site, sys; sys.path.extend({paths!r}); list(map(site.addsitedir, {site_folders!r}))\n"
+    )
+    return folder / "bin"
 
 
 def _python_version() -> str:

@@ -6,6 +6,7 @@ lays out a backends folder in a temporary directory:
 
     backends/python/    libtriton_python.so, its utilities, the stub of this Python version
     backends/inflight   -> this package
+    python/             a virtual environment for the stub that imports what this process imports
 
 Every process of a server lives in a session of its own, so that Ctrl-C in a terminal reaches
 only the launcher, which then decides the order.  Linux only, as Triton is.
@@ -29,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from inflight.installation import LauncherError, TritonInstallation, find_libpython
+from inflight.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 
 __all__ = ["LauncherError", "TritonServer", "pick_ports"]
 
@@ -293,24 +294,17 @@ class TritonServer:
         return arguments + self._extra_args
 
     def _environment(self, installation: TritonInstallation, libpython: Path) -> dict[str, str]:
+        assert self._runtime_dir is not None
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
-        # The stub embeds Python, which looks for its prefix (and a venv) beside the `python3` on PATH.
-        env["PATH"] = os.pathsep.join([str(self._interpreter_dir()), env.get("PATH", os.defpath)])
-        libraries = [str(libpython.parent), *map(str, installation.library_dirs), env.get("LD_LIBRARY_PATH", "")]
+        interpreter = lay_out_interpreter(self._runtime_dir / "python")
+        env["PATH"] = os.pathsep.join([str(interpreter), env.get("PATH", os.defpath)])
+        # A folder with libpython alone: what else lies beside it (conda's lib) must shadow nothing.
+        alone = self._runtime_dir / "lib"
+        alone.mkdir()
+        (alone / libpython.name).symlink_to(libpython)
+        libraries = [str(alone), *map(str, installation.library_dirs), env.get("LD_LIBRARY_PATH", "")]
         env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         return env
-
-    def _interpreter_dir(self) -> Path:
-        """A folder whose `python3` is the running interpreter."""
-        assert self._runtime_dir is not None
-        running = Path(sys.executable)
-        with contextlib.suppress(OSError):
-            if running.with_name("python3").samefile(running):
-                return running.parent
-        shim = self._runtime_dir / "bin"
-        shim.mkdir()
-        (shim / "python3").symlink_to(running)
-        return shim
 
     def _is_ready(self) -> bool:
         if not self.is_running():

@@ -13,16 +13,17 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inflight import installation, launcher
-from inflight.installation import LauncherError, TritonInstallation, find_libpython, find_wheel
+from inflight.installation import LauncherError, TritonInstallation, find_libpython, find_wheel, lay_out_interpreter
 from inflight.launcher import TritonServer, load_failure, pick_ports, session_members
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
 
 ECHO_BACKEND = """
-import subprocess, sys
+import subprocess
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -40,7 +41,7 @@ class TritonPythonModel:
         self.child = subprocess.Popen(["sleep", "600"])
 
     def execute(self, requests):
-        where = np.array([sys.executable.encode()], dtype=object)
+        where = np.array([np.__file__.encode()], dtype=object)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", where)]) for _ in requests]
 """
 WITHOUT_CHILD = ECHO_BACKEND.replace('self.child = subprocess.Popen(["sleep", "600"])', "pass")
@@ -175,6 +176,19 @@ def test_load_failure_takes_the_reason_from_the_log() -> None:
     assert load_failure('I1120 server.cc:1] "loading: demo:1"\n') is None
 
 
+def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "from_pythonpath.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    folder = lay_out_interpreter(tmp_path / "python")
+    monkeypatch.delenv("PYTHONPATH")
+    # The stub is isolated from Python 3.11 on; `-I` is the same for an interpreter.
+    code = "import sys, numpy, msgspec, inflight, from_pythonpath; print(sys.prefix, numpy.__file__)"
+    ran = subprocess.run([folder / "python3", "-I", "-c", code], capture_output=True, text=True, cwd="/")
+    assert ran.stdout.split() == [str(tmp_path / "python"), np.__file__], ran.stderr
+
+
 @needs_server
 def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_path: Path) -> None:
     log_file = tmp_path / "server.log"
@@ -185,9 +199,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
         url = f"http://{server.http_address}/v2/models/echo/infer"
         with urllib.request.urlopen(urllib.request.Request(url, body)) as response:
             answer = response.read().decode()
-        # The stub runs this interpreter (venv included), not whichever python3 is on PATH.
-        python = Path(sys.executable)
-        assert f'"{python.parent}/' in answer
+        assert f'"{np.__file__}"' in answer  # the stub imports from this environment
         with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as response:
             assert b"nv_inference_request_success" in response.read()
         assert len(session_members(pid)) >= 3  # server, stub, and the stub's forgotten child
