@@ -211,6 +211,11 @@ class AsyncGrpcCall(_Progress):
         except grpc.RpcError:
             pass
 
+    def __del__(self) -> None:
+        # The blocking call does this by itself; here grpc's own tasks keep the call alive.
+        if not self._final and not self._call.done():
+            self._call.cancel()
+
 
 class AsyncGrpcTransport:
     """For one event loop, in which it must be made."""

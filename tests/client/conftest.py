@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The server.  Headers named `x-...` reach the model as request parameters."""
+    """The server.  gRPC headers named `x-...` reach the model as request parameters."""
     try:
         TritonInstallation.find()
     except LauncherError as error:
@@ -39,7 +40,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(_CONFIG)
     shutil.copy(HERE / "scripted_model.py", version / "model.py")
-    forward = ["--http-header-forward-pattern=x-.*", "--grpc-header-forward-pattern=x-.*"]
+    forward = ["--grpc-header-forward-pattern=x-.*"]
     with TritonServer(repository, metrics_port=None, exit_timeout=5, extra_args=forward) as server:
         yield server
 
@@ -58,6 +59,12 @@ def address(scripted: TritonServer, protocol: str) -> str:
 def client(address: str, protocol: str) -> Iterator[Client]:
     with Client(address, protocol=protocol, model="scripted") as client:  # type: ignore[arg-type]
         yield client
+
+
+@pytest.fixture
+def key() -> str:
+    """Under which a test finds its own requests again."""
+    return uuid.uuid4().hex
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ The prompt is the script.  Plain text is echoed word by word; a JSON object says
     {"tokens": 5, "delay": 0.02}                     five tokens, 20 ms apart
     {"tokens": 3, "code": "INTERNAL", "error": "x"}  three tokens, then an error
     {"key": "k", "fail_times": 2, "code": ...}       the error for the first two requests of "k"
+    {"first_after": 0.5}                             that long before the first token
+    {"late_final": true}                             the FINAL flag without data
+    {"no_deadline": true}                            ignores the request's timeout
     {"report": "k"}                                  answers with what was seen under "k", as JSON
 
 This file runs in Triton's stub, so it imports nothing of the project or its tests.
@@ -48,6 +51,7 @@ OUTPUTS = [
     ("prompt_logprobs", "TYPE_STRING", np.object_),
 ]
 DTYPES = {name: dtype for name, _, dtype in OUTPUTS}
+COUNTS = ("requests", "running", "peak", "finished", "cancelled", "failed", "expired")
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -88,11 +92,13 @@ class TritonPythonModel:
         params = json.loads(inputs.get("sampling_parameters", "{}"))
         script = self.script_of(inputs, params)
         with self.lock:
-            seen = self.seen.setdefault(script.get("key", ""), {"requests": 0, "cancelled": 0, "finished": 0})
+            seen = self.seen.setdefault(script.get("key", ""), dict.fromkeys(COUNTS, 0))
             if "report" in script:
                 self.report(sender, self.seen.get(script["report"], {}))
                 return
             seen["requests"] += 1
+            seen["running"] += 1
+            seen["peak"] = max(seen["peak"], seen["running"])
             seen["inputs"] = inputs
         failing = seen["requests"] <= script["fail_times"] if "fail_times" in script else "error" in script
         if params.get("temperature", 1) < 0:
@@ -100,9 +106,12 @@ class TritonPythonModel:
                 {"code": "INVALID_ARG", "error": "temperature=-1 is out of range: allowed is [0, 100]"},
                 True,
             )
+        if failing and "fail_times" in script:
+            script["words"] = []
         outcome = self.stream(sender, script, inputs, params, failing)
         with self.lock:
-            seen[outcome] = seen.get(outcome, 0) + 1
+            seen[outcome] += 1
+            seen["running"] -= 1
 
     def script_of(self, inputs, params):
         text = inputs.get("text_input", "")
@@ -124,7 +133,9 @@ class TritonPythonModel:
         sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
 
     def stream(self, sender, script, inputs, params, failing):
-        deadline = time.monotonic() + inputs["timeout"] / 1e6 if inputs["timeout"] else None
+        timeout = 0 if script.get("no_deadline") else inputs["timeout"]
+        deadline = time.monotonic() + timeout / 1e6 if timeout else None
+        time.sleep(script.get("first_after", 0))
         words, n = script.get("words", []), params.get("n", 1)
         at_once = not inputs.get("stream", False) and not failing
         for i, word in enumerate(words):
@@ -132,7 +143,7 @@ class TritonPythonModel:
                 sender.send(flags=FINAL)
                 return "cancelled"
             if deadline is not None and time.monotonic() > deadline:
-                problem = error("CANCELLED", f"deadline exceeded: timeout of {inputs['timeout']} us has passed")
+                problem = error("CANCELLED", f"deadline exceeded: timeout of {timeout} us has passed")
                 sender.send(pb_utils.InferenceResponse(error=problem), flags=FINAL)
                 return "expired"
             last = i == len(words) - 1 and not failing

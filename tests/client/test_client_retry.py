@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,10 +157,8 @@ def test_nothing_is_tried_again_once_output_has_come() -> None:
 def test_tries_share_the_timeout_and_end_with_it() -> None:
     server = Server(*[[BUSY] for _ in range(50)])
     policy = RetryPolicy(max_attempts=50, initial_delay=0.05, multiplier=1, jitter=0)
-    started = time.monotonic()
     with pytest.raises(UnavailableError):
         list(Stream(request(timeout=0.2), policy, server.open))
-    assert time.monotonic() - started < 2
     left = [timeout for timeout in server.timeouts if timeout is not None]
     assert 2 <= len(left) == len(server.timeouts) <= 4
     assert left == sorted(left, reverse=True)

@@ -103,7 +103,7 @@ def test_a_timeout_is_never_rounded_to_none() -> None:
 
 
 def test_an_integer_too_big_for_its_type_is_named() -> None:
-    with pytest.raises(ValueError, match="request_priority.*INT32"):
+    with pytest.raises(ValueError, match=r"request_priority.*INT32"):
         grpc_request(GenerationRequest(model="m", prompt="p", request_priority=2**40), None)
 
 

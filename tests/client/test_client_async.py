@@ -1,0 +1,166 @@
+"""The asyncio client against a real tritonserver, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from inflight.launcher import pick_ports
+from inflight_client import (
+    AsyncClient,
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RetryPolicy,
+    ServerUnreachableError,
+    UnavailableError,
+)
+
+Look = Callable[..., dict[str, Any]]
+QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}
+
+
+def script(key: str, **values: Any) -> str:
+    return json.dumps({"key": key, **values})
+
+
+@pytest.fixture
+async def aclient(address: str, protocol: Any) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address, protocol=protocol, model="scripted") as client:
+        yield client
+
+
+async def test_a_stream_yields_what_the_model_sends(aclient: AsyncClient) -> None:
+    stream = aclient.stream("It streams")
+    assert [(chunk.text, chunk.token_ids) async for chunk in stream] == [("It", [0]), (" streams", [1])]
+    result = stream.result()
+    assert (result.text, result.finish_reason, result.usage.input_tokens) == ("It streams", "stop", 7)
+
+
+async def test_generate_returns_the_whole(aclient: AsyncClient) -> None:
+    result = await aclient.generate(messages=[{"role": "user", "content": "漢 字"}], n=2, max_tokens=1)
+    assert [choice.text for choice in result.choices] == ["user:漢"] * 2
+    assert [choice.token_ids for choice in result.choices] == [[0], [1000]]
+    assert result.finish_reason == "length"
+
+
+async def test_eight_tasks_share_a_client(aclient: AsyncClient, seen: Look, key: str) -> None:
+    async def run(number: int) -> list[int]:
+        text = script(key, tokens=20, delay=0.05)
+        return [token_id async for chunk in aclient.stream(text, max_tokens=20) for token_id in chunk.token_ids]
+
+    assert await asyncio.gather(*(run(number) for number in range(8))) == [list(range(20))] * 8
+    assert seen(key)["peak"] == 8
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "drop", "task"])
+async def test_cancelling_ends_this_request_and_no_other(aclient: AsyncClient, seen: Look, key: str, how: str) -> None:
+    other = aclient.stream(script(f"{key} other", tokens=40, delay=0.02), max_tokens=40)
+    stream = aclient.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
+    assert (await anext(other)).text == (await anext(stream)).text == "t0"
+    if how == "cancel":
+        stream.cancel()
+        with pytest.raises(RequestCancelledError) as caught:
+            await anext(stream)
+        assert caught.value.partial is not None
+    elif how == "close":
+        await stream.close()
+        assert [chunk async for chunk in stream] == []
+    elif how == "drop":
+        del stream
+    else:
+        task = asyncio.create_task(_drain(stream))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [chunk async for chunk in stream] == []
+    report = await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
+    assert report["finished"] == 0
+    assert len([chunk async for chunk in other]) == 39
+    assert (await asyncio.to_thread(seen, f"{key} other"))["cancelled"] == 0
+
+
+async def _drain(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_another_task_can_cancel_before_the_first_token(aclient: AsyncClient, seen: Look, key: str) -> None:
+    stream = aclient.stream(script(key, tokens=50, delay=0.02, first_after=0.3), max_tokens=50)
+    asyncio.get_running_loop().call_later(0.1, stream.cancel)
+    with pytest.raises(RequestCancelledError):
+        await anext(stream)
+    await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
+
+
+async def test_a_wait_for_that_gives_up_cancels_the_request(aclient: AsyncClient, seen: Look, key: str) -> None:
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(aclient.generate(script(key, tokens=1000, delay=0.02), max_tokens=1000), 0.2)
+    await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
+
+
+async def test_unavailable_then_success(aclient: AsyncClient, key: str) -> None:
+    result = await aclient.generate(script(key, words=["done"], fail_times=2, **QUEUE_FULL))
+    assert (result.text, result.attempts) == ("done", 3)
+
+
+async def test_retries_come_to_an_end(address: str, protocol: Any, seen: Look, key: str) -> None:
+    policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
+    async with AsyncClient(address, protocol=protocol, model="scripted", retries=policy) as client:
+        with pytest.raises(UnavailableError, match="queue is full"):
+            await client.generate(script(key, fail_times=99, **QUEUE_FULL))
+    assert (await asyncio.to_thread(seen, key))["requests"] == 2
+
+
+async def test_a_wrong_value_is_refused_in_the_servers_words(aclient: AsyncClient) -> None:
+    with pytest.raises(InvalidRequestError, match="temperature=-1 is out of range"):
+        await aclient.generate("a", temperature=-1)
+
+
+async def test_the_servers_deadline(aclient: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceededError, match="timeout of") as caught:
+        await aclient.generate(json.dumps({"tokens": 100, "delay": 0.05}), max_tokens=100, timeout=0.3)
+    assert caught.value.partial is not None and caught.value.partial.token_ids
+
+
+async def test_a_server_that_forgets_the_deadline(aclient: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
+        text = json.dumps({"tokens": 500, "delay": 0.05, "no_deadline": True})
+        await aclient.generate(text, max_tokens=500, timeout=0.2)
+
+
+async def test_health_and_metadata(aclient: AsyncClient) -> None:
+    assert await aclient.health()
+    assert await aclient.ready()
+    assert not await aclient.ready("nobody")
+    await aclient.wait_until_ready(timeout=5)
+    assert (await aclient.metadata())["name"] == "scripted"
+    assert (await aclient.server_metadata())["name"] == "triton"
+    with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
+        await aclient.wait_until_ready(timeout=0.2, model="nobody")
+
+
+async def test_nobody_at_the_address(protocol: Any) -> None:
+    address = f"127.0.0.1:{pick_ports(1)[0]}"
+    policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
+    async with AsyncClient(address, protocol=protocol, retries=policy) as client:
+        with pytest.raises(ServerUnreachableError, match=f"cannot reach {address}"):
+            await client.generate("a")
+        assert not await client.health()
+        with pytest.raises(DeadlineExceededError, match=f"cannot reach {address}"):
+            await client.wait_until_ready(timeout=0.2)
+
+
+def test_a_client_may_be_made_before_its_loop_runs(address: str, protocol: Any) -> None:
+    client = AsyncClient(address, protocol=protocol, model="scripted")
+
+    async def main() -> str:
+        async with client:
+            return (await client.generate("made early")).text
+
+    assert asyncio.run(main()) == "made early"

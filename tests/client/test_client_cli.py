@@ -1,0 +1,100 @@
+"""`inflight generate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inflight.launcher import pick_ports
+
+RUN = "import typer; from inflight_client.cli import generate; typer.run(generate)"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def run(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
+    process = start(*arguments)
+    out, error = process.communicate(stdin, timeout=60)
+    return process.returncode, out, error
+
+
+@pytest.fixture
+def server(address: str, protocol: str) -> list[str]:
+    return ["--url", address, "--protocol", protocol, "--model", "scripted"]
+
+
+@pytest.mark.parametrize("how", ["--stream", "--no-stream"])
+def test_text(server: list[str], how: str) -> None:
+    assert run("naïve 漢 words here", "--max-tokens", "3", how, *server) == (0, "naïve 漢 words\n", "")
+
+
+def test_json(server: list[str]) -> None:
+    status, out, _ = run("a b", "--json", "-n", "2", "--seed", "1", "--temperature", "0.5", *server)
+    result = json.loads(out)
+    assert status == 0
+    assert [choice["text"] for choice in result["choices"]] == ["a b", "a b"]
+    assert result["usage"] == {"input_tokens": 7, "output_tokens": 4}
+    assert result["timings"]["ttft"] > 0
+
+
+def test_several_sequences_are_lines(server: list[str]) -> None:
+    assert run("a b", "-n", "2", *server) == (0, "a b\na b\n", "")
+
+
+def test_chat_and_standard_input(server: list[str]) -> None:
+    assert run("-", "--chat", *server, stdin="hello there") == (0, "user:hello there\n", "")
+
+
+def test_what_the_server_refuses_is_one_line(server: list[str]) -> None:
+    status, _, error = run("a", "--temperature", "-1", *server)
+    assert (status, error) == (1, "inflight: temperature=-1 is out of range: allowed is [0, 100]\n")
+
+
+def test_a_deadline_shows_what_came(server: list[str]) -> None:
+    status, out, error = run('{"tokens": 100, "delay": 0.1}', "--timeout", "0.5", *server)
+    assert status == 1
+    assert out.startswith("t0 t1") and out.endswith("\n")
+    assert error.startswith("inflight: deadline exceeded") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("protocol_", ["grpc", "http"])
+def test_no_server_is_one_line(protocol_: str) -> None:
+    address = f"127.0.0.1:{pick_ports(1)[0]}"
+    status, out, error = run("a", "--url", address, "--protocol", protocol_)
+    assert (status, out) == (2, "\n")
+    assert error.startswith(f"inflight: cannot reach {address}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [["--protocol", "rest"], ["--timeout", "-1"], ["--url", "ftp://host:1"]])
+def test_wrong_usage_is_one_line(wrong: list[str]) -> None:
+    status, out, error = run("a", *wrong)
+    assert (status, out) == (2, "")
+    assert error.startswith("inflight: ") and error.count("\n") == 1
+
+
+def test_ctrl_c_cancels(server: list[str], seen: Callable[..., dict[str, Any]], key: str) -> None:
+    process = start(json.dumps({"key": key, "tokens": 1000, "delay": 0.02}), "--max-tokens", "1000", *server)
+    assert process.stdout is not None
+    assert process.stdout.read(2) == "t0"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "inflight: cancelled\n")
+    seen(key, lambda report: report["cancelled"] == 1)

@@ -1,0 +1,171 @@
+"""What transports make of servers that behave badly: played by small servers of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from inflight_client import (
+    Client,
+    InvalidRequestError,
+    RetryPolicy,
+    ServerError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+
+ONCE = RetryPolicy(max_attempts=1)
+SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
+
+
+class HttpServer:
+    """Answers every request with the given pieces of bytes, then closes the connection."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.requests: list[str] = []
+        self._pieces = pieces
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next((int(line[16:]) for line in head.lower().split("\r\n") if line.startswith("content-length: ")), 0)
+        self.requests.append(head + (await reader.readexactly(length)).decode())
+        for piece in self._pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.close()
+
+    def __enter__(self) -> HttpServer:
+        self._thread.start()
+        serving = asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result(10)
+        self.address = "127.0.0.1:{1}".format(*self._server.sockets[0].getsockname())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+def event(text: str, **outputs: Any) -> bytes:
+    values = {"text_output": text, "finish_reason": "None", "token_ids": [], **outputs}
+    return b"data: " + json.dumps(values, ensure_ascii=False).encode() + b"\n\n"
+
+
+def over_http(*pieces: bytes, **options: Any) -> tuple[list[str], HttpServer]:
+    """Texts of the chunks that a client makes of the pieces."""
+    with HttpServer(list(pieces)) as server, Client(server.address, protocol="http", retries=ONCE, **options) as client:
+        return [chunk.text for chunk in client.stream("p")], server
+
+
+def test_events_are_put_together_wherever_they_were_cut() -> None:
+    stream = event("nä") + b": a comment\n\n" + event("漢🙂") + b"\r\n" + event("end", finish_reason="stop")
+    for size in (1, 3, 7, len(stream)):
+        pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
+        assert over_http(SSE, *pieces)[0] == ["nä", "漢🙂", "end"]
+
+
+def test_headers_are_sent() -> None:
+    _, server = over_http(SSE, event("a"), headers={"Authorization": "Bearer x"})
+    assert "authorization: bearer x" in server.requests[0].lower()
+    assert server.requests[0].startswith("POST /v2/models/demo/generate_stream ")
+
+
+def test_an_error_event_of_any_status_is_the_servers_error() -> None:
+    with pytest.raises(UnavailableError, match="queue is full"):
+        over_http(SSE, b'data: {"error":"the queue is full"}\n\n')
+    with pytest.raises(InvalidRequestError, match="out of range"):
+        over_http(SSE.replace(b"200 OK", b"400 Bad"), b'data: {"error":"n=0 is out of range"}\n\n')
+
+
+def test_a_proxys_page_is_an_error_with_its_words() -> None:
+    page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<html>upstream is gone"
+    with pytest.raises(ServerError, match=r"502.*upstream is gone"):
+        over_http(page)
+
+
+def test_an_answer_that_is_no_event_stream() -> None:
+    page = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<html>hello"
+    with pytest.raises(ServerError, match="text/event-stream"):
+        over_http(page)
+
+
+def test_a_connection_that_breaks_is_not_an_end() -> None:
+    chunked = SSE.replace(b"Connection: close", b"Transfer-Encoding: chunked")
+    data = event("a")
+    with pytest.raises(ServerUnreachableError, match="lost the connection") as caught:
+        over_http(chunked, f"{len(data):x}\r\n".encode() + data + b"\r\n")
+    assert caught.value.partial is not None and caught.value.partial.text == "a"
+
+
+Script = Callable[[grpc.ServicerContext], Iterator[service_pb2.ModelStreamInferResponse]]
+
+
+class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every streaming inference by a script."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def ModelStreamInfer(self, requests: Any, context: grpc.ServicerContext) -> Any:
+        next(requests)
+        yield from self._script(context)
+
+
+def over_grpc(script: Script) -> list[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcServer(script), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}", retries=ONCE) as client:
+            return [chunk.text for chunk in client.stream("p")]
+    finally:
+        server.stop(None)
+
+
+def reply(text: str, final: bool = False) -> service_pb2.ModelStreamInferResponse:
+    message = service_pb2.ModelStreamInferResponse()
+    message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+    message.infer_response.raw_output_contents.append(len(text).to_bytes(4, "little") + text.encode())
+    message.infer_response.parameters["triton_final_response"].bool_param = final
+    return message
+
+
+def test_the_final_flag_ends_a_stream() -> None:
+    assert over_grpc(lambda _: iter([reply("a"), reply("b", final=True)])) == ["a", "b"]
+
+
+def test_a_stream_without_its_final_response_is_an_error() -> None:
+    with pytest.raises(ServerError, match="without a final response") as caught:
+        over_grpc(lambda _: iter([reply("a")]))
+    assert caught.value.partial is not None and caught.value.partial.text == "a"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, ServerUnreachableError),
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequestError),
+        (grpc.StatusCode.UNAUTHENTICATED, ServerError),
+    ],
+)
+def test_a_status_of_the_call_itself(code: grpc.StatusCode, kind: type[Exception]) -> None:
+    def script(context: grpc.ServicerContext) -> Any:
+        yield reply("a")
+        context.abort(code, "because")
+
+    with pytest.raises(kind, match="because") as caught:
+        over_grpc(script)
+    assert caught.value.code == code.name  # type: ignore[attr-defined]
