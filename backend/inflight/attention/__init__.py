@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.cpu import CpuAttention
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError
 
 __all__ = ["select_backend"]
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {ReferenceAttention.name: ReferenceAttention}
+_log = logging.getLogger(__name__)
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    ReferenceAttention.name: ReferenceAttention,
+    CpuAttention.name: CpuAttention,
+}
 # The first one that runs all of a model's layers is taken by "auto".
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
+# bench/cpu_attention.py --reference, on two cores
+_COST = "several times slower in decode"
 
 
 def select_backend(
@@ -21,16 +31,20 @@ def select_backend(
     """The kernel called `name`, or for "auto" the best one that runs every layer in `specs`.
 
     Raises:
-        ConfigError: no such kernel, or it lacks a feature that a layer needs (named).
+        ConfigError: no such kernel, none for this device, or it lacks a feature that a layer needs (named).
     """
     if name != "auto" and name not in _BACKENDS:
         known = ", ".join(["auto", *_BACKENDS])
         raise ConfigError(f"attention_backend={name!r} is not known: allowed are {known}")
+    if name == CpuAttention.name and device.type != "cpu":
+        raise ConfigError(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
     missing = ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
         backend = _BACKENDS[candidate]()
         lacks = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
         if not lacks:
+            if candidate == ReferenceAttention.name and name == "auto" and device.type == "cpu":
+                _log.warning("attention runs on the reference kernel, %s: the cpu kernel lacks %s", _COST, missing)
             return backend
         missing = ", ".join(sorted(str(lack) for lack in lacks))
     raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}; use 'auto'")

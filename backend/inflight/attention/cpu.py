@@ -1,0 +1,218 @@
+"""Native paged attention for CPUs: `cpu_attention.cpp`, called through ctypes.
+
+Ragged mixes of prefill chunks and decodes straight from the pool, on torch's own OpenMP threads.
+A token's result is the same to the last bit whatever the batch, the chunking, the block size and
+the number of threads; it depends on the instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.build import LIBRARY
+
+__all__ = ["CpuAttention", "instruction_set", "unavailable", "use_instruction_set"]
+
+_ABI = 1  # of cpu_attention.cpp
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MAX_HEAD_SIZE = 1024
+_SLACK = 64  # bytes that the kernel may read past the end of the pool
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("block_size", c_int64),
+        ("dtype", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("key_size", c_int32),
+        ("value_size", c_int32),
+        ("window", c_int32),
+        ("scaling", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_table_stride", c_int64),
+        ("num_requests", c_int64),
+        ("num_tokens", c_int64),
+    ]
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    rebuild = "run `python -m inflight.attention.build`"
+    if not LIBRARY.exists():
+        return f"the compiled kernel: install a C++ compiler (Debian, Ubuntu: apt install g++) and {rebuild}"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return f"a kernel compiled for this machine ({error}): {rebuild}"
+    if library.inflight_attention_abi() != _ABI:
+        return f"a kernel compiled from this version's source: {rebuild}"
+    library.inflight_attention_isa.restype = c_char_p
+    library.inflight_attention_use.argtypes = [c_char_p]
+    rows = (c_void_p, c_int64, c_int64)  # data, strides of token and head
+    library.inflight_attention_write.argtypes = [c_void_p, c_void_p, *rows, *rows, c_int32, c_int32]
+    library.inflight_attention_write.restype = None
+    library.inflight_attention_attend.argtypes = [c_void_p, c_void_p, *rows, c_int32, c_void_p, c_void_p, c_int32]
+    library.inflight_attention_attend.restype = None
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(f"attention_backend='cpu' lacks {library}")
+    return library
+
+
+def unavailable() -> str | None:
+    """What is missing (and what to do) where the kernel cannot run at all."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def instruction_set() -> str:
+    """The instruction set that runs: "avx512bf16", "avx512", "avx2" or "portable"."""
+    return _library().inflight_attention_isa().decode()
+
+
+def use_instruction_set(name: str) -> bool:
+    """Run the kernels of another instruction set (tests, benchmarks); "" takes the best one.
+
+    Returns:
+        False, with nothing changed, where this machine or the compiler of the build lacks it.
+    """
+    return bool(_library().inflight_attention_use(name.encode()))
+
+
+@dataclass(slots=True)
+class _CpuKVCache(KVCache):
+    """`key` and `value` are [num_blocks, num_kv_heads, block_size * head size], laid out inside as
+    cpu_attention.h says; `layer` is what the kernel is told on each call."""
+
+    layer: _Layer
+    address: int
+
+
+class CpuAttention:
+    """Implements `AttentionBackend` by the compiled kernel."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        # The step whose batch `_batch` describes: all layers of a step share it.
+        self._step: AttentionMetadata | None = None
+        self._batch = _Batch()
+        self._batch_address = ctypes.addressof(self._batch)
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        if dtype not in _DTYPES:
+            return f"dtype {str(dtype).removeprefix('torch.')} (it has float32, bfloat16 and float16)"
+        for size in (spec.key_head_size, spec.value_head_size):
+            if size % 8 or size > _MAX_HEAD_SIZE:
+                return f"head size {size} (it has multiples of 8 up to {_MAX_HEAD_SIZE})"
+        if not spec.scaling > 0:
+            return f"a scaling of {spec.scaling} (it must be positive)"
+        return unavailable()
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        shape = (num_blocks, spec.num_kv_heads)
+        key = _allocate(*shape, block_size * spec.key_head_size, dtype=dtype)
+        value = _allocate(*shape, block_size * spec.value_head_size, dtype=dtype)
+        layer = _Layer(
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            block_size=block_size,
+            dtype=_DTYPES[dtype],
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            key_size=spec.key_head_size,
+            value_size=spec.value_head_size,
+            window=spec.sliding_window or 0,
+            scaling=spec.scaling,
+            softcap=spec.softcap or 0.0,
+        )
+        return _CpuKVCache(key, value, layer, ctypes.addressof(layer))
+
+    def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+        assert isinstance(cache, _CpuKVCache)
+        if key.stride(2) != 1:
+            key = key.contiguous()
+        if value.stride(2) != 1:
+            value = value.contiguous()
+        _library().inflight_attention_write(
+            cache.address,
+            self._describe(metadata),
+            key.data_ptr(),
+            key.stride(0),
+            key.stride(1),
+            value.data_ptr(),
+            value.stride(0),
+            value.stride(1),
+            _DTYPES[key.dtype],
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self, query: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
+    ) -> Tensor:
+        assert isinstance(cache, _CpuKVCache)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
+        _library().inflight_attention_attend(
+            cache.address,
+            self._describe(metadata),
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            _DTYPES[query.dtype],
+            out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _describe(self, metadata: AttentionMetadata) -> int:
+        """Address of the kernel's view of the step's batch."""
+        if metadata is not self._step:
+            starts, lens = metadata.query_start_loc.contiguous(), metadata.seq_lens.contiguous()
+            table, slots = metadata.block_table.contiguous(), metadata.slot_mapping.contiguous()
+            self._tensors = (starts, lens, table, slots)
+            batch = self._batch
+            batch.query_start_loc, batch.seq_lens = starts.data_ptr(), lens.data_ptr()
+            batch.block_table, batch.slot_mapping = table.data_ptr(), slots.data_ptr()
+            batch.block_table_stride = table.shape[1]
+            batch.num_requests, batch.num_tokens = len(lens), len(slots)
+            self._step = metadata
+        return self._batch_address
+
+
+def _allocate(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, readable a little past its end."""
+    count = torch.Size(shape).numel()
+    flat = torch.empty(count + _SLACK // dtype.itemsize, dtype=dtype)
+    return flat[:count].view(shape)

@@ -1,0 +1,290 @@
+// The C ABI of the CPU attention kernel: choice of the instruction set, cutting a step into items,
+// and running them on torch's own OpenMP threads.
+#include "cpu_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+#include <vector>
+
+// Torch has loaded an OpenMP runtime with these entries (GNU's, or LLVM's, which has them as well)
+// and made its symbols global.  Linking to none leaves that one the only runtime of the process: a
+// second one would bring threads of its own, which compete with torch's for the cores.
+extern "C" {
+void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+int omp_in_parallel(void) __attribute__((weak));
+}
+
+namespace inflight {
+
+#define INFLIGHT_DECLARE(isa) \
+  namespace isa {             \
+  extern const Kernels kernels __attribute__((weak)); \
+  }
+INFLIGHT_DECLARE(avx512bf16)
+INFLIGHT_DECLARE(avx512)
+INFLIGHT_DECLARE(avx2)
+INFLIGHT_DECLARE(portable)
+
+namespace {
+
+// Items cost about this much of the whole per thread at most: what is left idle at the end is less.
+constexpr int kItemsPerThread = 4;
+// Work (nanoseconds, roughly) that is not worth waking other threads for.
+constexpr double kSerialCost = 8000;
+
+struct IsaEntry {
+  const Kernels* kernels;
+  bool (*runs_here)();
+};
+
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#else
+bool has_avx512() { return false; }
+bool has_avx512bf16() { return false; }
+bool has_avx2() { return false; }
+#endif
+
+// Best first.  A set that the compiler did not know is null.
+const IsaEntry kIsas[] = {{&avx512bf16::kernels, has_avx512bf16},
+                          {&avx512::kernels, has_avx512},
+                          {&avx2::kernels, has_avx2},
+                          {&portable::kernels, [] { return true; }}};
+
+const Kernels* best_kernels() {
+  for (const IsaEntry& entry : kIsas) {
+    if (entry.kernels != nullptr && entry.runs_here()) return entry.kernels;
+  }
+  return nullptr;
+}
+
+const Kernels* chosen = best_kernels();
+
+// A thread's buffer; grows, and is kept until the thread ends.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  char* get(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = padded(bytes, 4096);
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      if (data_ == nullptr) std::abort();
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+template <class Function>
+void run_team(int threads, Function function) {
+  if (threads <= 1 || GOMP_parallel == nullptr || (omp_in_parallel != nullptr && omp_in_parallel())) {
+    function();
+    return;
+  }
+  GOMP_parallel([](void* data) { (*static_cast<Function*>(data))(); }, &function, unsigned(threads), 0);
+}
+
+// Items that share their queries and cover consecutive runs of chunks.
+struct Split {
+  Item whole;
+  int64_t offset;  // of the partial results, in floats
+  int64_t floats;  // of one
+  int32_t left;    // items that have not finished
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Split> splits;
+  std::vector<int32_t> order;
+  std::vector<double> costs;
+  int64_t partial_floats;
+  int64_t max_rows;
+  double cost;
+};
+
+class Planner {
+ public:
+  Planner(const Call& call, int threads, Plan& plan)
+      : call_(call), layer_(*call.layer), threads_(threads), group_(layer_.group_size()), plan_(plan) {
+    per_item_ = std::max(1, kRowsPerItem / group_);
+    elements_ = layer_.key_size + layer_.value_size;
+  }
+
+  void make() {
+    plan_.items.clear();
+    plan_.splits.clear();
+    plan_.partial_floats = plan_.max_rows = 0;
+    order_requests();
+    // Expensive items first, so that what is left for the end is small.
+    for (const int32_t request : plan_.order) {
+      const int32_t queries = num_queries(request);
+      for (int32_t head = 0; head < layer_.num_kv_heads; ++head) {
+        for (int32_t first = (queries - 1) / per_item_ * per_item_; first >= 0; first -= per_item_) {
+          add(request, head, first, std::min(per_item_, queries - first));
+        }
+      }
+    }
+  }
+
+ private:
+  int32_t num_queries(int32_t request) const {
+    return call_.batch->query_start_loc[request + 1] - call_.batch->query_start_loc[request];
+  }
+
+  // Nanoseconds of an item, roughly: reading the keys and values, and multiplying.
+  double cost(int32_t request, int32_t first, int32_t count) const {
+    const Span span = visible_keys(call_, request, first, count);
+    const double per_key = elements_ * (element_size(layer_.dtype) / 25.0 + count * group_ / 64.0);
+    return 300.0 + (span.end - span.begin) * per_key;
+  }
+
+  void order_requests() {
+    const int64_t count = call_.batch->num_requests;
+    plan_.order.clear();
+    plan_.costs.resize(count);
+    plan_.cost = 0;
+    for (int32_t request = 0; request < count; ++request) {
+      const int32_t queries = num_queries(request);
+      if (queries == 0) continue;
+      for (int32_t first = 0; first < queries; first += per_item_) {
+        plan_.costs[request] = cost(request, first, std::min(per_item_, queries - first));
+        plan_.cost += plan_.costs[request] * layer_.num_kv_heads;
+      }
+      plan_.order.push_back(request);
+    }
+    std::sort(plan_.order.begin(), plan_.order.end(), [&](int32_t a, int32_t b) {
+      return plan_.costs[a] != plan_.costs[b] ? plan_.costs[a] > plan_.costs[b] : a < b;
+    });
+  }
+
+  void add(int32_t request, int32_t head, int32_t first, int32_t count) {
+    const Span span = visible_keys(call_, request, first, count);
+    Item item = {request, head, first, count, span.begin / kChunk, 0, -1};
+    item.num_chunks = (span.end + kChunk - 1) / kChunk - item.first_chunk;
+    plan_.max_rows = std::max<int64_t>(plan_.max_rows, count * group_);
+    const double most = std::max(plan_.cost / (threads_ * kItemsPerThread), kSerialCost);
+    const double parts = cost(request, first, count) / most;
+    if (threads_ == 1 || parts < 1.5 || item.num_chunks == 1) {
+      plan_.items.push_back(item);
+      return;
+    }
+    split(item, std::max(1, int32_t(item.num_chunks / parts)));
+  }
+
+  void split(Item whole, int32_t chunks_per_item) {
+    const int64_t floats = partial_floats(layer_, int64_t(whole.num_queries) * group_);
+    Split split = {whole, plan_.partial_floats, floats, 0};
+    plan_.partial_floats += floats * whole.num_chunks;
+    Item item = whole;
+    item.split = int32_t(plan_.splits.size());
+    const int32_t end = whole.first_chunk + whole.num_chunks;
+    for (; item.first_chunk < end; item.first_chunk += chunks_per_item) {
+      item.num_chunks = std::min(chunks_per_item, end - item.first_chunk);
+      plan_.items.push_back(item);
+      ++split.left;
+    }
+    plan_.splits.push_back(split);
+  }
+
+  const Call& call_;
+  const Layer& layer_;
+  const int32_t threads_, group_;
+  int32_t per_item_;
+  double elements_;
+  Plan& plan_;
+};
+
+void run_item(const Call& call, Plan& plan, const Item& item, char* scratch, float* memory) {
+  if (item.split < 0) {
+    chosen->attend(call, item, scratch, nullptr);
+    return;
+  }
+  Split& split = plan.splits[item.split];
+  const Partials partials = {memory + split.offset, split.floats, split.whole.first_chunk, split.whole.num_chunks};
+  chosen->attend(call, item, scratch, &partials);
+  // Who finishes last adds the partial results up, in the order of the keys.
+  if (__atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0) chosen->merge(call, split.whole, scratch, partials);
+}
+
+void run_plan(const Call& call, Plan& plan, int threads) {
+  thread_local Buffer partials;
+  const size_t bytes = chosen->scratch_bytes(call, plan.max_rows);
+  float* memory = reinterpret_cast<float*>(partials.get(plan.partial_floats * sizeof(float)));
+  std::atomic<size_t> next{0};
+  run_team(plan.cost < kSerialCost ? 1 : threads, [&] {
+    thread_local Buffer buffer;
+    char* scratch = buffer.get(bytes);
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < plan.items.size();) {
+      run_item(call, plan, plan.items[i], scratch, memory);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace inflight
+
+using namespace inflight;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Raised whenever a struct or a signature changes; Python refuses another number.
+int inflight_attention_abi() { return 1; }
+
+const char* inflight_attention_isa() { return chosen != nullptr ? chosen->name : ""; }
+
+// Use the kernels of the instruction set `name`; "" takes the best.  0: unknown here, nothing changes.
+int inflight_attention_use(const char* name) {
+  const std::string_view wanted(name);
+  for (const IsaEntry& entry : kIsas) {
+    if (entry.kernels == nullptr || !entry.runs_here()) continue;
+    if (wanted.empty() || wanted == entry.kernels->name) {
+      chosen = entry.kernels;
+      return 1;
+    }
+  }
+  return 0;
+}
+
+void inflight_attention_write(const Layer* layer, const Batch* batch, const char* key, int64_t key_token_stride,
+                              int64_t key_head_stride, const char* value, int64_t value_token_stride,
+                              int64_t value_head_stride, int32_t dtype, int32_t threads) {
+  constexpr int64_t kTokens = 64;
+  const Rows keys = {key, key_token_stride, key_head_stride, dtype};
+  const Rows values = {value, value_token_stride, value_head_stride, dtype};
+  const int64_t runs = (batch->num_tokens + kTokens - 1) / kTokens, pieces = runs * layer->num_kv_heads;
+  const double cost = double(batch->num_tokens) * layer->num_kv_heads * (layer->key_size + layer->value_size);
+  std::atomic<int64_t> next{0};
+  run_team(cost < kSerialCost ? 1 : threads, [&] {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      const int64_t begin = i % runs * kTokens, end = std::min(begin + kTokens, batch->num_tokens);
+      const int32_t head = int32_t(i / runs);
+      chosen->write(*layer, *batch, keys, values, begin, end, head, head + 1);
+    }
+  });
+}
+
+void inflight_attention_attend(const Layer* layer, const Batch* batch, const char* query, int64_t query_token_stride,
+                               int64_t query_head_stride, int32_t dtype, char* out, const float* sinks,
+                               int32_t threads) {
+  thread_local Plan plan;
+  const Call call = {layer, batch, {query, query_token_stride, query_head_stride, dtype}, out, sinks};
+  Planner(call, threads, plan).make();
+  run_plan(call, plan, threads);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

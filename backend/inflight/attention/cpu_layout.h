@@ -1,0 +1,62 @@
+// Elements and rows: conversion between dtypes, and where a token's row lies in a packed group.
+#pragma once
+
+#include "cpu_simd.h"
+
+namespace inflight {
+namespace INFLIGHT_ISA {
+
+inline void row_to_floats(const char* from, int32_t dtype, float* to, int64_t count) {
+  const auto* words = reinterpret_cast<const uint16_t*>(from);
+  switch (dtype) {
+    case kBfloat16:
+      for (int64_t i = 0; i < count; ++i) to[i] = bfloat_to_float(words[i]);
+      break;
+    case kFloat16:
+      for (int64_t i = 0; i < count; ++i) to[i] = half_to_float(words[i]);
+      break;
+    default: std::memcpy(to, from, count * 4);
+  }
+}
+
+inline void row_from_floats(const float* from, int32_t dtype, char* to, int64_t count) {
+  auto* words = reinterpret_cast<uint16_t*>(to);
+  switch (dtype) {
+    case kBfloat16:
+      for (int64_t i = 0; i < count; ++i) words[i] = float_to_bfloat(from[i]);
+      break;
+    case kFloat16:
+      for (int64_t i = 0; i < count; ++i) words[i] = float_to_half(from[i]);
+      break;
+    default: std::memcpy(to, from, count * 4);
+  }
+}
+
+// Token `slot` (0..15) of a packed group of keys, from a row of the pool's dtype.
+inline void place_key(char* group, int slot, const char* row, int32_t dtype, int size) {
+  if (dtype == kFloat16) {
+    for (int i = 0; i < size; ++i) std::memcpy(group + (i * kGroup + slot) * 2, row + i * 2, 2);
+    return;
+  }
+  const int words = dtype == kBfloat16 ? size / 2 : size;
+  for (int i = 0; i < words; ++i) std::memcpy(group + (i * kGroup + slot) * 4, row + i * 4, 4);
+}
+
+// The same for values.
+inline void place_value(char* group, int slot, const char* row, int32_t dtype, int size) {
+  if (dtype != kBfloat16) {
+    std::memcpy(group + slot * size * element_size(dtype), row, size * element_size(dtype));
+    return;
+  }
+  auto* to = reinterpret_cast<uint16_t*>(group) + (slot / 2) * size * 2 + slot % 2;
+  const auto* from = reinterpret_cast<const uint16_t*>(row);
+  for (int i = 0; i < size; ++i) to[i * 2] = from[i];
+}
+
+// Address of a head's tokens in a block, for rows of `row_bytes`.
+INFLIGHT_INLINE char* block_rows(char* pool, const Layer& layer, int64_t block, int32_t head, int64_t row_bytes) {
+  return pool + (block * layer.num_kv_heads + head) * layer.block_size * row_bytes;
+}
+
+}  // namespace INFLIGHT_ISA
+}  // namespace inflight

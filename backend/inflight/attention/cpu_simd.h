@@ -1,0 +1,228 @@
+// Vectors and operand types, written once for every instruction set (compiler vector extensions);
+// intrinsics only where the extensions have no word for it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "cpu_attention.h"
+
+#define INFLIGHT_INLINE inline __attribute__((always_inline))
+
+namespace inflight {
+namespace INFLIGHT_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UintVec __attribute__((vector_size(4 * kLanes)));
+
+INFLIGHT_INLINE Vec splat(float x) { return x - Vec{}; }
+
+INFLIGHT_INLINE Vec load(const float* from) {
+  Vec result;
+  __builtin_memcpy(&result, from, sizeof result);
+  return result;
+}
+
+INFLIGHT_INLINE void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof x); }
+
+INFLIGHT_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+INFLIGHT_INLINE float reduce_max(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float result = x[0];
+  for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
+  return result;
+#endif
+}
+
+INFLIGHT_INLINE float reduce_add(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+#endif
+}
+
+// 2 to the x, for x <= 126; exactly 0 below -126.  Minimax polynomials in the fraction that are
+// exactly 1 at 0: relative error 1e-7 (kExact) or 3e-6.
+template <bool kExact>
+INFLIGHT_INLINE Vec exp2(Vec x) {
+  const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are x rounded to an integer
+  const Vec shifted = x + shifter;
+  const Vec r = x - (shifted - shifter);
+  Vec p;
+  if (kExact) {
+    p = splat(0.00132647271f);
+    p = p * r + 0.00967151265f;
+    p = p * r + 0.0555073374f;
+    p = p * r + 0.240222421f;
+    p = p * r + 0.693146978f;
+  } else {
+    p = splat(0.00958285299f);
+    p = p * r + 0.0559064247f;
+    p = p * r + 0.240240986f;
+    p = p * r + 0.693124193f;
+  }
+  p = p * r + 1.0f;
+  const Vec scaled = (Vec)((UintVec)p + ((UintVec)shifted << 23));
+  return x < -126.0f ? Vec{} : scaled;
+}
+
+INFLIGHT_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16;
+  const uint32_t rest = half & 0x7fff;
+  // Shifted into a float's place the exponent is too small by 112; the multiplication mends that,
+  // for subnormal numbers as well.
+  uint32_t bits = rest << 13;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  value *= 0x1p112f;
+  __builtin_memcpy(&bits, &value, 4);
+  if (rest >= 0x7c00) bits |= 0x7f800000;  // infinity, NaN
+  bits |= sign;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Round to nearest, ties to even; overflow to infinity.
+INFLIGHT_INLINE uint16_t float_to_half(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to 65536 or more
+  if (bits < 0x38800000) {                       // subnormal: the sum's low bits are the result
+    float magnitude, magic = 0.5f;
+    __builtin_memcpy(&magnitude, &bits, 4);
+    magnitude += magic;
+    __builtin_memcpy(&bits, &magnitude, 4);
+    return sign | uint16_t(bits - 0x3f000000);
+  }
+  bits += 0xfff + ((bits >> 13) & 1) - (uint32_t(112) << 23);
+  return sign | uint16_t(bits >> 13);
+}
+
+INFLIGHT_INLINE float bfloat_to_float(uint16_t value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
+
+INFLIGHT_INLINE uint16_t float_to_bfloat(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// Operands: how one step of a matrix product reads a lane's elements from the packed layout.
+//   Elem       what queries and weights are packed as
+//   kDepth     elements of the summed dimension in a step
+//   kLaneBytes bytes of a lane in memory
+//   Left       elements of a row, broadcast to all lanes; Right: kLanes columns
+
+struct Float32 {
+  using Elem = float;
+  using Left = Vec;
+  using Right = Vec;
+  static constexpr int kDepth = 1;
+  static constexpr int kLaneBytes = 4;
+  static INFLIGHT_INLINE Left broadcast(const float* a) { return splat(*a); }
+  static INFLIGHT_INLINE Right right(const char* b) { return load(reinterpret_cast<const float*>(b)); }
+  static INFLIGHT_INLINE Right first_of_pair(Right b) { return b; }
+  static INFLIGHT_INLINE Vec fma(Vec sum, Left a, Right b) { return a * b + sum; }
+};
+
+struct Float16 : Float32 {
+  static constexpr int kLaneBytes = 2;
+  static INFLIGHT_INLINE Right right(const char* b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+#else
+    uint16_t halves[kLanes];
+    float floats[kLanes];
+    __builtin_memcpy(halves, b, sizeof halves);
+    for (int i = 0; i < kLanes; ++i) floats[i] = half_to_float(halves[i]);
+    return load(floats);
+#endif
+  }
+};
+
+// bfloat16 pairs, multiplied in float32.
+struct Bfloat16 {
+  struct Pair {
+    Vec first, second;
+  };
+  using Elem = float;
+  using Left = Pair;
+  using Right = Pair;
+  static constexpr int kDepth = 2;
+  static constexpr int kLaneBytes = 4;
+  static INFLIGHT_INLINE Left broadcast(const float* a) { return {splat(a[0]), splat(a[1])}; }
+  static INFLIGHT_INLINE Right right(const char* b) {
+    UintVec bits;
+    __builtin_memcpy(&bits, b, sizeof bits);
+    return {(Vec)(bits << 16), (Vec)(bits & 0xffff0000u)};
+  }
+  static INFLIGHT_INLINE Right first_of_pair(Right b) { return {b.first, Vec{}}; }
+  static INFLIGHT_INLINE Vec fma(Vec sum, Left a, Right b) {
+    sum = a.first * b.first + sum;
+    return a.second * b.second + sum;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 pairs, multiplied and added by one instruction; queries and weights are bfloat16, too.
+struct Bfloat16Dot {
+  using Elem = uint16_t;
+  using Left = __m512i;
+  using Right = __m512i;
+  static constexpr int kDepth = 2;
+  static constexpr int kLaneBytes = 4;
+  static INFLIGHT_INLINE Left broadcast(const uint16_t* a) {
+    int32_t pair;
+    __builtin_memcpy(&pair, a, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static INFLIGHT_INLINE Right right(const char* b) { return _mm512_loadu_si512(b); }
+  static INFLIGHT_INLINE Right first_of_pair(Right b) { return _mm512_and_si512(b, _mm512_set1_epi32(0xffff)); }
+  static INFLIGHT_INLINE Vec fma(Vec sum, Left a, Right b) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// Weights of a softmax as the left operand of the product with the values.
+INFLIGHT_INLINE void store_weights(float* to, Vec x) { store(to, x); }
+#if defined(__AVX512BF16__)
+INFLIGHT_INLINE void store_weights(uint16_t* to, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+#endif
+
+}  // namespace INFLIGHT_ISA
+}  // namespace inflight

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""The CPU attention kernel against what the machine can do: memory in decode, matrix products in prefill.
+
+    python bench/cpu_attention.py [--threads N] [--dtype float32 bfloat16] [--rounds 7] [--output record.json]
+
+Decode reads every key and value once, so its floor is the time to read that many bytes (torch's sum
+over a large tensor).  Prefill is bound by multiplying: it is compared with torch.matmul, counting the
+causal half of the products only.  Rates of machine and kernel are measured in turn; each is the best
+of the rounds, since what disturbs a measurement only ever slows it down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine
+
+from inflight.attention.base import AttentionBackend, AttentionMetadata, LayerSpec
+from inflight.attention.cpu import CpuAttention, instruction_set, use_instruction_set
+from inflight.attention.reference import ReferenceAttention
+
+BLOCK_SIZE = 16
+# name -> query heads, KV heads, head size
+SHAPES = {"8/8 x 64": (8, 8, 64), "16/8 x 128": (16, 8, 128), "32/8 x 128": (32, 8, 128)}
+# name -> context, new tokens, of each request
+BATCHES = {
+    "decode 32 x 1K": ([1024] * 32, [1] * 32),
+    "decode 1 x 16K": ([16384], [1]),
+    "prefill 2K": ([2048], [2048]),
+    "prefill 512 at 4K": ([4096], [512]),
+    "mixed": ([512] * 16 + [1024], [1] * 16 + [512]),
+}
+
+
+class Case:
+    """One layer's attention over one batch."""
+
+    def __init__(self, backend: AttentionBackend, shape: str, batch: str, dtype: torch.dtype) -> None:
+        heads, kv_heads, size = SHAPES[shape]
+        lens, counts = BATCHES[batch]
+        self.backend = backend
+        self.spec = LayerSpec(heads, kv_heads, size, size, size**-0.5)
+        blocks = [-(-length // BLOCK_SIZE) for length in lens]
+        self.cache = backend.new_cache(sum(blocks), BLOCK_SIZE, self.spec, dtype, torch.device("cpu"))
+        self.cache.key.normal_()
+        self.cache.value.normal_()
+        table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
+        free = torch.randperm(sum(blocks), dtype=torch.int32)
+        for row, chosen in enumerate(free.split(blocks)):
+            table[row, : len(chosen)] = chosen
+        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        slots = [
+            int(table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+            for row, (length, count) in enumerate(zip(lens, counts))
+            for position in range(length - count, length)
+        ]
+        self.metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.tensor(slots),
+            query_starts=starts,
+            lens=lens,
+            max_query_len=max(counts),
+            max_seq_len=max(lens),
+            block_size=BLOCK_SIZE,
+        )
+        tokens = starts[-1]
+        self.query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
+        self.key = torch.randn(kv_heads, tokens, size).to(dtype).transpose(0, 1)
+        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length, count in zip(lens, counts))
+        self.flops = 4 * heads * size * pairs
+        self.bytes = sum(lens) * self.spec.bytes_per_token(dtype)
+
+    def attend(self) -> None:
+        self.backend.attend(self.query, self.cache, self.metadata, self.spec, None)
+
+    def write(self) -> None:
+        self.backend.write(self.key, self.key, self.cache, self.metadata)
+
+
+def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
+    """Shortest of the calls that fit in `seconds`."""
+    # With one thread its own clock stands still while other processes have the core.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    function()
+    result, end = float("inf"), clock() + seconds
+    while (start := clock()) < end:
+        function()
+        result = min(result, clock() - start)
+    return result
+
+
+def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
+    """Functions that measure bytes/s of reading and FLOP/s of multiplying."""
+    memory = torch.ones(2**26, dtype=torch.float32)
+    left, right = torch.randn(2, 1536, 1536).to(dtype).unbind()
+    return {
+        "read": lambda: memory.numel() * 4 / best(memory.sum),
+        "gemm": lambda: 2 * 1536**3 / best(lambda: left @ right),
+    }
+
+
+def measure(shape: str, batch: str, dtype: torch.dtype, rounds: int, reference: bool) -> dict[str, Any]:
+    case = Case(CpuAttention(), shape, batch, dtype)
+    times: dict[str, Callable[[], float]] = {"attend": lambda: best(case.attend), "write": lambda: best(case.write)}
+    if reference:
+        slow = Case(ReferenceAttention(), shape, batch, dtype)
+        times["reference"] = lambda: best(slow.attend)
+    rates = machine_rates(dtype)
+    seen: dict[str, float] = dict.fromkeys(rates, 0.0) | dict.fromkeys(times, float("inf"))
+    for _ in range(rounds):
+        for name, rate in rates.items():
+            seen[name] = max(seen[name], rate())
+        for name, duration in times.items():
+            seen[name] = min(seen[name], duration())
+    seconds = seen["attend"]
+    result = {
+        "shape": shape,
+        "batch": batch,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attend_us": seconds * 1e6,
+        "write_us": seen["write"] * 1e6,
+        "gigabytes_per_second": case.bytes / seconds / 1e9,
+        "read_share": case.bytes / seconds / seen["read"],
+        "gigaflops": case.flops / seconds / 1e9,
+        "gemm_share": case.flops / seconds / seen["gemm"],
+        "machine_read_gigabytes_per_second": seen["read"] / 1e9,
+        "machine_gemm_gigaflops": seen["gemm"] / 1e9,
+    }
+    if reference:
+        result["reference_us"] = seen["reference"] * 1e6
+    return result
+
+
+def show(row: dict[str, Any]) -> None:
+    read, gemm = row["machine_read_gigabytes_per_second"], row["machine_gemm_gigaflops"]
+    reference = f"  reference {row['reference_us'] / row['attend_us']:5.1f} x slower" if "reference_us" in row else ""
+    print(
+        f"{row['dtype']:<9}{row['shape']:<12}{row['batch']:<18}{row['attend_us']:9.0f} us "
+        f"{row['gigabytes_per_second']:6.1f} GB/s ({row['read_share']:4.0%} of read {read:.0f}) "
+        f"{row['gigaflops']:6.0f} GFLOP/s ({row['gemm_share']:4.0%} of matmul {gemm:.0f})  "
+        f"write {row['write_us']:6.0f} us{reference}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]
+    )
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--reference", action="store_true", help="time the reference backend, too")
+    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if not use_instruction_set(options.isa):
+        parser.error(f"--isa {options.isa}: this machine or the build lacks it")
+    print(f"{machine()}; {options.threads} threads; {instruction_set()}")
+    rows = []
+    for dtype in options.dtype:
+        for shape in options.shape:
+            for batch in options.batch:
+                rows.append(measure(shape, batch, getattr(torch, dtype), options.rounds, options.reference))
+                show(rows[-1])
+    if options.output:
+        record = {
+            "machine": machine(),
+            "threads": options.threads,
+            "instruction_set": instruction_set(),
+            "torch": torch.__version__,
+            "block_size": BLOCK_SIZE,
+            "rows": rows,
+        }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

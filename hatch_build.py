@@ -1,0 +1,29 @@
+"""Build hook: compiles the CPU attention kernel into the package, for wheels and editable installs.
+
+Without a compiler the install goes on; the backend then says at load what to install.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        # Run by path: importing the package would need torch.
+        script = Path(self.root, "backend", "inflight", "attention", "build.py")
+        kernel = runpy.run_path(str(script), run_name="kernel_build")
+        try:
+            library: Path = kernel["build"]()
+        except kernel["BuildError"] as error:
+            self.app.display_warning(f"inflight: without the CPU attention kernel: {error}")
+            return
+        build_data["artifacts"].append(f"/{library.relative_to(Path(self.root).resolve()).as_posix()}")
+        if version != "editable":
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

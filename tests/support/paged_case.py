@@ -1,0 +1,133 @@
+"""One attention layer over a ragged batch, for any backend: pool, block tables, new queries."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from inflight.attention.base import AttentionBackend, AttentionMetadata, KVCache, LayerSpec
+
+VOID = 2**30  # block id of table entries that no one may follow
+
+
+def strided(shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, layout: str) -> Tensor:
+    """Random [tokens, heads, size] in one of the layouts that models hand over."""
+    tokens, heads, size = shape
+    if layout == "heads first":  # after rotary: [1, heads, tokens, size], transposed
+        return torch.randn(heads, tokens, size, generator=generator).to(dtype).transpose(0, 1)
+    if layout == "fused":  # a slice of one projection's rows
+        return (
+            torch.randn(tokens, 3 * heads * size + 8, generator=generator)
+            .to(dtype)[:, heads * size + 8 : 2 * heads * size + 8]
+            .unflatten(1, (heads, size))
+        )
+    if layout == "size strided":
+        return torch.randn(tokens, size, heads, generator=generator).to(dtype).transpose(1, 2)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@dataclass
+class PagedCase:
+    """Requests of `lens` tokens, of which the last `counts` are this step's queries."""
+
+    spec: LayerSpec
+    lens: list[int]
+    counts: list[int]
+    block_size: int
+    dtype: torch.dtype = torch.float32
+    layout: str = "heads first"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        spec = self.spec
+        heads, sizes = spec.num_kv_heads, (spec.key_head_size, spec.value_head_size)
+        self.keys = [strided((n, heads, sizes[0]), self.dtype, generator, self.layout) for n in self.lens]
+        self.values = [strided((n, heads, sizes[1]), self.dtype, generator, self.layout) for n in self.lens]
+        queries = [strided((n, spec.num_heads, sizes[0]), self.dtype, generator, self.layout) for n in self.lens]
+        # A request's queries are the same whatever part of them is new.
+        last = [query[n - count :] for query, n, count in zip(queries, self.lens, self.counts)]
+        self.query = last[0] if len(last) == 1 else torch.cat(last)
+        self.sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
+
+    def with_dtype(self, dtype: torch.dtype) -> PagedCase:
+        """The same numbers in another dtype."""
+        other = replace(self, dtype=dtype)
+        other.keys = [key.to(dtype) for key in self.keys]
+        other.values = [value.to(dtype) for value in self.values]
+        other.query = self.query.to(dtype)
+        return other
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        """Write everything into a pool full of NaN, then attend: [sum of counts, num_heads, value size]."""
+        return self.attend(backend, self.filled_cache(backend))
+
+    def attend(self, backend: AttentionBackend, cache: KVCache) -> Tensor:
+        # torch then fills what is allocated without a value with NaN.
+        torch.use_deterministic_algorithms(True)
+        try:
+            return backend.attend(self.query, cache, self.metadata(self.counts), self.spec, self.sinks)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def filled_cache(self, backend: AttentionBackend) -> KVCache:
+        num_blocks = sum(self._blocks(n) for n in self.lens) + 2
+        cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device("cpu"))
+        cache.key.fill_(torch.nan)
+        cache.value.fill_(torch.nan)
+        # Two writes, so that a block is written in pieces; all requests in one batch.
+        cuts = [n // 3 for n in self.lens]
+        for begins, ends in (([0] * len(cuts), cuts), (cuts, self.lens)):
+            if sum(ends) == sum(begins):
+                continue
+            counts = [end - begin for begin, end in zip(begins, ends)]
+            rows = [slice(begin, end) for begin, end in zip(begins, ends)]
+            key = [key[part] for key, part in zip(self.keys, rows)]
+            value = [value[part] for value, part in zip(self.values, rows)]
+            one = len(key) == 1  # keep its strides
+            metadata = self.metadata(counts, ends)
+            backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, metadata)
+        return cache
+
+    def metadata(self, counts: list[int], lens: list[int] | None = None) -> AttentionMetadata:
+        lens = self.lens if lens is None else lens
+        table = self.block_table()
+        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        slots = [
+            int(table[row, position // self.block_size]) * self.block_size + position % self.block_size
+            for row, (length, count) in enumerate(zip(lens, counts))
+            for position in range(length - count, length)
+        ]
+        return AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            query_starts=starts,
+            lens=list(lens),
+            max_query_len=max(counts),
+            max_seq_len=max(lens),
+            block_size=self.block_size,
+        )
+
+    def block_table(self) -> Tensor:
+        """int32 [requests, most blocks]; scattered blocks, void past a request's end."""
+        blocks = [self._blocks(n) for n in self.lens]
+        free = list(range(sum(blocks) + 2))
+        random.Random(self.seed).shuffle(free)
+        table = torch.full((len(blocks), max(blocks)), VOID, dtype=torch.int32)
+        for row, count in enumerate(blocks):
+            table[row, :count] = torch.tensor(free[:count])
+            del free[:count]
+        return table
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of `expected`."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
