@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import inflight
 from inflight_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -33,6 +37,8 @@ MESSAGES = [
     (InvalidRequestError, "sampling_parameters: not valid JSON: Expecting value: line 1 column 1 (char 0)"),
     (InvalidRequestError, "text_input is not valid UTF-8: byte 0xff at 0"),
     (InvalidRequestError, "unexpected inference input 'foo' for model 'demo'"),
+    (InvalidRequestError, "unknown sampling parameter 'foo'; known are: bad_words, end_id"),
+    (InvalidRequestError, "the prompt has 9999 characters, which is surely more than 63 tokens"),
     (ServerError, "KeyError: 'x'"),
     (ServerError, "something nobody has seen before"),
 ]
@@ -47,3 +53,35 @@ def test_messages_find_their_exception(kind: type[Exception], message: str) -> N
 
 def test_an_unknown_message_takes_the_default() -> None:
     assert code_of_message("hm", default="NOT_FOUND") == "NOT_FOUND"
+
+
+def spelled_out(node: ast.expr) -> str | None:
+    """A message as the source has it, with something in place of what is filled in; None for a variable."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+    return None
+
+
+def backend_errors() -> list[tuple[str, str]]:
+    """(code, message) of every error that the backend's source spells out."""
+    package = Path(inflight.__file__).parent
+    found = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                arguments = {"RequestError": node.args, "RequestFailed": node.args[1:]}.get(node.func.id, [])
+                texts = [spelled_out(argument) for argument in arguments[:2]]
+                if len(texts) == 2 and texts[0] and texts[1] and any(map(str.isalpha, texts[1].replace("X", ""))):
+                    found.append((texts[0], texts[1]))
+    return found
+
+
+def test_the_client_understands_what_the_backend_says() -> None:
+    errors = backend_errors()
+    assert {code for code, _ in errors} >= {"INVALID_ARG", "UNAVAILABLE", "CANCELLED"}
+    # A refusal in new words may come out as a ServerError, but nothing else may be mistaken.
+    fine = {"INVALID_ARG": {"INVALID_ARGUMENT", "UNKNOWN"}, "CANCELLED": {"CANCELLED", "DEADLINE_EXCEEDED"}}
+    wrong = [(code, said) for code, said in errors if code_of_message(said) not in fine.get(code, {code})]
+    assert wrong == []
