@@ -30,8 +30,9 @@ test: $(VENV)/test.stamp
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 bench: $(VENV)/run.stamp
-	$(BIN)/python bench/overhead.py $(ARGS)
-	$(BIN)/python bench/static.py $(ARGS)
+	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/static.py
+	$(BIN)/python bench/cpu_attention.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
