@@ -26,6 +26,8 @@ class ConfigError(ValueError):
 _PositiveInt = Annotated[int, Meta(ge=1)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
+_TRACED_STEPS = 4096  # of "step_trace": true
+
 _BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -74,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         disable_log_requests: accepted for compatibility; requests are never logged.
         tensor_parallel_size: ranks of the engine; only 1 is built.
         python_executable: interpreter of the engine process; `None` takes the stub's own.
+        step_trace: keep what the last steps did, for `inflight trace`; `true` keeps 4096 steps, a number
+            as many. See docs/tracing.md.
         check_on_load: compare a small batch with transformers' own attention before serving.
         engine_start_timeout: seconds the engine process has to load the checkpoint.
     """
@@ -103,6 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_log_requests: bool = True
     tensor_parallel_size: _PositiveInt = 1
     python_executable: str | None = None
+    step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
 
@@ -113,6 +118,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: it must be more than 0 bytes")
+
+    @property
+    def num_traced_steps(self) -> int:
+        """Steps that the step trace keeps; 0 when it is off."""
+        return _TRACED_STEPS if self.step_trace is True else int(self.step_trace)
 
     @property
     def tokenizer_source(self) -> str:

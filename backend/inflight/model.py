@@ -22,6 +22,7 @@ from inflight.config import EngineConfig  # noqa: E402
 from inflight.frontend import triton_bridge as bridge  # noqa: E402
 from inflight.frontend.chat import ChatTemplate  # noqa: E402
 from inflight.frontend.contract import RequestParser  # noqa: E402
+from inflight.frontend.control import asks_for_trace  # noqa: E402
 from inflight.frontend.errors import RequestError  # noqa: E402
 from inflight.frontend.placement import placement  # noqa: E402
 from inflight.frontend.streams import Streams  # noqa: E402
@@ -78,7 +79,11 @@ class TritonPythonModel:
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender())
             try:
-                self._streams.open(self._parser.parse(bridge.read_request(request)), responder)
+                wire = bridge.read_request(request)
+                if asks_for_trace(wire):
+                    self._streams.dump_trace(responder)
+                else:
+                    self._streams.open(self._parser.parse(wire), responder)
             except RequestError as error:
                 self._streams.reject(responder, error)
             except Exception as error:  # a bug here must not take the other requests along

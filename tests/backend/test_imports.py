@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine.kv_pool": {"engine.request"},
     "engine.policy": {"engine.request"},
     "engine.scheduler": {"engine.kv_pool", "engine.policy", *_DATA},
-    "engine.core": {"config", "engine.kv_pool", "engine.scheduler", *_DATA},
+    "engine.step_trace": _DATA,
+    "engine.core": {"config", "engine.kv_pool", "engine.scheduler", "engine.step_trace", *_DATA},
     "engine.process": {"config", "engine.messages", "engine.core", "runner"},
     "attention": {"attention", "config"},
     "sampling": {"sampling", *_DATA},
@@ -30,11 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"engine.messages", "frontend.streams"},
     "frontend.triton_bridge": {"frontend", "config", "metrics"},
     "model": {"frontend", "metrics", "config"},
+    "trace": {"trace", "engine.step_trace"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
 # Command line and launcher stand outside of the request path.
 OUTSIDE = {"", "cli", "demo", "launcher", "installation", "repository"}
-TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher")
+TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher", "trace")
 
 
 def modules() -> list[str]:

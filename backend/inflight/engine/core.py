@@ -11,6 +11,7 @@ from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, S
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.step_trace import StepTrace
 
 __all__ = ["EngineCore", "ModelInfo", "Runner"]
 
@@ -65,6 +66,7 @@ class EngineCore:
         self.info = runner.info
         self.pool = KVPool(self.info.num_blocks, config.block_size)
         self.scheduler = Scheduler(SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), self.pool)
+        self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
 
     @property
@@ -85,6 +87,7 @@ class EngineCore:
         params = message.params
         stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         limit = min(len(message.prompt_token_ids) + params.max_tokens, self.info.max_model_len)
+        arrival = time.monotonic() if message.arrival is None else message.arrival
         # n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a
         # salt of the request's own.
         caches = self.config.enable_prefix_caching
@@ -94,6 +97,7 @@ class EngineCore:
                 message.prompt_token_ids,
                 params,
                 index=index,
+                arrival_time=arrival,
                 priority=message.priority,
                 tenant=message.tenant,
                 deadline=message.deadline,
@@ -108,6 +112,8 @@ class EngineCore:
         sequences[0].children = sequences[1:]
         self._live[message.request_id] = sequences
         self.scheduler.add(sequences[0])
+        if self.trace is not None:
+            self.trace.arrived(sequences)
         return None
 
     def abort(self, request_id: int, index: int | None = None) -> None:
@@ -120,16 +126,24 @@ class EngineCore:
                     self.scheduler.abort(request)
         elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
             self.scheduler.abort(sequences[index])
+        if self.trace is not None:
+            self.trace.ended(sequences, time.monotonic())
         self._forget_if_done(request_id)
 
     def step(self) -> StepMessage:
         """Schedule, execute, update.  A step that schedules nothing returns no deltas."""
-        start = time.perf_counter()
+        start = time.monotonic()
         out = self.scheduler.schedule()
+        scheduled = time.monotonic()
         result = self.runner.execute(out) if out.requests else StepOutput([])
+        executed = time.monotonic()
         deltas = self.scheduler.update(out, result)
         self._forget_finished(deltas)
-        return StepMessage(deltas, self._stats(out, time.perf_counter() - start))
+        end = time.monotonic()
+        message = StepMessage(deltas, self._stats(out, end - start))
+        if self.trace is not None:
+            self.trace.add(out, result, message.stats, (start, scheduled, executed, end))
+        return message
 
     def _refusal(self, message: AddRequest) -> RequestFailed | None:
         num_tokens = len(message.prompt_token_ids)
@@ -175,6 +189,19 @@ class EngineCore:
             batch_size=len(out.requests),
             scheduled_tokens=out.total_tokens,
             step_seconds=seconds,
+        )
+
+    def _make_trace(self) -> StepTrace | None:
+        config = self.config
+        if not config.num_traced_steps:
+            return None
+        return StepTrace(
+            config.num_traced_steps,
+            model=config.model,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            num_blocks=self.info.num_blocks,
         )
 
     def _forget_finished(self, deltas: list[SequenceDelta]) -> None:

@@ -15,6 +15,7 @@ from inflight.engine.request import SamplingParams
 __all__ = [
     "AbortRequest",
     "AddRequest",
+    "DumpTrace",
     "EngineFailed",
     "EngineReady",
     "RequestFailed",
@@ -23,6 +24,7 @@ __all__ = [
     "StepMessage",
     "StepStats",
     "TokenLogprobs",
+    "TraceDump",
     "decode_to_engine",
     "decode_to_frontend",
     "encode",
@@ -40,6 +42,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         tenant: whom the request is accounted to; "" is the common one.
         deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
         cache_salt: keeps prefix-cache hits among requests with the same salt.
+        arrival: `time.monotonic()` when the frontend had the request; None takes the time now.
     """
 
     request_id: int
@@ -49,6 +52,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     tenant: str = ""
     deadline: float | None = None
     cache_salt: str = ""
+    arrival: float | None = None
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -63,6 +67,15 @@ class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 class Shutdown(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """Frontend -> engine: finish the step in flight and exit with status 0."""
+
+
+class DumpTrace(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """Frontend -> engine: answer with a `TraceDump`, or with `RequestFailed` when nothing is traced.
+
+    `request_id` is of the same count as those of `AddRequest`.
+    """
+
+    request_id: int
 
 
 # One generated or prompt token: (token_id, logprob, rank) triples, the token itself first, then
@@ -161,8 +174,15 @@ class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):
     fatal: bool = False
 
 
-ToEngine = Union[AddRequest, AbortRequest, Shutdown]
-ToFrontend = Union[StepMessage, RequestFailed, EngineReady, EngineFailed]
+class TraceDump(msgspec.Struct, array_like=True, tag=15, frozen=True):
+    """Engine -> frontend: the step trace, as `step_trace.Trace.to_json` writes it."""
+
+    request_id: int
+    trace: bytes
+
+
+ToEngine = Union[AddRequest, AbortRequest, Shutdown, DumpTrace]
+ToFrontend = Union[StepMessage, RequestFailed, EngineReady, EngineFailed, TraceDump]
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

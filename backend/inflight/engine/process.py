@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -23,11 +24,14 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
+    DumpTrace,
     EngineFailed,
     EngineReady,
+    RequestFailed,
     Shutdown,
     ToEngine,
     ToFrontend,
+    TraceDump,
     decode_to_engine,
     encode,
 )
@@ -91,10 +95,27 @@ def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine
             elif isinstance(message, AbortRequest):
                 core.abort(message.request_id, message.index)
                 if not core.has_work:
-                    _send(connection, core.step())  # an empty step: the metrics see the blocks return
+                    _step(connection, core)  # an empty step: the metrics see the blocks return
+            elif isinstance(message, DumpTrace):
+                _send(connection, _trace_answer(message.request_id, core))
             else:
                 return
-        _send(connection, core.step())
+        _step(connection, core)
+
+
+def _step(connection: Connection, core: EngineCore) -> None:
+    message = core.step()
+    start = time.monotonic()
+    _send(connection, message)
+    if core.trace is not None:
+        core.trace.sent(time.monotonic() - start)
+
+
+def _trace_answer(request_id: int, core: EngineCore) -> TraceDump | RequestFailed:
+    if core.trace is None:
+        text = 'step_trace is off: set "step_trace": true in model.json and load the model again'
+        return RequestFailed(request_id, "INVALID_ARG", text)
+    return TraceDump(request_id, core.trace.snapshot().to_json())
 
 
 def _send(connection: Connection, message: ToFrontend) -> None:

@@ -71,8 +71,10 @@ class StepOutput:
         logprobs: row -> entry of its sampled token, for rows that asked.
         prompt_logprobs: row -> entries for the prompt tokens *predicted* by this step's
             positions, for rows that asked.
+        forward_end: `time.monotonic()` between forward pass and sampling, where the runner tells.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    forward_end: float | None = None

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats, TokenLogprobs
+from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats, TokenLogprobs, TraceDump
 from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.errors import ErrorCode, RequestError
 from inflight.frontend.outputs import SequenceOutput, response_outputs
@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     def submit(self, request_id: int, request: GenerationRequest) -> None:
         """Hand over; raises RequestError when it is not taken."""
+
+    def dump_trace(self, request_id: int) -> None:
+        """Ask for the step trace; raises RequestError when that cannot be done."""
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop a request or one of its sequences; unknown ones are ignored."""
@@ -139,6 +142,7 @@ class Streams:
         self._max_sequences = max_sequences
         self._sweep_seconds = sweep_seconds
         self._streams: dict[int, Stream] = {}
+        self._traces: dict[int, Responder] = {}  # who waits for the step trace; the sender thread's
         self._events: SimpleQueue[StepMessage | Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the two below
         self._open_sequences = 0
@@ -177,6 +181,17 @@ class Streams:
         except RequestError as error:
             self._events.put(partial(self._fail, request_id, error))
 
+    def dump_trace(self, responder: Responder) -> None:
+        """Answer with the engine's step trace, JSON in `text_output`, or with why there is none."""
+        with self._lock:
+            self._next_id += 1
+            request_id = self._next_id
+        self._events.put(lambda: self._traces.update({request_id: responder}))
+        try:
+            self._engine.dump_trace(request_id)
+        except RequestError as error:
+            self._events.put(partial(self._fail, request_id, error))
+
     def reject(self, responder: Responder, error: RequestError) -> None:
         """Answer a request that never became a stream."""
         self._events.put(partial(self._respond_error, responder, error))
@@ -189,6 +204,10 @@ class Streams:
         """The engine did not take a request."""
         error = RequestError(message.code, message.message)  # type: ignore[arg-type]
         self._events.put(partial(self._fail, message.request_id, error))
+
+    def on_trace(self, message: TraceDump) -> None:
+        """The engine's answer to `dump_trace`."""
+        self._events.put(partial(self._send_trace, message))
 
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
         """The engine process died with these requests in it."""
@@ -273,6 +292,16 @@ class Streams:
         outputs = response_outputs(stream.request, stream.sequences, self._tokenizer, stream.take_prompt_logprobs())
         stream.responder.send(outputs, final)
 
+    def _send_trace(self, message: TraceDump) -> None:
+        self._engine.release(message.request_id)
+        responder = self._traces.pop(message.request_id, None)
+        if responder is None:
+            return
+        try:
+            responder.send({"text_output": np.array([message.trace], dtype=np.object_)}, True)
+        except Exception as lost:
+            self._log_error(f"cannot answer a request for the step trace: {lost}")
+
     def _register(self, stream: Stream) -> None:
         self._streams[stream.request_id] = stream
         self._any_open.set()
@@ -286,6 +315,9 @@ class Streams:
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         """End a stream with an error; nothing happens when it has ended."""
+        if (asker := self._traces.pop(request_id, None)) is not None:
+            self._engine.release(request_id)
+            return self._respond_error(asker, error)
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -294,7 +326,7 @@ class Streams:
         self._respond_error(stream.responder, error)
 
     def _fail_all(self, error: RequestError) -> None:
-        for request_id in list(self._streams):
+        for request_id in [*self._streams, *self._traces]:
             self._fail(request_id, error)
 
     def _fail_late(self, request_id: int) -> None:

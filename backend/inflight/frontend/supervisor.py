@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import AbortRequest, AddRequest, EngineReady, RequestFailed, StepMessage, encode
+from inflight.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    DumpTrace,
+    EngineReady,
+    RequestFailed,
+    StepMessage,
+    TraceDump,
+    encode,
+)
 from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
@@ -29,6 +38,7 @@ class EngineEvents(Protocol):
 
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
+    def on_trace(self, message: TraceDump) -> None: ...
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None: ...
 
 
@@ -136,8 +146,16 @@ class Supervisor:
                 tenant=request.tenant,
                 deadline=request.deadline,
                 cache_salt=request.cache_salt,
+                arrival=request.arrival,
             )
         )
+        self._enqueue(request_id, frame)
+
+    def dump_trace(self, request_id: int) -> None:
+        """Ask the engine for its step trace; raises as `submit` does."""
+        self._enqueue(request_id, encode(DumpTrace(request_id)))
+
+    def _enqueue(self, request_id: int, frame: bytes) -> None:
         most = self._config.max_queue_size
         with self._changed:
             if self._refusal is not None:
@@ -239,6 +257,8 @@ class Supervisor:
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):
                     events.on_request_failed(message)
+                elif isinstance(message, TraceDump):
+                    events.on_trace(message)
         except (EOFError, OSError):
             pass
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -51,7 +53,9 @@ class ModelRunner:
         rows = np.flatnonzero(out.samples)
         asked = self._prompt_positions(out)
         logits = self._forward(inputs, rows, asked)
+        forward_end = time.monotonic()
         step = self._sample(out, rows, logits[: len(rows)])
+        step.forward_end = forward_end
         self._add_prompt_logprobs(step, out, asked, logits[len(rows) :])
         return step
 

@@ -1,0 +1,252 @@
+"""Step trace: what each of the last steps did, to whom, and how long it took.  No torch.
+
+The engine core appends one `StepRecord` a step, made of the lists that the step has built anyway;
+nothing is formatted before somebody asks.  `docs/tracing.md` says how to ask and what to do with
+the answer; `inflight.trace` draws it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from inflight.engine.messages import StepStats
+from inflight.engine.request import Request, Status
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+__all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "TraceError", "sequence_key"]
+
+FORMAT = "inflight step trace 1"
+
+_MAX_N = 128  # sequences of one request (`SamplingParams.n`)
+_MAX_ENDED = 4096  # a step ends no more sequences; what is aborted beyond that before a step is not kept
+
+
+class TraceError(ValueError):
+    """A file or answer that is no step trace."""
+
+
+def sequence_key(request_id: int, index: int) -> int:
+    """One integer for a sequence: cheaper to store than a pair."""
+    return request_id * _MAX_N + index
+
+
+class StepRecord(msgspec.Struct, array_like=True):
+    """One step.  Durations are seconds; `running` to `blocks_free` are the state after the step.
+
+    Attributes:
+        number: counts the engine's steps that ran a batch, from 0.
+        start: `time.monotonic()` seconds.
+        schedule, forward, sample, update: the four parts of the step, one after the other.  On a
+            GPU `forward` ends when its kernels are launched and `sample` includes waiting for them.
+        send: writing the step's message to the frontend; 0 in-process.
+        keys: sequences of the batch, in batch order; the next three lists are parallel to it.
+        tokens: how many of its tokens each computed.
+        computed: how many it had computed before.
+        samples: whether a token was sampled for it.
+        preempted: sequences that lost slot and blocks while the step was made.
+        ended: sequences that ended with this step or were aborted before the next one.
+    """
+
+    number: int
+    start: float
+    schedule: float
+    forward: float
+    sample: float
+    update: float
+    send: float
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_free: int
+    keys: list[int]
+    tokens: list[int]
+    computed: list[int]
+    samples: list[bool]
+    preempted: list[int]
+    ended: list[int]
+
+    @property
+    def end(self) -> float:
+        """When the step's tokens were there: the message to the frontend goes out after it."""
+        return self.start + self.schedule + self.forward + self.sample + self.update
+
+
+class RequestRecord(msgspec.Struct, array_like=True):
+    """One sequence, as far as it has come; times are `time.monotonic()` seconds.
+
+    Attributes:
+        key: `sequence_key` of the two fields behind it.
+        arrival: when the frontend had the request.
+        num_cached_tokens: prompt tokens that the prefix cache served.
+        end: when it ended, None while it lives.
+        finish_reason: "stop", "length", "abort", or None while it lives.
+    """
+
+    key: int
+    request_id: int
+    index: int
+    arrival: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    end: float | None
+    finish_reason: str | None
+
+
+class Trace(msgspec.Struct):
+    """What the ring held when it was asked: the content of a trace file.
+
+    Attributes:
+        format: `FORMAT`.
+        wall_clock: `time.time()` less `time.monotonic()` in the engine process, seconds.
+        model: checkpoint, as the configuration names it.
+        requests: the sequences that the steps speak of, and those that wait.
+        steps: oldest first, without holes.
+    """
+
+    format: str
+    wall_clock: float
+    model: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    requests: list[RequestRecord]
+    steps: list[StepRecord]
+
+    def to_json(self) -> bytes:
+        """The file: one JSON object; records are arrays in the order of their fields."""
+        return _encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Trace:
+        """Raises TraceError when `data` is not what `to_json` wrote."""
+        try:
+            trace = _decode(data)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"not a step trace: {error}") from None
+        if trace.format != FORMAT:
+            raise TraceError(f"format is {trace.format!r}: this version reads {FORMAT!r}")
+        return trace
+
+    def last(self, count: int) -> Trace:
+        """The last `count` steps and the sequences they speak of."""
+        steps = self.steps[-count:]
+        named = {key for step in steps for key in (*step.keys, *step.preempted, *step.ended)}
+        requests = [request for request in self.requests if request.key in named or request.end is None]
+        return msgspec.structs.replace(self, requests=requests, steps=steps)
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Trace).decode
+
+
+class StepTrace:
+    """A bounded ring of steps, with the sequences they speak of and no others.
+
+    Args:
+        limit: steps to keep.
+        model, max_num_seqs, max_num_batched_tokens, block_size, num_blocks: go into the `Trace`.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        model: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        num_blocks: int,
+    ) -> None:
+        self.limit = limit
+        self._head = (model, max_num_seqs, max_num_batched_tokens, block_size, num_blocks)
+        self._steps: deque[StepRecord] = deque()
+        self._live: dict[int, Request] = {}
+        # Ended sequences go when the step that ended them leaves the ring: no later one names them.
+        self._ended: dict[int, RequestRecord] = {}
+        self._number = 0
+        self._in_flight: StepRecord | None = None  # the step whose message is yet to be sent
+
+    def arrived(self, requests: Iterable[Request]) -> None:
+        """Sequences that the core has taken."""
+        for request in requests:
+            self._live[sequence_key(request.request_id, request.index)] = request
+
+    def add(self, out: SchedulerOutput, result: StepOutput, stats: StepStats, times: tuple[float, ...]) -> None:
+        """Take a step in; one that ran no batch is none.
+
+        Args:
+            times: `time.monotonic()` when the step began, was scheduled, was executed and ended.
+        """
+        self._in_flight = None
+        if not out.requests:
+            return
+        start, scheduled, executed, end = times
+        sampling = executed if result.forward_end is None else result.forward_end
+        record = StepRecord(
+            self._number,
+            start,
+            scheduled - start,
+            sampling - scheduled,
+            executed - sampling,
+            end - executed,
+            0.0,
+            stats.running,
+            stats.waiting,
+            stats.blocks_used,
+            stats.blocks_free,
+            [request.request_id * _MAX_N + request.index for request in out.requests],
+            out.num_scheduled_tokens,
+            out.num_computed_tokens,
+            out.samples,
+            [sequence_key(request.request_id, request.index) for request in out.preempted],
+            [],
+        )
+        self._number += 1
+        if len(self._steps) == self.limit:
+            for key in self._steps.popleft().ended:
+                self._ended.pop(key, None)
+        self._steps.append(record)
+        self._in_flight = record
+        self.ended(out.requests, end)
+
+    def sent(self, seconds: float) -> None:
+        """How long it took to send what the last `add` was about."""
+        if self._in_flight is not None:
+            self._in_flight.send = seconds
+
+    def ended(self, requests: Iterable[Request], now: float) -> None:
+        """Look which of `requests` have ended; those that live are passed over."""
+        for request in requests:
+            if request.status is not Status.FINISHED:
+                continue
+            key = sequence_key(request.request_id, request.index)
+            if self._live.pop(key, None) is None or not self._steps or len(self._steps[-1].ended) >= _MAX_ENDED:
+                continue
+            self._ended[key] = _record(request, now)
+            self._steps[-1].ended.append(key)
+
+    def snapshot(self) -> Trace:
+        """What is there now; later steps do not change it, sending the last one may."""
+        requests = [*self._ended.values(), *(_record(request, None) for request in self._live.values())]
+        requests.sort(key=lambda request: (request.arrival, request.key))
+        return Trace(FORMAT, time.time() - time.monotonic(), *self._head, requests, list(self._steps))
+
+
+def _record(request: Request, end: float | None) -> RequestRecord:
+    return RequestRecord(
+        sequence_key(request.request_id, request.index),
+        request.request_id,
+        request.index,
+        request.arrival_time,
+        request.num_prompt_tokens,
+        request.num_cached_tokens,
+        request.num_output_tokens,
+        end,
+        None if request.finish_reason is None else request.finish_reason.value,
+    )

@@ -1,0 +1,162 @@
+"""From a step trace to what each sequence did when: the slices that the exports draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inflight.engine.step_trace import RequestRecord, StepRecord, Trace
+
+__all__ = ["Kind", "Row", "Slice", "Timeline", "build_timeline"]
+
+Kind = Literal["waiting", "prefill", "decode", "preempted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A stretch of time in which a sequence did one thing; seconds from the timeline's origin.
+
+    Attributes:
+        kind: "waiting" for a slot, blocks or budget; "prefill" for a chunk of known tokens, after a
+            preemption output computed again included; "decode" for one token from the one before;
+            "preempted" from losing the slot to the next step that computes something.
+        step: index into `Timeline.steps`; None where the sequence sat out.
+        tokens: tokens computed.
+        computed: tokens that were computed before.
+    """
+
+    kind: Kind
+    start: float
+    end: float
+    step: int | None = None
+    tokens: int = 0
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence and its slices, in order and without overlap.
+
+    Attributes:
+        first_token: end of the step that sampled its first token; None when that is not in the trace.
+        whole: whether the trace holds all of its steps.
+    """
+
+    request: RequestRecord
+    slices: list[Slice] = field(default_factory=list)
+    first_token: float | None = None
+    whole: bool = True
+
+    @property
+    def label(self) -> str:
+        """The request's id; with the sequence's index behind it where that is not 0."""
+        index = self.request.index
+        return str(self.request.request_id) + (f".{index}" if index else "")
+
+
+@dataclass(slots=True)
+class Timeline:
+    """All sequences of a trace by arrival.
+
+    Attributes:
+        origin: `time.monotonic()` seconds that count as 0 here.
+        end: when the last step ended.
+        prefill_tokens, decode_tokens: per step.
+    """
+
+    trace: Trace
+    origin: float
+    end: float
+    rows: list[Row]
+    prefill_tokens: list[int]
+    decode_tokens: list[int]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return self.trace.steps
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the sweep over the steps stands with one sequence."""
+
+    row: Row
+    free_from: float
+    idle: Kind = "waiting"
+    last_step: int | None = None
+    catch_up: int = 0  # known tokens that a preemption has thrown away; computing them is no decoding
+
+
+def build_timeline(trace: Trace) -> Timeline:
+    """Slices of every sequence the trace speaks of.  A trace without steps gives an empty timeline."""
+    steps = trace.steps
+    # What arrived before the oldest step that is left is drawn from that step on.
+    ring_start = steps[0].start if steps else 0.0
+    whole_from = ring_start if steps and steps[0].number else 0.0
+    arrivals = [request.arrival for request in trace.requests]
+    origin = ring_start if whole_from else min([ring_start, *arrivals])
+    end = max([steps[-1].end - origin, *(a - origin for a in arrivals)]) if steps else 0.0
+    progress = {request.key: _Progress(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests}
+    prefill, decode = [0] * len(steps), [0] * len(steps)
+    for index, step in enumerate(steps):
+        for key in step.preempted:
+            if (state := progress.get(key)) is not None:
+                _preempt(state, step, origin)
+        for key, tokens, computed, samples in zip(step.keys, step.tokens, step.computed, step.samples):
+            if (state := progress.get(key)) is None:
+                continue
+            kind = _advance(state, step, index, origin, tokens, computed, samples)
+            (decode if kind == "decode" else prefill)[index] += tokens
+    for state in progress.values():
+        _close(state, end, origin)
+    rows = [state.row for state in progress.values() if state.row.slices]
+    return Timeline(trace, origin, end, rows, prefill, decode)
+
+
+def _preempt(state: _Progress, step: StepRecord, origin: float) -> None:
+    now = step.start - origin
+    _fill(state, now)
+    state.idle, state.free_from = "preempted", now
+    if state.row.slices:
+        last = next((s for s in reversed(state.row.slices) if s.step is not None), None)
+        state.catch_up = max(state.catch_up, last.computed + last.tokens if last else 0)
+
+
+def _advance(
+    state: _Progress, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
+) -> Kind:
+    row, prompt = state.row, state.row.request.num_prompt_tokens
+    start, end = step.start - origin, step.end - origin
+    if state.last_step is None:
+        cached = row.request.num_cached_tokens
+        row.whole = computed <= max(cached, 0)
+    if state.last_step != index - 1:  # between two steps on end there is only the loop itself
+        _fill(state, start)
+    kind: Kind = "prefill" if tokens > 1 or computed < max(prompt, state.catch_up) else "decode"
+    row.slices.append(Slice(kind, start, end, index, tokens, computed))
+    if samples and row.first_token is None and computed + tokens == prompt:
+        row.first_token = end
+    state.idle, state.free_from, state.last_step = "waiting", end, index
+    return kind
+
+
+def _fill(state: _Progress, until: float) -> None:
+    """Close the stretch in which the sequence sat out."""
+    if until > state.free_from:
+        state.row.slices.append(Slice(state.idle, state.free_from, until))
+    state.free_from = until
+
+
+def _close(state: _Progress, end: float, origin: float) -> None:
+    """What a sequence does behind its last step: nothing if it ended there, else wait."""
+    ended = state.row.request.end
+    until = end if ended is None else min(ended - origin, end)
+    ran_last = state.last_step is not None and state.idle == "waiting"
+    if not ran_last:
+        _fill(state, until)
+
+
+def computed_slices(row: Row) -> Iterator[Slice]:
+    """The slices in which something was computed."""
+    return (piece for piece in row.slices if piece.step is not None)
