@@ -103,9 +103,9 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("INTERNAL", r"^\w*(Error|Exception): |internal error"),
     (
         "INVALID_ARGUMENT",
-        r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported|not enabled"
-        r"|more than|at least|give (exactly )?one|unexpected inference input|\bmust be\b|unable to parse|can not convert"
-        r"|unknown (key|(sampling )?parameter)|^messages: ",
+        r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"
+        r"|not enabled|more than|at least|give (exactly )?one|unexpected inference input|\bmust be\b"
+        r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
     ),
 )
 _PATTERNS = tuple((code, re.compile(pattern, re.IGNORECASE)) for code, pattern in _MESSAGES)
