@@ -13,6 +13,7 @@ thread publishes twice a second.  Triton's histograms take single values only; t
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = ["METRICS", "MetricSpec", "Metrics", "NoMetrics", "buckets_1_2_5"]
 
 _PERIOD_SECONDS = 0.5
 _MAX_STEPS = 50
+_MOST_KEPT = 10_000  # should publishing fail, memory must not grow
 
 COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
 
@@ -92,8 +94,8 @@ class Metrics:
             buckets = None if spec.kind != HISTOGRAM else list(spec.buckets or lengths)
             self._metrics[spec.name] = create(spec, buckets)
         self._lock = threading.Lock()  # guards the four below
-        self._observations: list[tuple[str, float]] = []
-        self._steps: list[StepStats] = []
+        self._observations: deque[tuple[str, float]] = deque(maxlen=_MOST_KEPT)
+        self._steps: deque[StepStats] = deque(maxlen=_MOST_KEPT)
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._last: StepStats | None = None
@@ -148,8 +150,9 @@ class Metrics:
     def publish(self) -> None:
         """Send what was gathered since the last time."""
         with self._lock:
-            steps, self._steps = self._steps, []
-            observations, self._observations = self._observations, []
+            steps, observations = list(self._steps), list(self._observations)
+            self._steps.clear()
+            self._observations.clear()
             counted = {
                 "vllm:prompt_tokens_total": self._prompt_tokens,
                 "vllm:generation_tokens_total": self._output_tokens,

@@ -428,9 +428,14 @@ def test_load_errors_name_their_cause(fake: TritonServer, root: Path) -> None:
     assert generate(fake)["text_output"] == PROMPT + ECHO
 
 
-def test_without_metrics(triton_installed: None, tmp_path: Path) -> None:
-    with TritonServer(write_repository(tmp_path), metrics_port=None, exit_timeout=5) as server:
+def test_without_metrics_and_with_forwarded_headers(triton_installed: None, tmp_path: Path) -> None:
+    forward = ["--http-header-forward-pattern=.*", "--grpc-header-forward-pattern=.*"]
+    with TritonServer(write_repository(tmp_path), metrics_port=None, exit_timeout=5, extra_args=forward) as server:
         assert generate(server)["text_output"] == PROMPT + ECHO
+        grpc = Grpc(server)
+        grpc.send(text())
+        assert joined(grpc.take()) == PROMPT + ECHO
+        grpc.close()
         pid = server.process.pid if server.process else 0
         assert len(session_members(pid)) >= 3
     assert session_members(pid) == []

@@ -3,6 +3,7 @@
 Started like the real one (`--fd N`).  A request's `tenant` may hold orders, separated by commas:
 
     crash=3     kill the process with SIGKILL when the request has three tokens
+    nonsense=3  send a frame that is no message then
     fail=3      report EngineFailed and exit with status 1 then
     delay=0.05  seconds each step takes while the request runs
     refuse=CODE answer RequestFailed with that code
@@ -126,6 +127,9 @@ class FakeEngine:
             order = orders(sequence.request.tenant)
             if sequence.done == int(order.get("crash", -1)):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sequence.done == int(order.get("nonsense", -1)):
+                self.connection.send_bytes(b"nonsense")
+                time.sleep(60)
             if sequence.done == int(order.get("fail", -1)):
                 self.send(EngineFailed("engine step failed: told to"))
                 sys.exit(1)

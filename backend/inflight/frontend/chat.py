@@ -67,9 +67,13 @@ class ChatTemplate:
     Args:
         text: Jinja source; None when the checkpoint has no template.
         special_tokens: names such as `bos_token` that templates may use.
+        problem: why there is no template.
     """
 
-    def __init__(self, text: str | None, special_tokens: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, text: str | None, special_tokens: dict[str, str] | None = None, problem: str = "the checkpoint has none"
+    ) -> None:
+        self._problem = problem
         self._special_tokens = special_tokens or {}
         try:
             self._template = None if text is None else _environment().from_string(text)
@@ -82,6 +86,9 @@ class ChatTemplate:
 
         Args:
             override: template text to use instead.
+
+        Raises:
+            ChatTemplateError: `override` is not valid Jinja.
         """
         settings = _read_json(source, "tokenizer_config.json", revision)
         special = {**_read_json(source, "special_tokens_map.json", revision), **settings}
@@ -97,7 +104,12 @@ class ChatTemplate:
         if isinstance(text, list):  # several named templates
             named = {entry["name"]: entry["template"] for entry in text}
             text = named.get("default", next(iter(named.values()), None))
-        return cls(text, tokens)
+        try:
+            return cls(text, tokens)
+        except ChatTemplateError as error:
+            if override is not None:
+                raise
+            return cls(None, tokens, str(error))  # plain prompts work without it
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Prompt text that ends where the assistant's answer begins; special tokens are spelt out.
@@ -107,7 +119,7 @@ class ChatTemplate:
         """
         if self._template is None:
             raise ChatTemplateError(
-                "the checkpoint has no chat template: send text_input, or set chat_template in model.json"
+                f"no chat template ({self._problem}): send text_input, or set chat_template in model.json"
             )
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)

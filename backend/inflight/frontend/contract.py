@@ -90,9 +90,11 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_STRING", _ONE, "prompt_logprobs"),
 )
 
-# Request parameters that Triton, its clients and proxies put there: never sampling keys.
-_FOREIGN = {"id", "priority", "timeout", "binary_data_output", "binary_data_size", "headers"}
-_FOREIGN_PREFIXES = ("sequence_", "triton_", "classification")
+# Request parameters that Triton, its clients and proxies put there: never sampling keys.  Triton's
+# `--http-header-forward-pattern` turns headers into parameters: names with a hyphen, and these.
+_HEADERS = {"accept", "authorization", "connection", "cookie", "headers", "host", "origin", "referer", "te"}
+_FOREIGN = {"id", "priority", "timeout", "binary_data_output", "binary_data_size", *_HEADERS}
+_FOREIGN_PREFIXES = ("sequence_", "triton_", "classification", "traceparent", "tracestate")
 
 _SAMPLING_INPUTS = {spec.name for spec in INPUTS} - {
     *_PROMPTS,
@@ -176,11 +178,7 @@ class RequestParser:
     def parse(self, wire: WireRequest) -> GenerationRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
-        parameters = {
-            key: value
-            for key, value in wire.parameters.items()
-            if key not in _FOREIGN and not key.startswith(_FOREIGN_PREFIXES)
-        }
+        parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
         # A request-level value counts wherever it stands; what is left of the parameters is sampling.
         request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
@@ -279,6 +277,11 @@ class RequestParser:
                 "INVALID_ARG", f"input_ids: token id {bad} is not in the vocabulary [0, {self._vocab_size - 1}]"
             )
         return ids
+
+
+def _is_foreign(key: str) -> bool:
+    low = key.lower()
+    return low in _FOREIGN or low.startswith(_FOREIGN_PREFIXES) or "-" in low
 
 
 def _plain(name: str, array: np.ndarray) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from inflight.config import EngineConfig
 from inflight.engine.messages import (
     EngineFailed,
@@ -121,8 +123,13 @@ class EngineProcess:
         self._connection.send_bytes(frame)
 
     def receive(self) -> ToFrontend:
-        """The next message.  Raises EOFError or OSError when the process is gone."""
-        message = decode_to_frontend(self._connection.recv_bytes())
+        """The next message.  Raises EOFError or OSError when the process is gone or talks nonsense."""
+        try:
+            message = decode_to_frontend(self._connection.recv_bytes())
+        except msgspec.DecodeError as error:
+            self._process.kill()
+            self.failure = EngineFailed(f"it sent a frame that is no message: {error}")
+            raise EOFError from None
         if isinstance(message, EngineFailed):
             self.failure = message
         return message

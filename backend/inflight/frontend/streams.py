@@ -79,6 +79,8 @@ class Stream:
     Attributes:
         request_id: the engine's id of it.
         sequences: its n outputs.
+        closed: it had its FINAL flag.
+        dropped: the sweep thread gave it up; its end is on the way.
         first_token_time, end_time: `time.monotonic()`, None until then.
     """
 
@@ -90,6 +92,7 @@ class Stream:
         self.inbox: list[SequenceDelta] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.closed = False
+        self.dropped = False
         self.first_token_time: float | None = None
         self.end_time: float | None = None
         # Token ids and logprobs are worth a response even when they complete no text.
@@ -163,6 +166,9 @@ class Streams:
     def open(self, request: GenerationRequest, responder: Responder) -> None:
         """Hand a request to the engine; its responses follow through `responder`."""
         count = request.params.n
+        if self._max_sequences and count > self._max_sequences:
+            text = f"n={count} is more than the {self._max_sequences} sequences that may be open at all"
+            return self.reject(responder, RequestError("INVALID_ARG", text))
         with self._lock:
             if self._max_sequences and self._open_sequences + count > self._max_sequences:
                 error = RequestError(
@@ -237,7 +243,7 @@ class Streams:
                     self._take(event, dirty)
                 else:
                     self._advance_all(dirty)  # deltas that came before the event count before it
-                    event()
+                    self._run_event(event)
                 try:
                     event = self._events.get_nowait()
                 except Empty:
@@ -245,6 +251,12 @@ class Streams:
             self._advance_all(dirty)
             if event is None:
                 return
+
+    def _run_event(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception as error:  # without this thread every stream would hang
+            self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
     def _take(self, message: StepMessage, dirty: dict[int, Stream]) -> None:
         num_tokens = 0
@@ -363,7 +375,8 @@ class Streams:
         return max(0.001, min([seconds, *left]))
 
     def _snapshot(self) -> list[Stream]:
-        return list(self._streams.values())  # one C call: no other thread changes the dict meanwhile
+        # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
+        return [stream for stream in list(self._streams.values()) if not stream.dropped]
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -376,6 +389,7 @@ class Streams:
                 self._drop(stream, partial(self._fail, stream.request_id, error))
 
     def _drop(self, stream: Stream, event: Callable[[], None]) -> None:
+        stream.dropped = True
         self._engine.abort(stream.request_id)  # at once: the blocks need not wait for the sender
         self._events.put(event)
 

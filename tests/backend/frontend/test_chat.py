@@ -44,7 +44,9 @@ def test_named_templates(tmp_path: Path) -> None:
 
 
 def test_no_template_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="no chat template: send text_input, or set chat_template"):
+    with pytest.raises(
+        ChatTemplateError, match=r"no chat template \(the checkpoint has none\): send text_input, or set chat_template"
+    ):
         ChatTemplate.load(str(tmp_path)).render(MESSAGES)
 
 
@@ -55,9 +57,12 @@ def test_a_template_may_refuse() -> None:
         ChatTemplate("{{ messages[0].content + 1 }}").render(MESSAGES)
 
 
-def test_bad_syntax_is_found_at_load() -> None:
+def test_bad_syntax_is_an_error_of_the_operator_or_else_of_messages_only(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="not valid Jinja: line 2"):
-        ChatTemplate("\n{% if %}")
+        ChatTemplate.load(str(tmp_path), override="\n{% if %}")
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ChatTemplateError, match=r"no chat template \(the chat template is not valid Jinja: line 1"):
+        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
 
 
 def test_templates_are_sandboxed() -> None:

@@ -216,6 +216,9 @@ def test_what_triton_adds_is_ignored() -> None:
             "sequence_start": True,
             "triton_enable_empty_final_response": True,
             "binary_data_output": True,
+            "User-Agent": "curl",
+            "Host": "here",
+            "traceparent": "00-1",
             "temperature": 0.25,
         }
     )

@@ -305,6 +305,17 @@ def test_capacity_is_refused_at_once_and_comes_back() -> None:
         rig.streams.stop("test over")
 
 
+def test_more_sequences_than_can_ever_be_open() -> None:
+    rig = Rig(max_sequences=3)
+    try:
+        assert rig.open(n=4).wait().error == (
+            "INVALID_ARG",
+            "n=4 is more than the 3 sequences that may be open at all",
+        )
+    finally:
+        rig.streams.stop("test over")
+
+
 def test_a_client_that_cannot_be_reached_harms_nobody(rig: Rig) -> None:
     broken, fine = rig.open(), rig.open()
     broken.broken = True

@@ -127,6 +127,13 @@ def test_an_engine_that_says_why_it_dies(rig: Rig) -> None:
     assert error == ("UNAVAILABLE", "the engine process died (engine step failed: told to); it is being restarted")
 
 
+def test_an_engine_that_talks_nonsense_is_replaced(rig: Rig) -> None:
+    error = rig.open(tenant="nonsense=1").wait().error
+    assert error is not None
+    assert "the engine process died (it sent a frame that is no message" in error[1]
+    assert tokens(rig.open(max_tokens=2).wait()) == echo(PROMPT, 2)
+
+
 def test_refusal_by_the_engine(rig: Rig) -> None:
     assert rig.open(tenant="refuse=UNAVAILABLE").wait().error == ("UNAVAILABLE", "refused with UNAVAILABLE")
     assert rig.supervisor._in_engine == set()
