@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,6 +92,7 @@ class EngineProcess:
             theirs.close()
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
+        self._sending = threading.Lock()  # a closed descriptor's number may be somebody else's
         self.failure: EngineFailed | None = None
         with contextlib.suppress(OSError):  # it died at once: `wait_ready` says how
             self.send(encode(config))
@@ -120,7 +122,8 @@ class EngineProcess:
 
     def send(self, frame: bytes) -> None:
         """Raises OSError when the process is gone."""
-        self._connection.send_bytes(frame)
+        with self._sending:
+            self._connection.send_bytes(frame)
 
     def receive(self) -> ToFrontend:
         """The next message.  Raises EOFError or OSError when the process is gone or talks nonsense."""
@@ -168,6 +171,7 @@ class EngineProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Free the pipe; only once no other thread uses it."""
-        self._connection.close()
+        """Free the pipe of a process that has ended."""
+        with self._sending:
+            self._connection.close()
         self._socket.close()
