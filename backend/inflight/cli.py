@@ -19,6 +19,7 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight.launcher import LauncherError, TritonServer
 from inflight.repository import default_name, resolve_model, write_entry
+from inflight.trace.command import trace
 from inflight_client.cli import generate
 
 __all__ = ["app"]
@@ -272,3 +273,4 @@ def _echo_file(path: Path) -> Iterator[None]:
 
 
 app.command()(generate)
+app.command()(trace)
