@@ -1,9 +1,9 @@
 """gRPC: one bidirectional stream (one RPC) per request, many on one channel.
 
-`tritonclient`'s own streaming is not used (hence its private `_client_stub` is): its blocking client has one stream per client object,
+`tritonclient`'s own streaming is not used: its blocking client has one stream per client object,
 so that a cancellation would hit every request of the client, and leaves a thread behind on each
 cancelled stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling
-and generated stubs are.
+and generated stub are, though the stub is a private attribute (`_client_stub`) of both clients.
 """
 
 from __future__ import annotations
