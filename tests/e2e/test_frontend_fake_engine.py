@@ -224,7 +224,7 @@ def test_generate_stream(fake: TritonServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_litellm_sends(fake: TritonServer, stream: bool) -> None:
-    parameters = {"max_tokens": 16, "bad_words": [""], "stop_words": [""], "max_completion_tokens": 3}
+    parameters = {"max_tokens": 2000, "bad_words": [""], "stop_words": [""], "max_completion_tokens": 16}
     body = {"text_input": PROMPT, "parameters": parameters, "stream": stream}
     status, answer = post(fake, "generate_stream" if stream else "generate", body)
     assert status == 200, answer

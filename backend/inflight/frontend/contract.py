@@ -64,7 +64,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_BOOL", _ONE, "stream"),
     *_specs("TYPE_STRING", _ONE, "sampling_parameters"),
     *_specs("TYPE_BOOL", _ONE, "exclude_input_in_output", *RETURN_FLAGS),
-    *_specs("TYPE_INT32", _ONE, "max_tokens", "min_tokens", "min_length", "n", "top_k"),
+    *_specs("TYPE_INT32", _ONE, "max_tokens", "max_completion_tokens", "min_tokens", "min_length", "n", "top_k"),
     *_specs("TYPE_FP32", _ONE, "temperature", "top_p", "min_p"),
     *_specs("TYPE_FP32", _ONE, "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *_specs("TYPE_UINT64", _ONE, "random_seed"),

@@ -127,10 +127,10 @@ def test_null_is_as_good_as_absent() -> None:
 
 def test_litellm_generate_body() -> None:
     """`parameters` of its body, which Triton spreads over declared inputs and request parameters."""
-    request = parse({"max_completion_tokens": 7}, max_tokens=2000, bad_words=[""], stop_words=[""], stream=False)
+    request = parse(max_completion_tokens=7, max_tokens=2000, bad_words=[""], stop_words=[""], stream=False)
     assert request.params.bad_words_ids == []
     assert request.params.stop == []
-    assert request.params.max_tokens == 2000  # a typed input; as request parameters, the special one wins:
+    assert request.params.max_tokens == 7
     assert parse({"max_completion_tokens": 7, "max_tokens": 2000}).params.max_tokens == 7
 
 
