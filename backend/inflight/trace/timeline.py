@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,7 +101,7 @@ def build_timeline(trace: Trace) -> Timeline:
     for index, step in enumerate(steps):
         for key in step.preempted:
             if (state := progress.get(key)) is not None:
-                _preempt(state, step, origin)
+                _preempt(state, step, index, origin)
         for key, tokens, computed, samples in zip(step.keys, step.tokens, step.computed, step.samples):
             if (state := progress.get(key)) is None:
                 continue
@@ -114,9 +113,10 @@ def build_timeline(trace: Trace) -> Timeline:
     return Timeline(trace, origin, end, rows, prefill, decode)
 
 
-def _preempt(state: _Progress, step: StepRecord, origin: float) -> None:
+def _preempt(state: _Progress, step: StepRecord, index: int, origin: float) -> None:
     now = step.start - origin
-    _fill(state, now)
+    if state.last_step != index - 1:
+        _fill(state, now)
     state.idle, state.free_from = "preempted", now
     if state.row.slices:
         last = next((s for s in reversed(state.row.slices) if s.step is not None), None)
@@ -129,8 +129,7 @@ def _advance(
     row, prompt = state.row, state.row.request.num_prompt_tokens
     start, end = step.start - origin, step.end - origin
     if state.last_step is None:
-        cached = row.request.num_cached_tokens
-        row.whole = computed <= max(cached, 0)
+        row.whole = computed <= row.request.num_cached_tokens
     if state.last_step != index - 1:  # between two steps on end there is only the loop itself
         _fill(state, start)
     kind: Kind = "prefill" if tokens > 1 or computed < max(prompt, state.catch_up) else "decode"
@@ -155,8 +154,3 @@ def _close(state: _Progress, end: float, origin: float) -> None:
     ran_last = state.last_step is not None and state.idle == "waiting"
     if not ran_last:
         _fill(state, until)
-
-
-def computed_slices(row: Row) -> Iterator[Slice]:
-    """The slices in which something was computed."""
-    return (piece for piece in row.slices if piece.step is not None)
