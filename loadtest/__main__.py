@@ -1,0 +1,169 @@
+"""`python -m loadtest`.  Exit status: 0 done, 1 failed, 2 wrong input (nothing was run)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from inflight.installation import LauncherError
+from loadtest.analysis import SLO
+from loadtest.errors import LoadTestError
+from loadtest.options import LoadOptions
+from loadtest.report import render
+from loadtest.results import build, write
+from loadtest.runner import Plan, run
+from loadtest.scenarios import SCENARIOS, Scenario
+from loadtest.server import BASELINE, DEFAULT_CHECKPOINT, INFLIGHT, Endpoints
+
+app = typer.Typer(
+    help="Load for Inflight and for Triton's dynamic batcher, and a report of both.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+# The engine's options that a report is made with unless --set says otherwise: 40 users fit one batch.
+_ENGINE = {"dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "kv_cache_memory": "2GiB"}
+_SWEEP = "0.3,0.6,0.9,1.3"
+
+
+@app.command("run")
+def run_(
+    scenario: Annotated[str, typer.Option(help=f"One of {', '.join(SCENARIOS)}.")] = "lognormal",
+    trace: Annotated[str, typer.Option(help="Replay this CSV or JSONL file instead.")] = "",
+    speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
+    checkpoint: Annotated[str, typer.Option(help="demo, llama-60m-rand or a checkpoint folder.")] = DEFAULT_CHECKPOINT,
+    rounds: Annotated[int, typer.Option(help="Turns of each model.", min=1)] = 2,
+    requests: Annotated[int, typer.Option(help="Requests of a round; 0 is the scenario's number.", min=0)] = 0,
+    users: Annotated[int, typer.Option(help="Users of a closed loop; 0 is the scenario's number.", min=0)] = 0,
+    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma, constant; empty is the scenario's own.")] = "",
+    rate: Annotated[float, typer.Option(help="Requests per second of an open loop.", min=0)] = 0.0,
+    cv: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
+    sweep: Annotated[str, typer.Option(help="Offered loads, shares of each model's capacity.")] = _SWEEP,
+    sweep_seconds: Annotated[float, typer.Option(help="Seconds of arrivals in each step.", min=1)] = 12.0,
+    context: Annotated[int, typer.Option(help="Scale the scenario to this many tokens.", min=0)] = 0,
+    prompt: Annotated[str, typer.Option(help="ids, or text of exactly as many tokens.")] = "ids",
+    tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --grpc with --prompt text.")] = "",
+    protocol: Annotated[str, typer.Option(help="grpc, or http for /generate_stream.")] = "grpc",
+    seed: Annotated[int, typer.Option(help="The same seed repeats the run's requests.")] = 1,
+    slo_ttft: Annotated[float, typer.Option(help="SLO: seconds to the first text.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="SLO: seconds per further token.")] = 0.25,
+    grpc: Annotated[str, typer.Option(help="host:port of a server that runs already.")] = "",
+    http: Annotated[str, typer.Option(help="Its HTTP address.")] = "",
+    metrics: Annotated[str, typer.Option(help="Its metrics address.")] = "",
+    models: Annotated[str, typer.Option(help="Inflight's model and the one to compare.")] = f"{INFLIGHT},{BASELINE}",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of model.json.")] = None,
+    note: Annotated[list[str] | None, typer.Option(help="A sentence for the page; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; loadtest/results/SCENARIO when not given.")] = None,
+) -> None:
+    """Run a scenario against both models on one server and write report.html and report.json."""
+    try:
+        load = LoadOptions(
+            scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
+            cv=cv, context=context, prompt=prompt, tokenizer=tokenizer,
+        )  # fmt: skip
+        plan = Plan(
+            load=load,
+            models=_two(models),
+            protocol=_one_of("protocol", protocol, ("grpc", "http")),
+            users=users,
+            rounds=rounds,
+            sweep=_shares(sweep),
+            sweep_seconds=sweep_seconds,
+            slo=SLO(slo_ttft, slo_tpot),
+            checkpoint=checkpoint,
+            options=_engine_options(set_ or []),
+            endpoints=_endpoints(grpc, http, metrics),
+            output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
+        )
+        results = run(plan, lambda line: typer.echo(line))
+    except LoadTestError as error:
+        _fail(str(error), 2)
+    except LauncherError as error:
+        _fail(str(error), 1)
+    data = build(results, shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]), note or [])
+    page = write(data, plan.output)
+    for ratio in data["ratios"]:
+        if ratio["ratio"] is not None:
+            typer.echo(f"{ratio['what']:<36} {ratio['ratio']:6.2f}x")
+    typer.echo(f"wrote {page}")
+
+
+@app.command("render")
+def render_(report: Annotated[Path, typer.Argument(help="A report.json.")]) -> None:
+    """Write report.html beside a report.json once more."""
+    try:
+        data = json.loads(report.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        _fail(f"{report}: {error}; give a report.json that `run` has written", 2)
+    page = report.with_name("report.html")
+    page.write_text(render(data), encoding="utf-8")
+    typer.echo(f"wrote {page}")
+
+
+@app.command("scenarios")
+def scenarios_() -> None:
+    """List the scenarios."""
+    for scenario in SCENARIOS.values():
+        typer.echo(f"{scenario.name:<11} {scenario.about} (longest request {scenario.longest} tokens{_open(scenario)})")
+
+
+def _open(scenario: Scenario) -> str:
+    return "" if scenario.arrivals == "closed" else f", {scenario.arrivals} arrivals"
+
+
+def _two(text: str) -> tuple[str, str]:
+    names = text.split(",")
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise LoadTestError(f"--models {text!r}: give two names, such as {INFLIGHT},{BASELINE}")
+    return names[0], names[1]
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise LoadTestError(f"--{name} {value!r}: allowed are {', '.join(allowed)}")
+    return value
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(sorted(float(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        shares = (-1.0,)
+    if any(share <= 0 for share in shares):
+        raise LoadTestError(f"--sweep {text!r}: give shares of the capacity above 0, such as {_SWEEP}")
+    return shares
+
+
+def _engine_options(settings: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = dict(_ENGINE)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise LoadTestError(f"--set {setting!r}: expected KEY=VALUE, such as --set max_num_seqs=32")
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    return options
+
+
+def _endpoints(grpc: str, http: str, metrics: str) -> Endpoints | None:
+    if not (grpc or http or metrics):
+        return None
+    host = (grpc or http or metrics).rsplit(":", 1)[0]
+    return Endpoints(grpc or f"{host}:8001", http or f"{host}:8000", metrics or f"{host}:8002")
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"loadtest: {message}", err=True)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m loadtest")

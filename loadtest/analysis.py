@@ -1,0 +1,207 @@
+"""Numbers from records.  Times are seconds; a percentile is that of all requests of all rounds together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SLO", "Phase", "cdf", "knee", "percentiles", "read_phase", "summary"]
+
+_CDF_POINTS = 120
+
+
+@dataclass(frozen=True)
+class SLO:
+    """What a good request is: first text within `ttft` seconds, then at most `tpot` seconds per token."""
+
+    ttft: float = 2.0
+    tpot: float = 0.25
+
+    def met(self, row: dict[str, Any]) -> bool:
+        """Whether a request was answered in full and in time."""
+        if row["error"] is not None or not row["arrivals"]:
+            return False
+        tpot = row_tpot(row)
+        return row["arrivals"][0][0] <= self.ttft and (tpot is None or tpot <= self.tpot)
+
+
+@dataclass
+class Phase:
+    """One load on one model.
+
+    Attributes:
+        model: its name.
+        rows: one object per request that ended, as `users.Load` writes them.
+        expected: requests that were to be sent; None when time decided.
+        begun: `time.time()` of the start, to which the rows' times relate.
+        samples: what `Monitor` saw.
+        offered: requests per second that were offered; None in a closed loop.
+        label: for people.
+    """
+
+    model: str
+    rows: list[dict[str, Any]]
+    expected: int | None = None
+    begun: float = 0.0
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    offered: float | None = None
+    label: str = ""
+
+    @property
+    def done(self) -> list[dict[str, Any]]:
+        """Requests that were answered in full."""
+        return [row for row in self.rows if row["error"] is None]
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for row in self.rows for _, count in row["arrivals"])
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last request."""
+        return max((row["start"] + row["latency"] for row in self.rows), default=0.0)
+
+    @property
+    def lost(self) -> int:
+        """Requests that failed or never ended."""
+        failed = len(self.rows) - len(self.done)
+        return failed + (max(0, self.expected - len(self.rows)) if self.expected is not None else 0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole load, its end included, when fewer and fewer requests are open."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def saturated_tokens_per_second(self) -> float:
+        """While every user had a request open: up to the last token that came before the last request
+        was sent.  Up to a token and not up to a time, since a locked batch brings all its tokens at its end."""
+        last_sent = max((row["start"] for row in self.rows), default=0.0)
+        times = [(row["start"] + at, count) for row in self.rows for at, count in row["arrivals"]]
+        within = [(at, count) for at, count in times if at <= last_sent]
+        if not within:
+            return self.tokens_per_second
+        return sum(count for _, count in within) / max(at for at, _ in within)
+
+    def goodput(self, slo: SLO) -> float:
+        """Requests per second that met the SLO."""
+        return sum(map(slo.met, self.rows)) / self.seconds if self.seconds else 0.0
+
+    def attainment(self, slo: SLO) -> float:
+        """Share of the requests that met the SLO."""
+        sent = max(len(self.rows), self.expected or 0)
+        return sum(map(slo.met, self.rows)) / sent if sent else 0.0
+
+    def mean(self, key: str) -> float | None:
+        """Mean of a sampled value between the first and the last request; None where it was not sampled."""
+        values = [
+            sample[key] for sample in self.samples if key in sample and 0 <= sample["time"] - self.begun <= self.seconds
+        ]
+        return statistics.fmean(values) if values else None
+
+
+def read_phase(path: Path, model: str, **fields: Any) -> Phase:
+    """The phase that a record file holds; a file cut off in its last line loses that line."""
+    begun = 0.0
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if "begun" in row:
+            begun, rows = row["begun"], []
+        else:
+            rows.append(row)
+    return Phase(model, rows, begun=begun, **fields)
+
+
+def row_tpot(row: dict[str, Any]) -> float | None:
+    """Mean seconds per token after the first response; None when everything came at once."""
+    arrivals = row["arrivals"]
+    later = sum(count for _, count in arrivals[1:])
+    return (arrivals[-1][0] - arrivals[0][0]) / later if later else None
+
+
+def values_of(rows: list[dict[str, Any]], metric: str) -> list[float]:
+    """ "ttft", "latency", "tpot" of each row, or every "itl"."""
+    if metric == "ttft":
+        return [row["arrivals"][0][0] for row in rows if row["arrivals"]]
+    if metric == "latency":
+        return [row["latency"] for row in rows]
+    if metric == "tpot":
+        return [value for row in rows if (value := row_tpot(row)) is not None]
+    return [b[0] - a[0] for row in rows for a, b in zip(row["arrivals"], row["arrivals"][1:])]
+
+
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """Count, p50, p95 and p99; None of nothing."""
+    if not values:
+        return None
+    p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
+    return {"count": len(values), "p50": p50, "p95": p95, "p99": p99}
+
+
+def cdf(values: list[float]) -> list[tuple[float, float]]:
+    """Points (value, share of values up to it), at most 120."""
+    if not values:
+        return []
+    ordered = np.sort(values)
+    shares = np.linspace(0, 1, min(_CDF_POINTS, len(ordered)))
+    return [(round(float(np.quantile(ordered, share)), 5), round(float(share), 4)) for share in shares]
+
+
+def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
+    """What the rounds of one model say together.
+
+    Args:
+        saturated: the users were constant, so that there is a time at which all had a request open.
+    """
+    rows = [row for phase in phases for row in phase.done]
+    rates = [phase.saturated_tokens_per_second if saturated else phase.tokens_per_second for phase in phases]
+    kinds = sorted({row["kind"] for row in rows})
+
+    def table(some: list[dict[str, Any]]) -> dict[str, Any]:
+        return {metric: percentiles(values_of(some, metric)) for metric in ("ttft", "itl", "tpot", "latency")}
+
+    def mean(key: str) -> float | None:
+        found = [value for phase in phases if (value := phase.mean(key)) is not None]
+        return statistics.fmean(found) if found else None
+
+    return {
+        "requests": sum(len(phase.rows) for phase in phases),
+        "lost": sum(phase.lost for phase in phases),
+        "errors": sorted({row["error"] for phase in phases for row in phase.rows if row["error"]})[:5],
+        "tokens_per_second": statistics.median(rates),
+        "tokens_per_second_rounds": rates,
+        "tokens_per_second_whole": statistics.median(phase.tokens_per_second for phase in phases),
+        "goodput": statistics.median(phase.goodput(slo) for phase in phases),
+        "attainment": statistics.median(phase.attainment(slo) for phase in phases),
+        "server_cores": mean("server_cores"),
+        "client_cores": mean("client_cores"),
+        "cores": mean("cores"),
+        "gpu": mean("gpu"),
+        "all": table(rows),
+        "classes": {kind: table([row for row in rows if row["kind"] == kind]) for kind in kinds},
+        "cdf": {metric: cdf(values_of(rows, metric)) for metric in ("ttft", "itl", "latency")},
+    }
+
+
+def knee(points: list[dict[str, float]]) -> float | None:
+    """Offered load at which the delivered load stops following it, in the points' unit.
+
+    The first part of the curve is taken as a line through the lowest point, the last as level at the most
+    that was delivered; where they cross is the knee.  None of fewer than three points, or when no point lies past it.
+    """
+    if len(points) < 3:
+        return None
+    ordered = sorted(points, key=lambda point: point["offered"])
+    slope = ordered[0]["delivered"] / ordered[0]["offered"]
+    most = max(point["delivered"] for point in ordered)
+    found = most / slope if slope else float("inf")
+    return found if found < 0.97 * ordered[-1]["offered"] else None

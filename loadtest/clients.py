@@ -1,0 +1,234 @@
+"""One request to a model, timed: over gRPC streaming, and over `/generate_stream`.
+
+Both work under gevent's monkey patching and without it.  `tritonclient`'s own streaming calls hand
+responses to a callback on a thread of the client object; here every request is a call of its own, so that
+a user is a plain loop.  The same clients talk to Inflight and to the baseline: what the model's
+configuration says (a batch dimension, several responses) decides the shapes and whether to stream.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from loadtest.errors import LoadTestError
+
+__all__ = ["Client", "Exchange", "GrpcClient", "SseClient", "connect"]
+
+_PROBE_SECONDS = 5.0
+_MAX_MESSAGE = 64 * 2**20
+
+
+@dataclass
+class Exchange:
+    """What one request brought.
+
+    Attributes:
+        start: `time.time()` when it was sent.
+        arrivals: (seconds after `start`, new tokens) of every response with tokens.
+        latency: seconds to its end.
+        error: why it failed; None when it was answered in full.
+    """
+
+    start: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    latency: float = 0.0
+    error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first text; a model that answers once has its whole latency here."""
+        return self.arrivals[0][0] if self.arrivals else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between one response with tokens and the next."""
+        times = [at for at, _ in self.arrivals]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first response; None when everything came at once."""
+        later = sum(count for _, count in self.arrivals[1:])
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
+
+
+class Client(Protocol):
+    """What both protocols offer."""
+
+    def check(self) -> None:
+        """Raises LoadTestError when the server or the model is not there."""
+
+    def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
+        """Send one greedy request that ignores the end of sequence; never raises for what the server does."""
+
+
+def connect(protocol: str, address: str, model: str) -> Client:
+    """A client for "grpc" or "http"; nothing is sent yet."""
+    address = address.split("://", 1)[-1].rstrip("/")
+    return GrpcClient(address, model) if protocol == "grpc" else SseClient(address, model)
+
+
+def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool) -> Iterator[tuple[str, str, Any]]:
+    if isinstance(prompt, str):
+        yield "text_input", "BYTES", prompt
+    else:
+        yield "input_ids", "INT64", prompt
+    if stream:
+        yield "stream", "BOOL", True
+    yield "exclude_input_in_output", "BOOL", True
+    yield "return_num_output_tokens", "BOOL", True
+    yield "max_tokens", "INT32", max_tokens
+    yield "temperature", "FP32", 0.0
+    yield "ignore_eos", "BOOL", True
+
+
+class _Timed:
+    """Runs the exchange and turns whatever goes wrong into its `error`."""
+
+    def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
+        begun = time.perf_counter()
+        exchange = Exchange(time.time())
+        try:
+            for tokens in self._responses(prompt, max_tokens):
+                if tokens:
+                    exchange.arrivals.append((time.perf_counter() - begun, tokens))
+        except _Failed as error:
+            exchange.error = str(error)
+        exchange.latency = time.perf_counter() - begun
+        if exchange.error is None and exchange.tokens != max_tokens:
+            exchange.error = f"{exchange.tokens} tokens came where {max_tokens} were asked for"
+        return exchange
+
+    def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
+        raise NotImplementedError
+
+
+class _Failed(Exception):
+    pass
+
+
+def _unreachable(address: str, protocol: str, reason: str) -> LoadTestError:
+    return LoadTestError(
+        f"cannot reach {address} by {protocol} ({reason}); start a server there or correct the address"
+    )
+
+
+def _no_model(model: str, address: str) -> LoadTestError:
+    return LoadTestError(f"model {model!r} is not ready on {address}; load it there or name another with --model")
+
+
+_PACK = {"INT64": "q", "INT32": "i", "FP32": "f", "BOOL": "?"}
+
+
+class GrpcClient(_Timed):
+    """`ModelStreamInfer`: one bidirectional stream per request on one channel."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self._address, self._model = address, model
+        limits = [("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.max_send_message_length", _MAX_MESSAGE)]
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(address, options=limits))
+        self._batched = self._streams = False
+
+    def check(self) -> None:
+        try:
+            self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=_PROBE_SECONDS)
+            ready = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=_PROBE_SECONDS)
+            if not ready.ready:
+                raise _no_model(self._model, self._address)
+            request = service_pb2.ModelConfigRequest(name=self._model)
+            config = self._stub.ModelConfig(request, timeout=_PROBE_SECONDS).config
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise _unreachable(self._address, "gRPC", error.code().name) from None
+            raise _no_model(self._model, self._address) from None
+        self._batched, self._streams = config.max_batch_size > 0, config.model_transaction_policy.decoupled
+
+    def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
+        message = service_pb2.ModelInferRequest(model_name=self._model)
+        for name, datatype, value in _inputs(prompt, max_tokens, self._streams):
+            values = value if isinstance(value, list) else [value]
+            shape = [1, len(values)] if self._batched else [len(values)]
+            message.inputs.add(name=name, datatype=datatype, shape=shape)
+            message.raw_input_contents.append(_raw(datatype, values))
+        try:
+            for response in self._stub.ModelStreamInfer(iter((message,))):
+                if response.error_message:
+                    raise _Failed(response.error_message)
+                yield _num_tokens(response.infer_response)
+        except grpc.RpcError as error:
+            raise _Failed(f"gRPC {error.code().name}: {error.details()}") from None
+
+
+def _raw(datatype: str, values: list[Any]) -> bytes:
+    if datatype == "BYTES":
+        encoded = values[0].encode()
+        return struct.pack("<I", len(encoded)) + encoded
+    return struct.pack(f"<{len(values)}{_PACK[datatype]}", *values)
+
+
+def _num_tokens(response: Any) -> int:
+    for output, raw in zip(response.outputs, response.raw_output_contents):
+        if output.name == "num_output_tokens":
+            return sum(struct.unpack(f"<{len(raw) // 4}I", raw))
+    return 0
+
+
+class SseClient(_Timed):
+    """`/v2/models/<model>/generate_stream`: one POST per request, server-sent events back."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self._address, self._model = address, model
+        self._streams = False
+
+    def check(self) -> None:
+        if self._get("/v2/health/ready")[0] != 200:
+            raise _unreachable(self._address, "HTTP", "not ready")
+        if self._get(f"/v2/models/{self._model}/ready")[0] != 200:
+            raise _no_model(self._model, self._address)
+        config = json.loads(self._get(f"/v2/models/{self._model}/config")[1])
+        self._streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._address, timeout=_PROBE_SECONDS)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise _unreachable(self._address, "HTTP", str(error) or type(error).__name__) from None
+        finally:
+            connection.close()
+
+    def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
+        body = json.dumps({name: value for name, _, value in _inputs(prompt, max_tokens, self._streams)})
+        connection = http.client.HTTPConnection(self._address)
+        try:
+            path = f"/v2/models/{self._model}/generate_stream"
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _Failed(f"HTTP {response.status}: {response.read().decode(errors='replace').strip()}")
+            while line := response.readline():
+                if line.startswith(b"data:"):
+                    event = json.loads(line[5:])
+                    if "error" in event:
+                        raise _Failed(event["error"])
+                    yield event.get("num_output_tokens", 0)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise _Failed(f"HTTP: {type(error).__name__}: {error}") from None
+        finally:
+            connection.close()

@@ -1,0 +1,104 @@
+"""What the server did meanwhile: processor time, queues and KV blocks, twice a second."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+import urllib.request
+from types import TracebackType
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from inflight.launcher import session_members
+from loadtest.server import Endpoints
+
+__all__ = ["Monitor", "gauges"]
+
+_PERIOD_SECONDS = 0.5
+_GAUGES = {
+    "running": "inflight_requests_running",
+    "waiting": "inflight_requests_waiting",
+    "kv_used": "inflight_kv_blocks_used",
+    "kv_free": "inflight_kv_blocks_free",
+    "pending": "nv_inference_pending_request_count",
+    "gpu": "nv_gpu_utilization",
+}
+
+
+def gauges(text: str, model: str) -> dict[str, float]:
+    """The gauges of `model`, and of the GPUs together, in Prometheus text; absent ones are left out."""
+    found: dict[str, float] = {}
+    for key, name in _GAUGES.items():
+        labelled = r"\{[^}]*\}" if key == "gpu" else rf'\{{[^}}]*model="{re.escape(model)}"[^}}]*\}}'
+        values = [float(value) for value in re.findall(rf"^{name}{labelled} (\S+)$", text, re.MULTILINE)]
+        if values:
+            found[key] = sum(values) / len(values)
+    return found
+
+
+class Monitor:
+    """Samples in a thread while the context is open; `samples` is the result.
+
+    A sample has `time` (of the clock, seconds), the gauges of the model under load, and the cores that were
+    busy: `server_cores` (all processes of the server), `client_cores` (the load generator), `cores` (everything
+    on the machine).
+    """
+
+    def __init__(self, endpoints: Endpoints, model: str, client_pid: int) -> None:
+        self.samples: list[dict[str, Any]] = []
+        self._endpoints, self._model, self._client_pid = endpoints, model, client_pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="monitor", daemon=True)
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        before, then = self._cpu_seconds(), time.time()
+        while not self._stop.wait(_PERIOD_SECONDS):
+            after, now = self._cpu_seconds(), time.time()
+            sample: dict[str, Any] = {"time": now, **scrape(self._endpoints.metrics, self._model)}
+            for key, seconds in after.items():
+                if key in before and now > then:
+                    sample[key] = max(0.0, seconds - before[key]) / (now - then)
+            self.samples.append(sample)
+            before, then = after, now
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        busy = psutil.cpu_times()
+        found = {
+            "cores": busy.user + busy.system + getattr(busy, "steal", 0.0) + getattr(busy, "softirq", 0.0),
+            "client_cores": _of_processes([self._client_pid]),
+        }
+        if self._endpoints.pid is not None:
+            found["server_cores"] = _of_processes(session_members(self._endpoints.pid))
+        return found
+
+
+def _of_processes(pids: list[int]) -> float:
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def scrape(address: str, model: str) -> dict[str, float]:
+    """The gauges now; empty when the metrics cannot be read."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{address}/metrics", timeout=2.0) as response:
+            return gauges(response.read().decode(), model)
+    except OSError:
+        return {}

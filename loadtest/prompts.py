@@ -1,0 +1,113 @@
+"""Prompts of exact token counts, as token ids or as text that tokenises to so many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loadtest.errors import LoadTestError
+from loadtest.scenarios import Job
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["IdPrompts", "TextPrompts", "load_tokenizer"]
+
+_FIRST_ID = 300  # special and byte tokens lie below in every tokenizer that these tests use
+_HASH_BLOCK = 512
+_TEXT = (
+    "time people way water words number sound place year work part name help line before turn cause same mean "
+    "differ move right boy old great read port spell add land here must big high follow act ask change light "
+    "kind off need house picture try us again animal point mother world near build self earth"
+)
+_WORDS = _TEXT.split()
+_FILLERS = (" a", " 1", ".", ",", "!", "x", "0", " (", "\n", "-", "~", "e")
+_MAX_ROUNDS = 64
+
+
+class IdPrompts:
+    """Random token ids below `vocab_size`; requests do not share prefixes unless a trace says so."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        if vocab_size < 2:
+            raise LoadTestError(f"vocab_size {vocab_size}: it must be at least 2")
+        self._low = _FIRST_ID if vocab_size > 2 * _FIRST_ID else 1
+        self._high, self._seed = vocab_size, seed
+
+    def make(self, job: Job) -> list[int]:
+        """Exactly `job.prompt_tokens` ids; equal hash ids become equal blocks of 512 tokens."""
+        if not job.hash_ids:
+            return self._draw([self._seed, job.index, 1], job.prompt_tokens)
+        ids: list[int] = []
+        for block in job.hash_ids:
+            ids += self._draw([self._seed, block, 2], _HASH_BLOCK)
+        ids += self._draw([self._seed, job.index, 3], max(0, job.prompt_tokens - len(ids)))
+        return ids[: job.prompt_tokens]
+
+    def _draw(self, key: list[int], count: int) -> list[int]:
+        return np.random.default_rng(key).integers(self._low, self._high, count).tolist()
+
+
+class TextPrompts:
+    """English words that `tokenizer` turns into exactly the wanted number of tokens, special ones included."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        sample = " ".join(_WORDS)
+        self._per_word = self.count(sample) / len(_WORDS)
+
+    def count(self, text: str) -> int:
+        """Tokens of `text` as the server counts them."""
+        return len(self._tokenizer.encode(text).ids)
+
+    def make(self, job: Job) -> str:
+        """Text of exactly `job.prompt_tokens` tokens.
+
+        Raises:
+            LoadTestError: no such text was found (fewer tokens than the special ones alone).
+        """
+        wanted = job.prompt_tokens
+        rng = np.random.default_rng([self._seed, job.index, 4])
+        words = [_WORDS[at] for at in rng.integers(0, len(_WORDS), wanted + 8)]
+        number = self._most_words(words, wanted)
+        text = " ".join(words[:number])
+        for _ in range(_MAX_ROUNDS):
+            missing = wanted - self.count(text)
+            if missing == 0:
+                return text
+            longer = (text + filler for filler in _FILLERS)
+            # Fillers may merge with what stands before them: take the first that adds one token.
+            found = next((some for some in longer if self.count(some) == wanted - missing + 1), None)
+            if found is None:
+                break
+            text = found
+        raise LoadTestError(f"no text of exactly {wanted} tokens found with this tokenizer; use --prompt ids")
+
+    def _most_words(self, words: list[str], wanted: int) -> int:
+        """The largest number of words from the front that take at most `wanted` tokens."""
+        low, high = 0, min(len(words), int(wanted / self._per_word * 1.5) + 8)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.count(" ".join(words[:middle])) <= wanted:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The fast tokenizer of a checkpoint folder.
+
+    Raises:
+        LoadTestError: there is no `tokenizer.json` in it, or the package is missing.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise LoadTestError("--prompt text needs the package tokenizers: pip install tokenizers") from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise LoadTestError(f"{path}: no such file; --tokenizer takes a checkpoint folder with a tokenizer.json")
+    return Tokenizer.from_file(str(path))

@@ -1,0 +1,205 @@
+"""`report.json` from the phases of a run: everything that the page shows, and nothing that it has to compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from loadtest.analysis import SLO, Phase, knee, summary, values_of
+from loadtest.runner import Results, sweep_process
+from loadtest.scenarios import Scenario
+
+__all__ = ["build", "write"]
+
+_MOST_POINTS = 600  # of a scatter plot
+_BIN_SECONDS = 2.0
+_PACKAGES = ("inflight", "torch", "transformers", "tritonclient", "locust", "nvidia-pytriton")
+_MODULES = {"nvidia-pytriton": "pytriton"}
+# What Inflight is held to on CPU cores: tokens/s at saturation, and p95 time to first text at 40 users.
+_TARGETS = {"lognormal": {"tokens_per_second": 3.1}, "month-end": {"ttft_p95": 6.0}}
+
+
+def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
+    """The report of a run as plain values.
+
+    Args:
+        command: what repeats the run.
+        notes: sentences for the page, below the ratio table.
+    """
+    plan, source = results.plan, results.source
+    ours, theirs = plan.models
+    constant = plan.load.process() == "closed" and not (isinstance(source, Scenario) and source.ramp)
+    names = {"inflight": ours, "baseline": theirs}
+    models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
+    cores = len(os.sched_getaffinity(0))
+    last = {name: results.rounds[model][-1] for name, model in names.items()}
+    sweep = {name: [_sweep_point(phase, plan.slo) for phase in results.sweep[model]] for name, model in names.items()}
+    return {
+        "scenario": {
+            "name": source.name,
+            "about": getattr(source, "about", "a replayed trace"),
+            "longest": source.longest,
+        },
+        "checkpoint": plan.checkpoint,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
+        "machine": _machine(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "options": json.dumps(plan.options),
+        "rounds": plan.rounds,
+        "slo": {"ttft": plan.slo.ttft, "tpot": plan.slo.tpot},
+        "ratios": _ratios(models, _TARGETS.get(source.name, {})),
+        "notes": [*_remarks(models, cores), *notes],
+        "throughput_means": _THROUGHPUT[constant],
+        "models": models,
+        "runs": [
+            _run_row(number + 1, name, results.rounds[model][number], constant)
+            for number in range(plan.rounds)
+            for name, model in names.items()
+        ],
+        "timeline": {name: _timeline(phase, cores) for name, phase in last.items()},
+        "timeline_of": f"The last round of {plan.rounds}, each model from the start of its load.",
+        "sweep": sweep if plan.sweep else None,
+        "sweep_process": sweep_process(plan.load),
+        "knee": {name: knee(points) for name, points in sweep.items()},
+    }
+
+
+_THROUGHPUT = {
+    True: "tokens/s: while every user had a request open, from the start to the last token that came before the last "
+    "request was sent; the median of the rounds. Percentiles are over all requests of all rounds.",
+    False: "tokens/s: all tokens over the time from the start to the last one; the median of the rounds. Percentiles "
+    "are over all requests of all rounds.",
+}
+
+
+def write(data: dict[str, Any], folder: Path) -> Path:
+    """Write `report.json` and `report.html`; returns the page."""
+    from loadtest.report import render
+
+    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    page = folder / "report.html"
+    page.write_text(render(data), encoding="utf-8")
+    return page
+
+
+def _ratios(models: dict[str, Any], targets: dict[str, float]) -> list[dict[str, Any]]:
+    ours, theirs = models["inflight"], models["baseline"]
+    found = []
+
+    def add(key: str, what: str, a: float | None, b: float | None, unit: str, lower: bool) -> None:
+        ratio = None
+        if a and b:
+            ratio = b / a if lower else a / b
+        found.append({"key": key, "what": what, "inflight": a, "baseline": b, "unit": unit, "ratio": ratio,
+                      "target": targets.get(key)})  # fmt: skip
+
+    def percentile(model: dict[str, Any], metric: str, which: str) -> float | None:
+        values = model["all"][metric]
+        return values[which] if values else None
+
+    add("tokens_per_second", "output tokens/s", ours["tokens_per_second"], theirs["tokens_per_second"], "", False)
+    add("goodput", "goodput: requests/s within the SLO", ours["goodput"], theirs["goodput"], "", False)
+    add("attainment", "requests within the SLO", ours["attainment"], theirs["attainment"], "share", False)
+    for which in ("p50", "p95"):
+        pair = percentile(ours, "ttft", which), percentile(theirs, "ttft", which)
+        add(f"ttft_{which}", f"time to first text, {which}", *pair, "s", True)
+    for which in ("p50", "p95"):
+        pair = percentile(ours, "latency", which), percentile(theirs, "latency", which)
+        add(f"latency_{which}", f"latency of the whole answer, {which}", *pair, "s", True)
+    found.append({"key": "lost", "what": "requests lost", "inflight": ours["lost"], "baseline": theirs["lost"],
+                  "unit": "", "ratio": None, "target": None})  # fmt: skip
+    return found
+
+
+def _remarks(models: dict[str, Any], cores: int) -> list[str]:
+    """What a reader should know before believing the table."""
+    remarks = []
+    for name, model in models.items():
+        who = "Inflight" if name == "inflight" else "The baseline"
+        if model["server_cores"] is not None:
+            text = f"{who} kept {model['server_cores'] / cores * 100:.0f}% of the {cores} cores busy"
+            if model["client_cores"] is not None:
+                text += f", and the load generator beside it {model['client_cores'] / cores * 100:.0f}%"
+            if model["gpu"] is not None:
+                text += f"; the GPU was busy {model['gpu'] * 100:.0f}% of the time"
+            remarks.append(text + ".")
+        if model["lost"]:
+            remarks.append(f"{who} lost {model['lost']} requests: {'; '.join(model['errors']) or 'they never ended'}.")
+    return remarks
+
+
+def _sweep_point(phase: Phase, slo: SLO) -> dict[str, float]:
+    """Loads in output tokens per second; `offered` is the nominal rate times the mean output."""
+    mean_tokens = sum(row["output_tokens"] for row in phase.rows) / max(1, len(phase.rows))
+    ttft = sorted(values_of(phase.done, "ttft")) or [0.0]
+    return {
+        "rate": phase.offered or 0.0,
+        "offered": (phase.offered or 0.0) * mean_tokens,
+        "delivered": phase.tokens_per_second,
+        "ttft_p95": ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
+        "attainment": phase.attainment(slo),
+        "lost": phase.lost,
+    }
+
+
+def _run_row(number: int, name: str, phase: Phase, constant: bool) -> dict[str, Any]:
+    return {
+        "round": number,
+        "model": name,
+        "requests": len(phase.rows),
+        "lost": phase.lost,
+        "tokens": phase.tokens,
+        "seconds": phase.seconds,
+        "tokens_per_second": phase.saturated_tokens_per_second if constant else phase.tokens_per_second,
+        "client_cores": phase.mean("client_cores"),
+    }
+
+
+def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
+    stride = -(-len(phase.rows) // _MOST_POINTS) or 1
+    rows = sorted(phase.done, key=lambda row: row["start"])[::stride]
+    bins: dict[int, int] = {}
+    for row in phase.rows:
+        for at, count in row["arrivals"]:
+            slot = int((row["start"] + at) / _BIN_SECONDS)
+            bins[slot] = bins.get(slot, 0) + count
+    last = max(bins, default=-1)
+    samples = [
+        (round(at, 2), sample) for sample in phase.samples if 0 <= (at := sample["time"] - phase.begun) <= phase.seconds
+    ]
+
+    def of(value: Any) -> list[tuple[float, float]]:
+        return [(at, round(found, 4)) for at, sample in samples if (found := value(sample)) is not None]
+
+    def kv(sample: dict[str, Any]) -> float | None:
+        if "kv_used" not in sample:
+            return None
+        return sample["kv_used"] / max(1.0, sample["kv_used"] + sample.get("kv_free", 0.0))
+
+    return {
+        "latency": [(row["start"], row["latency"]) for row in rows],
+        "ttft": [(row["start"], row["arrivals"][0][0]) for row in rows if row["arrivals"]],
+        "tokens": [((slot + 0.5) * _BIN_SECONDS, bins.get(slot, 0) / _BIN_SECONDS) for slot in range(last + 1)],
+        # Inflight takes requests out of Triton's queue at once: what waits, waits in its scheduler.
+        "queue": of(lambda sample: sample.get("waiting", sample.get("pending"))),
+        "server_cores": of(lambda sample: sample["server_cores"] / cores if "server_cores" in sample else None),
+        "kv": of(kv),
+        "gpu": of(lambda sample: sample.get("gpu")),
+    }
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _PACKAGES if find_spec(_MODULES.get(name, name))}

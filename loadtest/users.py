@@ -1,0 +1,157 @@
+"""Locust users and what they share: where requests come from, and what is told to Locust.
+
+Of every request Locust's statistics get, by prompt class: its latency (type `grpc` or `sse`; its size is
+the number of output tokens), `TTFT`, `TPOT`, and each gap between responses as `ITL`.  An error counts once,
+under the request's own type.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+import gevent
+from locust import User, task
+from locust.env import Environment
+
+from loadtest.clients import Exchange, connect
+from loadtest.options import LoadOptions
+from loadtest.scenarios import Job
+
+__all__ = ["GrpcUser", "Load", "SseUser", "StreamingUser"]
+
+_PREPARED = 512  # prompts made before the load starts; more are made on the way
+_IDLE_SECONDS = 0.2
+
+
+class Load:
+    """The requests of a run, handed out one by one, and its record.
+
+    Args:
+        record: JSON lines file: when the load began, then one object per request; None for none.
+    """
+
+    def __init__(self, options: LoadOptions, environment: Environment, record: Path | None) -> None:
+        self.options, self.environment = options, environment
+        self._prompts = options.prompts()
+        self._record: TextIO | None = record.open("w", encoding="utf-8", buffering=1) if record else None
+        self._jobs = options.jobs()
+        self._ready: list[tuple[Job, list[int] | str]] = []
+        self._open = 0
+        self._ended = False
+        self.begun = time.time()
+
+    def start(self) -> None:
+        """Begin at the first request; called when Locust starts a test, again when it starts another."""
+        self._jobs = self.options.jobs()
+        # Making a prompt takes time that no other user's clock should see.
+        ahead = [job for job, _ in zip(self._jobs, range(_PREPARED))]
+        self._ready = [(job, self._prompts.make(job)) for job in reversed(ahead)]
+        self._open, self._ended, self.begun = 0, False, time.time()
+        self._write({"begun": self.begun})
+
+    def take(self) -> tuple[Job, list[int] | str] | None:
+        """The next request; None when there are no more."""
+        if self._ready:
+            return self._ready.pop()
+        job = next(self._jobs, None)
+        return None if job is None else (job, self._prompts.make(job))
+
+    def run(self, user: StreamingUser, job: Job, prompt: list[int] | str) -> None:
+        """Send one request and tell Locust and the record what came of it."""
+        self._open += 1
+        try:
+            exchange = user.triton.send(prompt, job.output_tokens)
+        finally:
+            self._open -= 1
+        self._tell_locust(user.request_type, job, exchange)
+        self._write(
+            {
+                "index": job.index,
+                "kind": job.kind,
+                "prompt_tokens": job.prompt_tokens,
+                "output_tokens": job.output_tokens,
+                "due": job.due,
+                "start": round(exchange.start - self.begun, 4),
+                "latency": round(exchange.latency, 4),
+                "arrivals": [(round(at, 4), count) for at, count in exchange.arrivals],
+                "error": exchange.error,
+            }
+        )
+
+    def wait_for_end(self) -> None:
+        """Nothing is left to take: end the test when the last open request has ended."""
+        while self._open and not self._ended:
+            gevent.sleep(_IDLE_SECONDS)
+        runner = self.environment.runner
+        if not self._ended and runner is not None:
+            self._ended = True
+            # From a greenlet of its own: ending the test ends the user that noticed.
+            gevent.spawn(runner.stop if self.environment.web_ui else runner.quit)
+        gevent.sleep(_IDLE_SECONDS)
+
+    def _tell_locust(self, request_type: str, job: Job, exchange: Exchange) -> None:
+        def fire(kind: str, seconds: float, length: int = 0, exception: Exception | None = None) -> None:
+            self.environment.events.request.fire(
+                request_type=kind,
+                name=job.kind,
+                response_time=seconds * 1e3,
+                response_length=length,
+                exception=exception,
+                context={},
+            )
+
+        failure = None if exchange.error is None else RuntimeError(exchange.error)
+        fire(request_type, exchange.latency, exchange.tokens, failure)
+        if failure is None:
+            for kind, seconds in (("TTFT", exchange.ttft), ("TPOT", exchange.tpot)):
+                if seconds is not None:
+                    fire(kind, seconds)
+            for gap in exchange.itl:
+                fire("ITL", gap)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._record is not None:
+            self._record.write(json.dumps(row) + "\n")
+
+
+class StreamingUser(User):
+    """A user of a closed loop sends a request when the one before has ended; of an open loop, when it is due."""
+
+    abstract = True
+    protocol: ClassVar[str]
+    request_type: ClassVar[str]
+    load: ClassVar[Load]
+    model: ClassVar[str]
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.triton: Any = connect(self.protocol, self.host or "", self.model)
+        self.triton.check()
+
+    @task
+    def request(self) -> None:
+        taken = self.load.take()
+        if taken is None:
+            self.load.wait_for_end()
+            return
+        job, prompt = taken
+        if job.due is None:
+            self.load.run(self, job, prompt)
+        else:
+            gevent.sleep(max(0.0, self.load.begun + job.due - time.time()))
+            gevent.spawn(self.load.run, self, job, prompt)
+
+
+class GrpcUser(StreamingUser):
+    """gRPC streaming; `--host HOST:8001`."""
+
+    protocol, request_type = "grpc", "grpc"
+
+
+class SseUser(StreamingUser):
+    """`/generate_stream`, server-sent events; `--host http://HOST:8000`."""
+
+    protocol, request_type = "http", "sse"
