@@ -1,0 +1,40 @@
+"""Fixtures of the load test's tests: one run of both models with known numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from load_records import row
+
+from loadtest.analysis import SLO, Phase
+from loadtest.options import LoadOptions
+from loadtest.results import build
+from loadtest.runner import Plan, Results
+
+ROOT = Path(__file__).parents[2]
+
+
+def _phase(model: str, streaming: bool, offered: float | None = None) -> Phase:
+    rows = []
+    for index in range(20):
+        start = 0.5 * index
+        stream = [(0.2 + 0.1 * at, 1) for at in range(10)]
+        rows.append(row(index, start, stream if streaming else [(4.0, 10)], "long" if index % 5 == 0 else "short"))
+    gauges = {"kv_used": 30.0, "kv_free": 70.0, "running": 4.0, "waiting": 1.0} if streaming else {"pending": 3.0}
+    samples = [
+        {"time": 100.0 + at, "server_cores": 1.0, "client_cores": 0.1, "cores": 1.2, **gauges} for at in range(1, 12)
+    ]
+    return Phase(model, rows, expected=20, begun=100.0, samples=samples, offered=offered, label="canned")
+
+
+@pytest.fixture
+def canned() -> dict[str, Any]:
+    """`report.json` of a run whose numbers can be worked out by hand."""
+    plan = Plan(LoadOptions(), rounds=2, sweep=(0.5, 1.0, 2.0), slo=SLO(1.0, 0.15))
+    results = Results(plan, plan.load.load())
+    for model, streaming in (("inflight", True), ("baseline", False)):
+        results.rounds[model] = [_phase(model, streaming), _phase(model, streaming)]
+        results.sweep[model] = [_phase(model, streaming, rate) for rate in (1.0, 2.0, 4.0)]
+    return build(results, "python -m loadtest run --scenario lognormal", ["A note <b>from</b> the command line."])

@@ -1,0 +1,62 @@
+"""Arrival processes have the mean and the spread that they are asked for; a seed repeats them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from loadtest.arrivals import arrival_times
+from loadtest.errors import LoadTestError
+
+COUNT = 20_000
+
+
+def _gaps(process: str, rate: float, cv: float = 2.0, seed: int = 5) -> np.ndarray:
+    return np.diff(list(itertools.islice(arrival_times(process, rate, seed, cv), COUNT)))
+
+
+@pytest.mark.parametrize(("process", "cv"), [("poisson", 1.0), ("gamma", 0.5), ("gamma", 1.0), ("gamma", 3.0)])
+@pytest.mark.parametrize("rate", [0.2, 7.0])
+def test_mean_and_spread(process: str, cv: float, rate: float) -> None:
+    gaps = _gaps(process, rate, cv)
+    assert (gaps >= 0).all()
+    # Four standard errors of the mean; the coefficient of variation wanders more.
+    assert gaps.mean() == pytest.approx(1 / rate, rel=4 * cv / COUNT**0.5)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.08)
+
+
+def test_poisson_counts_are_as_spread_as_their_mean() -> None:
+    times = list(itertools.islice(arrival_times("poisson", 4.0, 1), COUNT))
+    counts = np.histogram(times, bins=np.arange(0, times[-1], 5.0))[0]
+    assert counts.mean() == pytest.approx(20, rel=0.05)
+    assert counts.var() == pytest.approx(20, rel=0.15)
+
+
+def test_poisson_gaps_are_exponential() -> None:
+    gaps = np.sort(_gaps("poisson", 1.0))
+    share = np.arange(1, len(gaps) + 1) / len(gaps)
+    assert np.abs(share - (1 - np.exp(-gaps))).max() < 1.63 / len(gaps) ** 0.5  # Kolmogorov-Smirnov at 1%
+
+
+def test_constant_is_a_clock() -> None:
+    assert np.allclose(_gaps("constant", 4.0), 0.25)
+
+
+def test_bursts_keep_the_rate() -> None:
+    times = list(itertools.islice(arrival_times("poisson", 10.0, 1, burst=5), COUNT))
+    assert times[:5] == [0.0] * 5
+    assert len(times) / times[-1] == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_seed_repeats_and_another_does_not() -> None:
+    assert (_gaps("gamma", 1.0, seed=1) == _gaps("gamma", 1.0, seed=1)).all()
+    assert (_gaps("gamma", 1.0, seed=1) != _gaps("gamma", 1.0, seed=2)).any()
+
+
+@pytest.mark.parametrize("values", [("poisson", 0.0, 1.0), ("gamma", 1.0, 0.0), ("gamma", float("nan"), 1.0)])
+def test_what_is_not_positive_is_refused(values: tuple[str, float, float]) -> None:
+    process, rate, cv = values
+    with pytest.raises(LoadTestError, match="above 0"):
+        arrival_times(process, rate, 1, cv)

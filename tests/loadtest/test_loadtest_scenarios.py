@@ -1,0 +1,132 @@
+"""Which requests a load consists of: named mixes, their scaling, prompts of exact token counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadtest.errors import LoadTestError
+from loadtest.options import LoadOptions
+from loadtest.prompts import IdPrompts, TextPrompts, load_tokenizer
+from loadtest.scenarios import SCENARIOS, Job, find_scenario
+from loadtest.shapes import ramp_users
+
+DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_requests_lie_within_their_class_and_repeat(name: str) -> None:
+    scenario = SCENARIOS[name]
+    bounds = {prompt_class.name: prompt_class.prompt for prompt_class in scenario.classes}
+    jobs = [scenario.job(index, seed=3) for index in range(300)]
+    assert jobs == [scenario.job(index, seed=3) for index in range(300)]
+    for job in jobs:
+        assert bounds[job.kind].low <= job.prompt_tokens <= bounds[job.kind].high
+        assert job.prompt_tokens + job.output_tokens <= scenario.longest
+
+
+def test_a_seed_makes_other_requests() -> None:
+    scenario = SCENARIOS["lognormal"]
+    assert [scenario.job(k, 1) for k in range(9)] != [scenario.job(k, 2) for k in range(9)]
+
+
+def test_lognormal_outputs_follow_their_distribution() -> None:
+    tokens = np.array([SCENARIOS["lognormal"].job(index, 1).output_tokens for index in range(4000)])
+    assert tokens.min() >= 10 and tokens.max() <= 370
+    assert abs(np.median(tokens) - np.exp(4.0)) < 3  # the median is exp(mu); 3 is four standard errors
+    inner = np.log(tokens[(tokens > 10) & (tokens < 370)])
+    assert abs(inner.std() - 0.76) < 0.03  # 0.8, less what the clipping takes away
+
+
+def test_chat_rag_has_its_shares() -> None:
+    kinds = [SCENARIOS["chat-rag"].job(index, 1).kind for index in range(3000)]
+    shares = [kinds.count(name) / 3000 for name in ("chat", "rag", "document")]
+    assert np.allclose(shares, [0.7, 0.2, 0.1], atol=0.03)
+
+
+def test_bursts_are_half_short_half_long() -> None:
+    jobs = list(LoadOptions(scenario="bursty", requests=20).jobs())
+    assert sorted(job.output_tokens for job in jobs[:10]) == [50] * 5 + [500] * 5
+    assert {job.due for job in jobs[:10]} == {0.0}
+    assert [job.due for job in jobs[10:]] == pytest.approx([12.0] * 10)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("context", [64, 600, 2048, 131072])
+def test_a_scaled_scenario_fits(name: str, context: int) -> None:
+    scenario = SCENARIOS[name].scaled(context)
+    assert scenario.longest <= max(context, 1)
+    for index in range(50):
+        job = scenario.job(index, 1)
+        assert job.prompt_tokens >= 1 and job.output_tokens >= 1
+        assert job.prompt_tokens + job.output_tokens <= context
+
+
+def test_scaling_leaves_what_fits_alone() -> None:
+    assert SCENARIOS["lognormal"].scaled(8192) == SCENARIOS["lognormal"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 512, 513, 3000])
+def test_id_prompts_have_exactly_the_wanted_length(count: int) -> None:
+    prompts = IdPrompts(2560, seed=1)
+    ids = prompts.make(Job(0, "x", count, 1))
+    assert len(ids) == count
+    assert all(300 <= token < 2560 for token in ids)
+    assert ids != prompts.make(Job(1, "x", count, 1)) or count < 3
+
+
+def test_equal_hash_ids_are_equal_blocks() -> None:
+    prompts = IdPrompts(2560, seed=1)
+    one = prompts.make(Job(0, "x", 1300, 1, hash_ids=(7, 8, 9)))
+    two = prompts.make(Job(1, "x", 1030, 1, hash_ids=(7, 8, 10)))
+    assert (len(one), len(two)) == (1300, 1030)
+    assert one[:1024] == two[:1024]
+    assert one[1024:1030] != two[1024:1030]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 63, 500, 2000])
+def test_text_prompts_tokenise_to_exactly_the_wanted_number(count: int) -> None:
+    tokenizer = load_tokenizer(DEMO)
+    for index in range(3):
+        text = TextPrompts(tokenizer, seed=1).make(Job(index, "x", count, 1))
+        assert len(tokenizer.encode(text).ids) == count
+
+
+def test_ramp_goes_up_stays_and_goes_down() -> None:
+    users = [ramp_users(second, 40, (10, 20, 10)) for second in range(41)]
+    assert users[0] == 1 and users[5] == 20
+    assert users[10:31] == [40] * 21
+    assert users[35] == 20 and users[40] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (LoadOptions(scenario="no-such"), "choose one of lognormal"),
+        (LoadOptions(arrivals="gaussian"), "poisson, gamma, constant"),
+        (LoadOptions(arrivals="trace"), "--trace"),
+        (LoadOptions(arrivals="poisson", rate=-1.0), "must be above 0"),
+        (LoadOptions(trace="/nowhere.csv"), "give a CSV or JSONL file"),
+    ],
+)
+def test_wrong_options_say_what_is_allowed(options: LoadOptions, said: str) -> None:
+    with pytest.raises(LoadTestError, match=said):
+        list(options.jobs())
+
+
+def test_text_prompts_need_a_tokenizer() -> None:
+    with pytest.raises(LoadTestError, match="--tokenizer"):
+        LoadOptions(prompt="text").prompts()
+    with pytest.raises(LoadTestError, match=r"tokenizer\.json"):
+        LoadOptions(prompt="text", tokenizer="/nowhere").prompts()
+
+
+def test_options_survive_the_command_line() -> None:
+    options = LoadOptions(scenario="bursty", seed=9, arrivals="gamma", rate=1.5, context=2048, prompt="ids")
+    arguments = options.arguments()
+    pairs = dict(zip(arguments[::2], arguments[1::2]))
+    assert pairs == {"--scenario": "bursty", "--seed": "9", "--arrivals": "gamma", "--rate": "1.5", "--context": "2048"}
+    assert find_scenario("bursty").name == dataclasses.asdict(options)["scenario"]

@@ -1,0 +1,21 @@
+"""Records of a load test, as `loadtest.users.Load` writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def row(index: int, start: float, arrivals: list[tuple[float, int]], kind: str = "short") -> dict[str, Any]:
+    """A record as `users.Load` writes it, complete unless `arrivals` is empty."""
+    tokens = sum(count for _, count in arrivals)
+    return {
+        "index": index,
+        "kind": kind,
+        "prompt_tokens": 10,
+        "output_tokens": tokens or 5,
+        "due": None,
+        "start": start,
+        "latency": arrivals[-1][0] if arrivals else 1.0,
+        "arrivals": arrivals,
+        "error": None if arrivals else "the server is gone",
+    }
