@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from engine_rig import Info, add, make_core, run_until_idle
@@ -58,7 +59,7 @@ def test_no_slices_of_a_track_overlap_and_every_track_has_a_name(trace):
     assert set(tracks) <= named
     for spans in tracks.values():
         spans.sort()
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(spans, spans[1:]))
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
     assert len(tracks) == 1 + len(build_timeline(trace).rows)
 
 
@@ -104,10 +105,10 @@ def test_a_name_cannot_end_the_script(trace):
 
 
 def test_the_files_name_says_the_format(tmp_path):
-    for name, wanted in {
-        "a.html": "html", "a.json": "json", "a.perfetto.json": "perfetto", "a.trace.json": "perfetto", "a.pftrace": "perfetto",
-    }.items():  # fmt: skip
-        assert format_of(tmp_path / name) == wanted
+    assert format_of(tmp_path / "a.html") == "html"
+    assert format_of(tmp_path / "a.json") == "json"
+    for name in ("a.perfetto.json", "a.trace.json", "a.pftrace"):
+        assert format_of(tmp_path / name) == "perfetto"
     with pytest.raises(ValueError, match="--format"):
         format_of(tmp_path / "a.txt")
 

@@ -57,7 +57,8 @@ def test_a_step_is_recorded_as_it_was(monkeypatch):
     assert [s.waiting for s in trace.steps] == [1, 0, 0, 0]
     assert [s.blocks_used + s.blocks_free for s in trace.steps] == [64] * 4
     # The clock ticks once a look: begin, scheduled, executed, end.
-    assert [(s.start, s.schedule, s.forward, s.update, s.end) for s in trace.steps][0] == (3, 1, 1, 1, 6)
+    step = trace.steps[0]
+    assert (step.start, step.schedule, step.forward, step.update, step.end) == (3, 1, 1, 1, 6)
     first, second = trace.requests
     assert (first.request_id, first.arrival, first.num_prompt_tokens, first.num_output_tokens) == (1, 1, 10, 3)
     assert (second.end, second.finish_reason) == (14, "length")

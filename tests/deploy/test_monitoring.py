@@ -1,0 +1,125 @@
+"""The dashboard and the alerts speak of metrics that there are, and are files their tools can read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from inflight.metrics import HISTOGRAM, METRICS
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "inflight-alerts.yml").read_text())
+SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+
+# Triton's own (docs/user_guide/metrics.md of tritonserver), and Prometheus' word on the scrape.
+FOREIGN = {
+    "nv_inference_request_success": {"model"},
+    "nv_inference_request_failure": {"model", "reason"},
+    "up": {"job"},
+}
+LABELS = {"model", "version", "instance", "le", "job"}
+
+
+def series() -> set[str]:
+    """Names of the time series that `/metrics` has."""
+    names = set(FOREIGN)
+    for spec in METRICS:
+        suffixes = ("_bucket", "_sum", "_count") if spec.kind == HISTOGRAM else ("",)
+        names |= {spec.name + suffix for suffix in suffixes}
+    return names
+
+
+def expressions() -> list[tuple[str, str]]:
+    panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return panels + [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+_WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "and", "or"}
+
+
+def names_in(expression: str) -> set[str]:
+    """Metric names: what is left without strings, selectors, ranges, label lists and functions."""
+    bare = re.sub(r'"[^"]*"', "", expression)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby\s*\([^)]*\)", " ", bare)
+    return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - _WORDS
+
+
+@pytest.mark.parametrize(("title", "expression"), expressions())
+def test_every_name_is_a_metric_of_ours_or_tritons(title, expression):
+    names = names_in(expression)
+    assert names, expression
+    assert names <= series(), f"{title}: /metrics has no {names - series()}"
+
+
+@pytest.mark.parametrize(("title", "expression"), expressions())
+def test_every_label_is_one_that_the_series_have(title, expression):
+    used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
+    for group in re.findall(r"\bby\s*\(([^)]*)\)", expression):
+        used |= {label.strip() for label in group.split(",")}
+    allowed = LABELS | {label for name in names_in(expression) for label in FOREIGN.get(name, ())}
+    assert used <= allowed, title
+
+
+@pytest.mark.parametrize(("title", "expression"), expressions())
+def test_brackets_close_and_only_histograms_have_buckets(title, expression):
+    for left, right in ("()", "[]", "{}"):
+        assert expression.count(left) == expression.count(right), title
+    for name in re.findall(r"[\w:]+_bucket", expression):
+        assert "histogram_quantile" in expression and "le" in expression, f"{title}: {name} without its quantile"
+
+
+def test_every_metric_of_ours_is_on_the_dashboard():
+    shown = {name for title, expression in expressions() for name in names_in(expression)}
+    missing = [spec.name for spec in METRICS if not any(name.startswith(spec.name) for name in shown)]
+    assert not missing
+
+
+def test_the_dashboard_can_be_imported():
+    assert DASHBOARD["title"] and DASHBOARD["uid"] and DASHBOARD["schemaVersion"] >= 36
+    assert "id" not in DASHBOARD, "an id is the exporting Grafana's own"
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in DASHBOARD["panels"]:
+        for target in (panel, *panel["targets"]):
+            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        used = set(re.findall(r"\$\{?(\w+)", json.dumps(panel)))
+        assert used <= {*variables, "__rate_interval"}
+
+
+def test_panels_do_not_overlap():
+    taken: dict[tuple[int, int], str] = {}
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken.get((x, y))}"
+                taken[x, y] = panel["title"]
+
+
+def test_alerts_have_what_prometheus_asks_for():
+    rules: list[dict[str, Any]] = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 5
+    for rule in rules:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[smh]", rule["for"])
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert rule["annotations"]["summary"]
+
+
+def test_the_scrape_reads_the_rules_and_tritons_port():
+    for name in SCRAPE["rule_files"]:
+        assert (DEPLOY / "prometheus" / name).exists()
+    (job,) = SCRAPE["scrape_configs"]
+    assert job["job_name"] == "inflight", "the alert on `up` names the job"
+    assert job["metrics_path"] == "/metrics"
+    assert all(target.endswith(":8002") for config in job["static_configs"] for target in config["targets"])

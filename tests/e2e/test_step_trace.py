@@ -1,0 +1,91 @@
+"""`inflight trace` against a real server: what it writes of what was served."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from wire import post
+
+from inflight.cli import app
+from inflight.engine.step_trace import Trace
+from inflight.launcher import TritonServer
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+OPTIONS = {"dtype": "float32", "kv_cache_memory": "32MiB", "cpu_threads": 1, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def traced(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with the demo checkpoint twice: with the step trace and without."""
+    repository = tmp_path_factory.mktemp("traced")
+    for name, step_trace in (("traced", True), ("plain", False)):
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), "step_trace": step_trace, **OPTIONS}))
+        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    with TritonServer(repository, exit_timeout=5) as server:
+        yield server
+
+
+def trace(server: TritonServer, model: str, *files: Path):
+    arguments = ["trace", "--url", server.http_address, "--model", model]
+    return CliRunner().invoke(app, [*arguments, *(part for file in files for part in ("-o", str(file)))])
+
+
+def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
+    page, perfetto, raw = tmp_path / "t.html", tmp_path / "t.perfetto.json", tmp_path / "t.json"
+    early = trace(traced, "traced", page)
+    assert early.exit_code == 1
+    assert "send requests first" in early.output
+    url = f"http://{traced.http_address}/v2/models/traced/generate"
+    words = "the list of names " * 20  # longer than the budget of a step: several chunks
+
+    def ask(number: int) -> None:
+        status, answer = post(url, {"text_input": words, "max_tokens": 10 + number, "ignore_eos": True})
+        assert status == 200, answer
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    result = trace(traced, "traced", page, perfetto, raw)
+    assert result.exit_code == 0, result.output
+    found = Trace.from_json(raw.read_bytes())
+    assert sorted(request.num_output_tokens for request in found.requests) == [10, 11, 12, 13]
+    assert {request.finish_reason for request in found.requests} == {"length"}
+    assert sum(sum(step.samples) for step in found.steps) == 10 + 11 + 12 + 13
+    assert all(sum(step.tokens) <= OPTIONS["max_num_batched_tokens"] for step in found.steps)
+    assert any(len(step.keys) > 1 for step in found.steps), "they shared batches"
+    for step in found.steps:
+        assert min(step.schedule, step.forward, step.sample, step.update) > 0
+        assert step.send > 0 or step is found.steps[-1]
+    for request in found.requests:
+        first = next(step for step in found.steps if request.key in step.keys)
+        assert request.arrival <= first.start, "the frontend's arrival, on the engine's clock"
+    assert {e.get("cat") for e in json.loads(perfetto.read_text())["traceEvents"]} >= {"waiting", "prefill", "decode"}
+    data = re.search(r"^const D = (.*);$", page.read_text(), re.MULTILINE)
+    assert data is not None
+    assert json.loads(data[1])["model"] == "traced"
+
+
+def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
+    result = trace(traced, "plain", tmp_path / "t.html")
+    assert result.exit_code == 1
+    assert 'set "step_trace": true in model.json' in result.output
+    assert not (tmp_path / "t.html").exists()
+
+
+def test_an_unknown_model_and_an_unknown_control_are_refused(traced, tmp_path):
+    result = trace(traced, "nobody", tmp_path / "t.html")
+    assert result.exit_code == 1
+    assert "nobody" in result.output
+    status, answer = post(f"http://{traced.http_address}/v2/models/traced/generate", {"control": "restart"})
+    assert status == 400
+    assert "control='restart': allowed is" in answer
