@@ -5,7 +5,7 @@ its sources (nothing is imported), and the help topics of `pydoc`.  From it come
 BPE tokenizer and a `LlamaForCausalLM` of about 3.5 M parameters, saved in bfloat16: 7 MB,
 small enough to live in the repository and good enough that its output reads as English.
 
-    python model_repository/demo/make_checkpoint.py            # about half an hour on one core
+    python model_repository/demo/make_checkpoint.py    # half an hour on one idle core
 
 The steps are visible in `make()`: gather, split, tokenize, train, measure, save.  The same
 seed, threads, machine, torch and Python give the same weights; another Python has other
