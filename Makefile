@@ -1,14 +1,16 @@
 # make run    a server with the demo model, and a show of requests joining and leaving the batch
 # make test   everything CI checks: style, types, tests
 # make bench  the benchmarks of bench/
+# make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
 # make clean  remove the virtual environment and caches
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment,
-# ARGS="--http-port 9000 --exit" goes to `inflight demo` or to pytest.
+# ARGS="--http-port 9000 --exit" goes to `inflight demo`, to pytest, to `python -m loadtest run`.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+SCENARIO ?= lognormal
 PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 python3.13,$(shell \
   $(python) -c 'import sys, ensurepip, venv; print("$(python)" if (3, 10) <= sys.version_info < (3, 14) else "")' \
   2>/dev/null)))
@@ -17,7 +19,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 TRITON := $(shell sed -n 's/^server = .*"\(nvidia-pytriton==[0-9.]*\)[;"].*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test bench clean
+.PHONY: run test bench loadtest clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -34,6 +36,9 @@ bench: $(VENV)/run.stamp
 	$(BIN)/python bench/static.py
 	$(BIN)/python bench/cpu_attention.py
 
+loadtest: $(VENV)/loadtest.stamp
+	@$(BIN)/python -m loadtest run --scenario $(SCENARIO) $(ARGS)
+
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
@@ -44,6 +49,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: EXTRAS := backend,server
+$(VENV)/loadtest.stamp: EXTRAS := backend,server,loadtest
 $(VENV)/test.stamp: EXTRAS := backend,server,loadtest,test
 
 # Without an NVIDIA GPU torch's CPU wheels save gigabytes; where their index cannot be reached,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TextIO
 import gevent
 from locust import User, task
 from locust.env import Environment
+from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtest.clients import Exchange, connect
 from loadtest.options import LoadOptions
@@ -88,6 +89,8 @@ class Load:
         runner = self.environment.runner
         if not self._ended and runner is not None:
             self._ended = True
+            if getattr(self.environment.parsed_options, "csv_prefix", None):
+                gevent.sleep(1.5 * CSV_STATS_INTERVAL_SEC)  # Locust's CSV writer does not write at the end
             # From a greenlet of its own: ending the test ends the user that noticed.
             gevent.spawn(runner.stop if self.environment.web_ui else runner.quit)
         gevent.sleep(_IDLE_SECONDS)

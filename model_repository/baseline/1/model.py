@@ -122,7 +122,7 @@ class TritonPythonModel:
                 raise ValueError("give exactly one of text_input and input_ids")
             ids = values["input_ids"]
             job.prompt = ids.tolist() if ids is not None else self._tokenizer(job.text).input_ids
-            given = json.loads(values["sampling_parameters"] or "{}")
+            given = _sampling_parameters(values["sampling_parameters"])
             given.update({name: value for name in _SAMPLING if (value := _value(request, name)) is not None})
             for name, value in given.items():
                 if name in _SAMPLING:
@@ -175,6 +175,16 @@ class TritonPythonModel:
             "num_output_tokens": np.array([[len(tokens)]], dtype=np.uint32),
         }
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in outputs.items()])
+
+
+def _sampling_parameters(text: str | None) -> dict[str, Any]:
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"sampling_parameters={text!r}: give a JSON object")
+    return values
 
 
 def _value(request: Any, name: str) -> Any:

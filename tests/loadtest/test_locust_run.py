@@ -1,0 +1,219 @@
+"""Real Locust runs against a real tritonserver with the demo model and the baseline beside it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.installation import LauncherError, TritonInstallation
+from inflight.launcher import TritonServer, pick_ports
+from loadtest.server import checkpoint_folder, write_repository
+
+ROOT = Path(__file__).parents[2]
+LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("loadtest")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A tritonserver with `inflight` and `baseline` on the demo checkpoint."""
+    try:
+        TritonInstallation.find()
+    except LauncherError as error:
+        pytest.skip(str(error))
+    repository = tmp_path_factory.mktemp("repository")
+    options = {"dtype": "float32", "cpu_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": 16}
+    write_repository(repository, checkpoint_folder("demo"), options)
+    with TritonServer(repository, exit_timeout=5) as server:
+        yield server
+
+
+def _run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # Whatever Locust finds in a configuration file or the environment of the developer stays out.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("LOCUST_")}
+    env["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+    )
+
+
+def _loadtest(server: TritonServer, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    addresses = ["--grpc", server.grpc_address, "--http", server.http_address, "--metrics", server.metrics_address]
+    return _run("loadtest", "run", *addresses, *arguments, "--output", str(folder), folder=folder)
+
+
+def _statistics(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
+
+
+def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Path) -> None:
+    load = [
+        "--context",
+        "220",
+        "--requests",
+        "12",
+        "--users",
+        "4",
+        "--rounds",
+        "1",
+        "--sweep",
+        "1",
+        "--sweep-seconds",
+        "1",
+    ]
+    done = _loadtest(server, *load, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    for model in ("inflight", "baseline"):
+        assert (data["models"][model]["requests"], data["models"][model]["lost"]) == (12, 0)
+        assert len(data["sweep"][model]) == 1
+    ours, theirs = (
+        [row["tokens"] for row in data["runs"] if row["model"] == model] for model in ("inflight", "baseline")
+    )
+    assert ours == theirs and ours[0] > 100
+    assert "Inflight is better by" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    streamed = _statistics(tmp_path / "inflight-round1_stats.csv")
+    counts = {
+        kind: sum(int(row["Request Count"]) for (k, _), row in streamed.items() if k == kind) for kind, _ in streamed
+    }
+    assert (counts["grpc"], counts["TTFT"], counts["TPOT"]) == (12, 12, 12)
+    assert counts["ITL"] > 24  # it streams: far more than one gap a request
+    locked = {kind for kind, _ in _statistics(tmp_path / "baseline-round1_stats.csv")}
+    assert locked == {"grpc", "TTFT", ""}
+    # The users' requests overlapped in time.
+    rows = [json.loads(line) for line in (tmp_path / "inflight-round1.jsonl").read_text().splitlines()[1:]]
+    rows.sort(key=lambda row: row["start"])
+    assert rows[3]["start"] < min(row["start"] + row["latency"] for row in rows)
+
+
+@pytest.mark.parametrize("model", ["inflight", "baseline"])
+def test_text_prompts_over_server_sent_events(server: TritonServer, tmp_path: Path, model: str) -> None:
+    done = _run(
+        *("locust", "-f", str(LOCUSTFILE), "SseUser", "--headless", "--host", f"http://{server.http_address}"),
+        *("--model", model, "--scenario", "uniform", "--requests", "6", "--users", "3", "--spawn-rate", "9"),
+        *(
+            "--prompt",
+            "text",
+            "--tokenizer",
+            str(checkpoint_folder("demo")),
+            "--record",
+            "record.jsonl",
+            "--csv",
+            "run",
+        ),
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()[1:]]
+    assert [row["error"] for row in rows] == [None] * 6
+    assert {sum(count for _, count in row["arrivals"]) for row in rows} == {64}
+    assert {len(row["arrivals"]) > 8 for row in rows} == {model == "inflight"}
+    assert int(_statistics(tmp_path / "run_stats.csv")[("sse", "uniform")]["Request Count"]) == 6
+
+
+def test_an_open_loop_sends_when_requests_are_due(server: TritonServer, tmp_path: Path) -> None:
+    done = _run(
+        *(
+            "locust",
+            "-f",
+            str(LOCUSTFILE),
+            "GrpcUser",
+            "--headless",
+            "--host",
+            server.grpc_address,
+            "--model",
+            "inflight",
+        ),
+        *("--scenario", "lognormal", "--context", "200", "--arrivals", "poisson", "--rate", "8", "--requests", "10"),
+        *("--users", "1", "--record", "record.jsonl"),
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()[1:]]
+    assert len(rows) == 10 and all(row["error"] is None for row in rows)
+    assert all(row["start"] >= row["due"] for row in rows)
+
+
+def test_bad_input_is_one_line_and_status_2_before_any_load(server: TritonServer, tmp_path: Path) -> None:
+    nowhere = f"127.0.0.1:{pick_ports(1)[0]}"
+    for arguments, said in (
+        (["--models", "nothing,baseline"], "model 'nothing' is not ready"),
+        (["--scenario", "chat-rag"], "--context N"),
+        (["--scenario", "chat-rag", "--models", "baseline,inflight"], "--context N"),
+        (["--grpc", nowhere], f"cannot reach {nowhere}"),
+        (["--http", nowhere, "--protocol", "http"], f"cannot reach {nowhere}"),
+    ):
+        done = _loadtest(server, *arguments, folder=tmp_path)
+        assert done.returncode == 2, (arguments, done.stdout, done.stderr)
+        assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_bad_input_without_a_server(tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--scenario", "weekly"], "choose one of"),
+        (["--checkpoint", "demo", "--scenario", "chat-rag"], "--context 2048"),
+        (["--checkpoint", "/nowhere"], "give one, or demo"),
+        (["--checkpoint", "demo", "--context", "600", "--set", "max_num_sequences=4"], "did you mean 'max_num_seqs'?"),
+        (["--sweep", "fast"], "shares of the capacity"),
+    ):
+        done = _run("loadtest", "run", *arguments, "--output", str(tmp_path / "out"), folder=tmp_path)
+        assert done.returncode == 2, (arguments, done.stdout, done.stderr)
+        assert said in done.stderr and done.stderr.count("\n") == 1
+    host = f"127.0.0.1:{pick_ports(1)[0]}"
+    locust = _run("locust", "-f", str(LOCUSTFILE), "SseUser", "--headless", "--host", host, folder=tmp_path)
+    assert locust.returncode == 2 and f"cannot reach {host}" in locust.stderr
+
+
+def _generate(server: TritonServer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    url = f"http://{server.http_address}/v2/models/{model}/generate"
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return json.loads(error.read())
+
+
+def test_the_baseline_gives_the_same_text_and_stops_each_request_at_its_own_length(server: TritonServer) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"text_input": "Return a list of", "max_tokens": 30},
+        {"text_input": "Raise ValueError if the argument is not", "max_tokens": 3},
+        {"input_ids": [400, 401, 402, 403, 404, 405, 406], "max_tokens": 12},
+        {"text_input": "The", "max_tokens": 1},
+    ]
+    asked = [{**body, "temperature": 0, "ignore_eos": True, "return_num_output_tokens": True} for body in bodies]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        theirs = list(pool.map(lambda body: _generate(server, "baseline", body), asked))
+        ours = list(pool.map(lambda body: _generate(server, "inflight", body), asked))
+    assert [answer["num_output_tokens"] for answer in theirs] == [30, 3, 12, 1]
+    assert [answer["text_output"] for answer in theirs] == [answer["text_output"] for answer in ours]
+    assert {answer["finish_reason"] for answer in theirs} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"text_input": "a", "stream": True}, "set it to false"),
+        ({"text_input": "a", "input_ids": [1]}, "exactly one of text_input and input_ids"),
+        ({"max_tokens": 3}, "exactly one of text_input and input_ids"),
+        ({"text_input": "a", "max_tokens": 5000}, "2048 tokens together"),
+        ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters"),
+    ],
+)
+def test_the_baseline_refuses_what_it_cannot_do(server: TritonServer, body: dict[str, Any], said: str) -> None:
+    assert said in _generate(server, "baseline", body)["error"]
+    assert "text_output" in _generate(server, "baseline", {"text_input": "a", "max_tokens": 1})
