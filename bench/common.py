@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -78,6 +79,30 @@ def median_rate(runs: list[dict[str, Any]]) -> float:
 def median_ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
     """Median over the rounds of ours / theirs, pair by pair."""
     return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs))
+
+
+def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """A benchmark's main: parse options, run the two sides in turn, print and record second / first.
+
+    Args:
+        script: the benchmark's file, which calls this with `--side` in its fresh processes, too.
+        sides: name -> one run with the arguments {dtype, requests, threads}; the baseline first.
+    """
+    if "--side" in sys.argv:
+        print(json.dumps(sides[sys.argv[sys.argv.index("--side") + 1]](json.load(sys.stdin))))
+        return
+    args = parser(description).parse_args()
+    arguments = {"dtype": args.dtype, "requests": args.requests, "threads": args.threads}
+    checkpoint(args.dtype)
+    workload(1)
+    runs = alternate(script, list(sides), arguments, args.rounds)
+    baseline, ours = sides
+    ratio = median_ratio(runs[ours], runs[baseline])
+    print(f"\n{machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
+    for side in sides:
+        print(f"  {side:<20} {median_rate(runs[side]):8.1f} tokens/s")
+    print(f"  {ours} / {baseline}: {ratio:.3f}")
+    record(args.output, runs, arguments, ratio=ratio)
 
 
 def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], **summary: Any) -> None:

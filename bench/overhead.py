@@ -12,7 +12,6 @@ one client process on the same machine, whose own work counts against it.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -127,24 +126,5 @@ def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
 SIDES = {"in-process": run_in_process, "tritonserver + gRPC": run_through_triton}
 
 
-def main() -> None:
-    if "--side" in sys.argv:
-        side = sys.argv[sys.argv.index("--side") + 1]
-        print(json.dumps(SIDES[side](json.load(sys.stdin))))
-        return
-    args = common.parser(__doc__.splitlines()[0]).parse_args()
-    arguments = {"dtype": args.dtype, "requests": args.requests, "threads": args.threads}
-    common.checkpoint(args.dtype)
-    common.workload(1)
-    runs = common.alternate(__file__, list(SIDES), arguments, args.rounds)
-    inside, outside = (runs[side] for side in SIDES)
-    ratio = common.median_ratio(outside, inside)
-    print(f"\n{common.machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
-    for side in SIDES:
-        print(f"  {side:<22} {common.median_rate(runs[side]):8.1f} tokens/s")
-    print(f"  through Triton / in-process {ratio:.3f}")
-    common.record(args.output, runs, arguments, ratio=ratio)
-
-
 if __name__ == "__main__":
-    main()
+    common.compare(__file__, __doc__.splitlines()[0], SIDES)

@@ -11,8 +11,6 @@ offered at once.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
@@ -76,24 +74,5 @@ def run_inflight(arguments: dict[str, Any]) -> dict[str, Any]:
 SIDES = {"generate() static 8": run_static, "inflight": run_inflight}
 
 
-def main() -> None:
-    if "--side" in sys.argv:
-        side = sys.argv[sys.argv.index("--side") + 1]
-        print(json.dumps(SIDES[side](json.load(sys.stdin))))
-        return
-    args = common.parser(__doc__.splitlines()[0]).parse_args()
-    arguments = {"dtype": args.dtype, "requests": args.requests, "threads": args.threads}
-    common.checkpoint(args.dtype)
-    common.workload(1)
-    runs = common.alternate(__file__, list(SIDES), arguments, args.rounds)
-    theirs, ours = (runs[side] for side in SIDES)
-    ratio = common.median_ratio(ours, theirs)
-    print(f"\n{common.machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
-    for side in SIDES:
-        print(f"  {side:<20} {common.median_rate(runs[side]):8.1f} tokens/s")
-    print(f"  inflight / static    {ratio:8.2f}")
-    common.record(args.output, runs, arguments, ratio=ratio)
-
-
 if __name__ == "__main__":
-    main()
+    common.compare(__file__, __doc__.splitlines()[0], SIDES)

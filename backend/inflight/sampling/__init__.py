@@ -46,7 +46,7 @@ from inflight.sampling.history import TokenHistory
 from inflight.sampling.logprobs import prompt_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.sampler import Sampler
-from inflight.sampling.table import SamplingTable
+from inflight.sampling.table import SamplingTable, sampling_metadata
 
 __all__ = [
     "SampleRow",
@@ -56,4 +56,5 @@ __all__ = [
     "SamplingTable",
     "TokenHistory",
     "prompt_logprobs",
+    "sampling_metadata",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inflight.engine.messages import TokenLogprobs
@@ -90,7 +89,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """One sampling call over R rows.  Made by `SamplingTable.select`, `build` or `all_greedy`.
+    """One sampling call over R rows.  Made by `SamplingTable.select`, `sampling_metadata` or `all_greedy`.
 
     Attributes:
         num_rows: R.
@@ -122,14 +121,3 @@ class SamplingMetadata:
     def all_greedy(cls, num_rows: int) -> SamplingMetadata:
         """Every row takes the argmax of its logits and nothing else."""
         return cls(num_rows)
-
-    @classmethod
-    def build(cls, rows: Sequence[SampleRow], vocab_size: int, device: torch.device | str = "cpu") -> SamplingMetadata:
-        """Describe rows without a table: for one-off calls; a step loop keeps a `SamplingTable`."""
-        from inflight.sampling.table import SamplingTable
-
-        table = SamplingTable(len(rows), vocab_size, device)
-        for slot, row in enumerate(rows):
-            table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
-        tokens = [np.concatenate([row.prompt_token_ids, row.output_token_ids]) for row in rows]
-        return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), tokens)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from inflight.engine.request import SamplingParams
 from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
-from inflight.sampling.metadata import Penalties, RandomGroup, SamplingMetadata
+from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
 
-__all__ = ["GREEDY_TEMPERATURE", "SamplingTable"]
+__all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 
 # Below this a request is greedy.
 GREEDY_TEMPERATURE = 1e-5
@@ -264,3 +264,14 @@ def _history(token_ids: TokenHistory | None) -> np.ndarray | TokenHistory:
     if token_ids is None:
         raise ValueError("token_ids is None, but a row has bad words or penalties: pass the tokens of its slot")
     return token_ids
+
+
+def sampling_metadata(
+    rows: Sequence[SampleRow], vocab_size: int, device: torch.device | str = "cpu"
+) -> SamplingMetadata:
+    """Describe rows without keeping a table: for one-off calls; a step loop keeps a `SamplingTable`."""
+    table = SamplingTable(len(rows), vocab_size, device)
+    for slot, row in enumerate(rows):
+        table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
+    tokens = [np.concatenate([row.prompt_token_ids, row.output_token_ids]) for row in rows]
+    return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), tokens)

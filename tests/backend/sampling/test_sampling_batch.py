@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.request import SamplingParams
-from inflight.sampling import Sampler, SampleRow, SamplingMetadata, SamplingTable
+from inflight.sampling import Sampler, SampleRow, SamplingTable, sampling_metadata
 
 sample = Sampler()
 V = 1013
@@ -53,15 +53,15 @@ def make_logits(num_rows: int, dtype: torch.dtype, scale: float = 3.0) -> torch.
 )
 def test_mixed_batch_equals_each_row_alone_and_any_order(reference, drawn, dtype, scale, random):
     rows, logits = make_rows(drawn), make_logits(len(drawn), dtype, scale)
-    batch = sample(logits, SamplingMetadata.build(rows, V))
+    batch = sample(logits, sampling_metadata(rows, V))
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], SamplingMetadata.build([row], V))
+        alone = sample(logits[i : i + 1], sampling_metadata([row], V))
         assert alone.token_ids.tolist() == [batch.token_ids[i]]
         assert alone.logprobs.get(0) == batch.logprobs.get(i)
         assert batch.token_ids[i] == reference.token(logits[i].float().numpy(), row)
     order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled = sample(logits[order], SamplingMetadata.build([rows[i] for i in order], V))
+    shuffled = sample(logits[order], sampling_metadata([rows[i] for i in order], V))
     assert shuffled.token_ids.tolist() == batch.token_ids[order].tolist()
 
 
@@ -137,7 +137,7 @@ def test_sampler_leaves_the_callers_logits():
     )
     logits = make_logits(4, torch.float32)
     before = logits.clone()
-    sample(logits, SamplingMetadata.build(rows, V))
+    sample(logits, sampling_metadata(rows, V))
     assert torch.equal(logits, before)
 
 
@@ -149,7 +149,7 @@ def test_logits_of_a_larger_buffer_and_of_inference_mode():
     rows = make_rows(
         [(SamplingParams(**shape), 1, 2, 3) for shape in ({}, {"top_p": 0.5}, {"top_k": 9}, {"logprobs": 2})]
     )
-    metadata = SamplingMetadata.build(rows, V)
+    metadata = sampling_metadata(rows, V)
     plain = sample(logits.clone().contiguous(), metadata)
     output = sample(logits, metadata)
     assert torch.equal(output.token_ids, plain.token_ids)

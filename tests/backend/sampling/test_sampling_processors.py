@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.request import SamplingParams
-from inflight.sampling import SampleRow, SamplingMetadata, SamplingTable
+from inflight.sampling import SampleRow, SamplingTable, sampling_metadata
 from inflight.sampling.history import TokenCounts, banned_tokens
 from inflight.sampling.processors import edit_logits
 
@@ -20,7 +20,7 @@ def make_row(params: SamplingParams, prompt=(), output=(), seed=0, eos=(0,)) -> 
 
 
 def edited(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-    return edit_logits(logits, SamplingMetadata.build(rows, logits.shape[-1]))
+    return edit_logits(logits, sampling_metadata(rows, logits.shape[-1]))
 
 
 def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +48,7 @@ histories = st.tuples(st.lists(token, min_size=1, max_size=12), st.lists(st.inte
 def test_edits_equal_the_reference(reference, drawn, seed):
     rows = [make_row(params, prompt, output, eos=(0, 7)) for params, (prompt, output) in drawn]
     logits = random_logits(len(rows), seed)
-    metadata = SamplingMetadata.build(rows, V)
+    metadata = sampling_metadata(rows, V)
     after = edit_logits(logits, metadata)
     for row, before, got in zip(rows, logits.numpy(), after.numpy()):
         np.testing.assert_allclose(got, reference.edited(before, row), rtol=1e-6, atol=1e-6)
