@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -151,7 +151,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
             came = f"{at[1]}={values.get(at[1])!r}: " if at else ""
-            raise ConfigError(f"{source}: {came}{str(error).split(' - at ')[0]}") from None
+            choices = get_args(get_type_hints(cls)[at[1]]) if at and "enum" in str(error) else ()
+            allowed = f"; allowed are {', '.join(map(repr, choices))}" if choices else ""
+            raise ConfigError(f"{source}: {came}{str(error).split(' - at ')[0]}{allowed}") from None
 
     @classmethod
     def from_file(cls, path: str | Path) -> EngineConfig:

@@ -1,0 +1,55 @@
+"""`model.json`: what may stand there, and what the error says when it may not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from inflight.config import ConfigError, EngineConfig, parse_bytes
+
+
+def test_defaults_are_vllms() -> None:
+    config = EngineConfig.from_dict({"model": "x"})
+    assert (config.max_num_seqs, config.block_size, config.gpu_memory_utilization) == (256, 16, 0.9)
+    assert (config.enable_prefix_caching, config.trust_remote_code, config.default_max_tokens) == (True, False, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, '"model" is missing'),
+        ({"model": "x", "max_num_seq": 4}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"model": "x", "zzz": 4}, "unknown key 'zzz'; known keys: "),
+        ({"model": "x", "max_num_seqs": 0}, "max_num_seqs=0: Expected `int` >= 1"),
+        ({"model": "x", "max_num_seqs": "8"}, "max_num_seqs='8': Expected `int`, got `str`"),
+        ({"model": "x", "dtype": "int4"}, "dtype='int4': .*allowed are 'auto', 'float32', 'bfloat16', 'float16'"),
+        ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
+        ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
+        ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: it must be more than 0 bytes"),
+        (["model"], "expected a JSON object, got list"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_dict(values)
+
+
+def test_files(tmp_path) -> None:
+    path = tmp_path / "model.json"
+    with pytest.raises(ConfigError, match="no such file"):
+        EngineConfig.from_file(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        EngineConfig.from_file(path)
+    (tmp_path / "checkpoint").mkdir()
+    path.write_text(json.dumps({"model": "checkpoint"}))
+    assert EngineConfig.from_file(path).model == str(tmp_path / "checkpoint"), "taken from beside the file"
+    path.write_text(json.dumps({"model": "org/name"}))
+    assert EngineConfig.from_file(path).model == "org/name"
+
+
+@pytest.mark.parametrize(("text", "size"), [("4GiB", 4 * 2**30), ("1.5 K", 1500), ("2M", 2 * 10**6), (77, 77)])
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
