@@ -229,26 +229,60 @@ def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(
         assert len(stream.answers["next"].token_ids) == 5
 
 
+def generated(server: TritonServer, model: str = "tiny") -> float:
+    return gauges(server.metrics_address, model).get("vllm:generation_tokens_total", 0.0)
+
+
+def settle(server: TritonServer) -> float:
+    """Tokens generated so far, once all that ran before is published (in batches)."""
+
+    def settled() -> bool:
+        first = generated(server)
+        time.sleep(1.5)
+        return generated(server) == first
+
+    wait_for(settled)
+    return generated(server)
+
+
+def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
+    before = settle(serving)
+    stream = Stream(serving.grpc_address, "tiny")
+    for index in range(4):
+        long_request(stream, str(index))
+    stream.wait_chunks("3", 2)
+    stream.close(cancel=True)
+    assert settle(serving) - before < 4 * 240, "the engine went on to the end"
+    now = gauges(serving.metrics_address, "tiny")
+    assert (now["inflight_requests_running"], now["inflight_kv_blocks_used"]) == (0, 0)
+
+
+def test_a_deadline_ends_the_stream_with_its_tokens_already_sent(serving):
+    with Stream(serving.grpc_address, "narrow") as stream:
+        long_request(stream, "ahead")
+        long_request(stream, "late", timeout=150_000)
+        stream.events.get(timeout=30)
+        deadline = time.monotonic() + 30
+        while stream.answers["ahead"].error is None and not stream.answers["ahead"].finals:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    errors = [answer.error for answer in stream.answers.values() if answer.error is not None]
+    assert len(errors) == 1
+    assert "deadline exceeded" in errors[0].message()
+    assert "0.15 s ran out after 0 output tokens" in errors[0].message()
+
+
 def test_metrics_count_what_was_served(serving):
     def served() -> dict[str, float]:
         return gauges(serving.metrics_address, "tiny")
 
-    def count() -> float:
-        return served().get("vllm:generation_tokens_total", 0.0)
-
-    def settled() -> bool:
-        """Published in batches: what came before must be in."""
-        first = count()
-        time.sleep(1.5)
-        return count() == first
-
-    wait_for(settled)
+    tokens_before = settle(serving)
     before = served()
     with Stream(serving.grpc_address, "tiny") as stream:
         for index in range(3):
             long_request(stream, str(index), max_tokens=7)
         stream.wait("0", "1", "2")
-    wait_for(lambda: count() - before.get("vllm:generation_tokens_total", 0.0) == 21)
+    wait_for(lambda: generated(serving) - tokens_before == 21)
     now = served()
     assert now["vllm:request_params_n_count"] - before.get("vllm:request_params_n_count", 0) == 3
     assert now["inflight_requests_running"] == 0
