@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from promql import ALERTS, DASHBOARD, DEPLOY, expressions, names_in
 
 from inflight.metrics import HISTOGRAM, METRICS
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
-ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "inflight-alerts.yml").read_text())
 SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
 
 # Triton's own (docs/user_guide/metrics.md of tritonserver), and Prometheus' word on the scrape.
@@ -33,21 +30,6 @@ def series() -> set[str]:
         suffixes = ("_bucket", "_sum", "_count") if spec.kind == HISTOGRAM else ("",)
         names |= {spec.name + suffix for suffix in suffixes}
     return names
-
-
-def expressions() -> list[tuple[str, str]]:
-    panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    return panels + [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
-
-
-_WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "and", "or"}
-
-
-def names_in(expression: str) -> set[str]:
-    """Metric names: what is left without strings, selectors, ranges, label lists and functions."""
-    bare = re.sub(r'"[^"]*"', "", expression)
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby\s*\([^)]*\)", " ", bare)
-    return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - _WORDS
 
 
 @pytest.mark.parametrize(("title", "expression"), expressions())

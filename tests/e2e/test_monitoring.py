@@ -1,0 +1,20 @@
+"""Every series that the dashboard and the alerts read is on a real server's `/metrics`."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+
+from promql import expressions, names_in
+
+
+def test_the_server_has_every_series_with_the_labels_that_are_asked_for(server):
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    # Not with prometheus_client's parser: it adds `_total` to the names of Triton's own counters.
+    samples = re.findall(r"^([a-zA-Z_:][\w:]*)\{(.*)\} ", text, re.MULTILINE)
+    of_demo = {name for name, labels in samples if 'model="demo"' in labels}
+    wanted = {name for _, expression in expressions() for name in names_in(expression)} - {"up"}  # Prometheus' own
+    assert wanted <= of_demo, f"/metrics has no {wanted - of_demo}"
+    failures = [labels for name, labels in samples if name == "nv_inference_request_failure"]
+    assert failures and all('reason="' in labels for labels in failures)
