@@ -21,6 +21,7 @@ def trace(
     model: Annotated[str, typer.Option(help="Model to ask; its model.json must turn step_trace on.")] = "demo",
     format_: Annotated[str | None, typer.Option("--format", help="html, perfetto or json; else the name says.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Only the last so many seconds of work.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json instead of asking.")] = None,
 ) -> None:
     """Write what the engine's last steps did as a timeline (HTML), for ui.perfetto.dev, or raw (JSON)."""
@@ -29,6 +30,9 @@ def trace(
         found = read_trace(input_) if input_ else fetch_trace(url, model)
         if last is not None:
             found = found.last(last)
+        if seconds is not None and found.steps:
+            since = found.steps[-1].end - seconds
+            found = found.last(sum(step.end >= since for step in found.steps))
         if not found.steps:
             _fail("the engine has not run a step since it was started: send requests first", 1)
         for path, name in zip(output, formats):

@@ -11,6 +11,7 @@ from inflight.engine.step_trace import Trace, TraceError
 from inflight.trace.html import timeline_html
 from inflight.trace.perfetto import perfetto_trace
 from inflight.trace.timeline import build_timeline
+from inflight_client.connection import Connection
 
 __all__ = ["FORMATS", "TraceServerError", "fetch_trace", "format_of", "read_trace", "render"]
 
@@ -34,16 +35,17 @@ def fetch_trace(url: str, model: str, timeout: float = 60.0) -> Trace:
     """Ask a running server for a model's step trace.
 
     Args:
-        url: of Triton's HTTP endpoint, with or without `http://`.
+        url: `host:port` of Triton's HTTP endpoint, or `http(s)://` before it.
 
     Raises:
         TraceServerError: no server there, no such model, or `step_trace` is off.
+        ValueError: a `url` that is none.
     """
-    base = url if "://" in url else f"http://{url}"
+    connection = Connection.build(url, "http", {})
+    base = connection.base_url
     try:
-        # A fixed choice of proxies would hide a server on this machine: trust none for it.
-        with httpx2.Client(timeout=timeout, trust_env="127.0.0.1" not in base and "localhost" not in base) as client:
-            answer = client.post(f"{base.rstrip('/')}/v2/models/{model}/generate", json={"control": "step_trace"})
+        with httpx2.Client(timeout=timeout, trust_env=not connection.is_loopback) as client:
+            answer = client.post(f"{base}/v2/models/{model}/generate", json={"control": "step_trace"})
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise TraceServerError(f"no answer from {base}: {error}; give Triton's HTTP address with --url", 2) from None
     try:
