@@ -58,6 +58,7 @@ def run_(
     metrics: Annotated[str, typer.Option(help="Its metrics address.")] = "",
     models: Annotated[str, typer.Option(help="Inflight's model and the one to compare.")] = f"{INFLIGHT},{BASELINE}",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of model.json.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds for everything; what does not fit is left out.")] = 570.0,
     note: Annotated[list[str] | None, typer.Option(help="A sentence for the page; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder; loadtest/results/SCENARIO when not given.")] = None,
 ) -> None:
@@ -79,6 +80,7 @@ def run_(
             checkpoint=checkpoint,
             options=_engine_options(set_ or []),
             endpoints=_endpoints(grpc, http, metrics),
+            budget=budget,
             output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
         )
         results = run(plan, lambda line: typer.echo(line))

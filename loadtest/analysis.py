@@ -37,10 +37,9 @@ class Phase:
     Attributes:
         model: its name.
         rows: one object per request that ended, as `users.Load` writes them.
-        expected: requests that were to be sent; None when time decided.
+        expected: requests that were sent or should have been; None when nobody counted.
         begun: `time.time()` of the start, to which the rows' times relate.
         samples: what `Monitor` saw.
-        offered: requests per second that were offered; None in a closed loop.
         label: for people.
     """
 
@@ -49,7 +48,6 @@ class Phase:
     expected: int | None = None
     begun: float = 0.0
     samples: list[dict[str, Any]] = field(default_factory=list)
-    offered: float | None = None
     label: str = ""
 
     @property
@@ -76,6 +74,15 @@ class Phase:
     def tokens_per_second(self) -> float:
         """Over the whole load, its end included, when fewer and fewer requests are open."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def offered_tokens_per_second(self) -> float:
+        """Of an open loop: output tokens asked for, over the time in which their requests were due."""
+        dues = sorted(row["due"] or 0.0 for row in self.rows)
+        if len(dues) < 2 or dues[-1] == dues[0]:
+            return 0.0
+        # n arrivals have n - 1 gaps between them.
+        return sum(row["output_tokens"] for row in self.rows) * (1 - 1 / len(dues)) / (dues[-1] - dues[0])
 
     @property
     def saturated_tokens_per_second(self) -> float:
@@ -105,8 +112,13 @@ class Phase:
         return statistics.fmean(values) if values else None
 
 
-def read_phase(path: Path, model: str, **fields: Any) -> Phase:
-    """The phase that a record file holds; a file cut off in its last line loses that line."""
+def read_phase(path: Path, model: str, expected: int | None = None, **fields: Any) -> Phase:
+    """The phase that a record file holds; a file cut off in its last line loses that line.
+
+    Args:
+        expected: requests that were to be sent; the file may say that there were more.
+        fields: further fields of the phase.
+    """
     begun = 0.0
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -116,9 +128,11 @@ def read_phase(path: Path, model: str, **fields: Any) -> Phase:
             continue
         if "begun" in row:
             begun, rows = row["begun"], []
+        elif "sent" in row:
+            expected = max(expected or 0, row["sent"])
         else:
             rows.append(row)
-    return Phase(model, rows, begun=begun, **fields)
+    return Phase(model, rows, expected, begun, **fields)
 
 
 def row_tpot(row: dict[str, Any]) -> float | None:
@@ -156,6 +170,10 @@ def cdf(values: list[float]) -> list[tuple[float, float]]:
     return [(round(float(np.quantile(ordered, share)), 5), round(float(share), 4)) for share in shares]
 
 
+def _mean_prompt(rows: list[dict[str, Any]], kind: str) -> float:
+    return statistics.fmean(row["prompt_tokens"] for row in rows if row["kind"] == kind)
+
+
 def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
     """What the rounds of one model say together.
 
@@ -164,7 +182,8 @@ def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
     """
     rows = [row for phase in phases for row in phase.done]
     rates = [phase.saturated_tokens_per_second if saturated else phase.tokens_per_second for phase in phases]
-    kinds = sorted({row["kind"] for row in rows})
+    # Short prompts first, whatever the classes are called.
+    kinds = sorted({row["kind"] for row in rows}, key=lambda kind: _mean_prompt(rows, kind))
 
     def table(some: list[dict[str, Any]]) -> dict[str, Any]:
         return {metric: percentiles(values_of(some, metric)) for metric in ("ttft", "itl", "tpot", "latency")}
@@ -198,9 +217,9 @@ def knee(points: list[dict[str, float]]) -> float | None:
     The first part of the curve is taken as a line through the lowest point, the last as level at the most
     that was delivered; where they cross is the knee.  None of fewer than three points, or when no point lies past it.
     """
-    if len(points) < 3:
+    ordered = sorted((point for point in points if point["offered"]), key=lambda point: point["offered"])
+    if len(ordered) < 3:
         return None
-    ordered = sorted(points, key=lambda point: point["offered"])
     slope = ordered[0]["delivered"] / ordered[0]["offered"]
     most = max(point["delivered"] for point in ordered)
     found = most / slope if slope else float("inf")

@@ -54,6 +54,11 @@ def _prepare(environment: Environment, **_: Any) -> None:
         raise SystemExit(2) from None
 
 
+@events.quitting.add_listener
+def _close(**_: Any) -> None:
+    StreamingUser.load.close()
+
+
 @events.test_start.add_listener
 def _start(**_: Any) -> None:
     StreamingUser.load.start()

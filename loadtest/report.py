@@ -33,6 +33,7 @@ th:first-child, td:first-child { text-align: left; }
 .inflight { color: var(--inflight); font-weight: 600; } .baseline { color: var(--baseline); font-weight: 600; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
+.three { grid-template-columns: repeat(auto-fit, minmax(min(350px, 100%), 1fr)); }
 """
 _METRICS = (("ttft", "time to first text"), ("itl", "inter-token latency"), ("latency", "latency"))
 
@@ -51,14 +52,15 @@ def render(data: dict[str, Any]) -> str:
         f"<p>{escape(scenario['about'])}. One server, one checkpoint ({escape(data['checkpoint'])}), the same requests "
         "to <span class='inflight'>Inflight</span> and to the <span class='baseline'>baseline</span>: Triton's dynamic "
         "batcher (preferred batch 8, 100&nbsp;ms queue delay) in front of a padded <code>generate()</code>.</p>",
-        f"<p class='soft'>{escape(data['machine'])} · {escape(data['date'])} · {data['rounds']} rounds, in turn</p>",
+        f"<p class='soft'>{escape(data['machine'])} · {escape(data['date'])} · {escape(data['load'])} · "
+        f"{data['rounds']} rounds, in turn</p>",
         _ratios(data),
         *(f"<p>{escape(note)}</p>" for note in data["notes"]),
         "<h2>Latency by prompt class</h2>",
         _classes(data),
         _notes_on_latency(data),
         "<h2>Distributions</h2>",
-        _charts(_distributions(data)),
+        _charts(_distributions(data), "three"),
         "<h2>Over time</h2>",
         f"<p class='soft'>{escape(data['timeline_of'])}</p>",
         _charts(_timelines(data)),
@@ -162,7 +164,7 @@ def _timelines(data: dict[str, Any]) -> Iterable[str]:
     yield chart(
         "Time to first text, by when the request was sent", _pair(data, of("ttft"), "dots"), "seconds", "seconds"
     )
-    yield chart("Tokens delivered per second", _pair(data, of("tokens")), "seconds", "tokens/s (2 s bins)")
+    yield chart("Tokens delivered per second", _pair(data, of("tokens")), "seconds", "tokens/s")
     yield chart("Requests that wait for the model", _pair(data, of("queue")), "seconds", "requests")
     yield chart(
         "Cores that the server kept busy", _pair(data, of("server_cores")), "seconds", "share", y_max=1.0, percent=True
@@ -203,11 +205,11 @@ def _sweep(data: dict[str, Any]) -> str:
         "the start to the last token, so below the knee it stays a little under what was offered: the last requests "
         "still run when no more arrive. The knee is where the line through the lowest point meets the most that was "
         "delivered.</p>"
-    ) + _charts(figures)
+    ) + _charts(figures, "three")
 
 
-def _charts(figures: Iterable[str]) -> str:
-    return f"<div class='charts'>{''.join(figures)}</div>"
+def _charts(figures: Iterable[str], columns: str = "two") -> str:
+    return f"<div class='charts {columns}'>{''.join(figures)}</div>"
 
 
 def _how(data: dict[str, Any]) -> str:

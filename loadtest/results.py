@@ -18,7 +18,7 @@ from loadtest.scenarios import Scenario
 __all__ = ["build", "write"]
 
 _MOST_POINTS = 600  # of a scatter plot
-_BIN_SECONDS = 2.0
+_BINS = 40  # of tokens over time
 _PACKAGES = ("inflight", "torch", "transformers", "tritonclient", "locust", "nvidia-pytriton")
 _MODULES = {"nvidia-pytriton": "pytriton"}
 # What Inflight is held to on CPU cores: tokens/s at saturation, and p95 time to first text at 40 users.
@@ -52,7 +52,8 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
         "machine": _machine(),
         "versions": {"python": platform.python_version(), **_versions()},
         "options": json.dumps(plan.options),
-        "rounds": plan.rounds,
+        "rounds": len(results.rounds[ours]),
+        "load": _load_text(results),
         "slo": {"ttft": plan.slo.ttft, "tpot": plan.slo.tpot},
         "ratios": _ratios(models, _TARGETS.get(source.name, {})),
         "notes": [*_remarks(models, cores), *notes],
@@ -60,12 +61,12 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
         "models": models,
         "runs": [
             _run_row(number + 1, name, results.rounds[model][number], constant)
-            for number in range(plan.rounds)
+            for number in range(len(results.rounds[ours]))
             for name, model in names.items()
         ],
         "timeline": {name: _timeline(phase, cores) for name, phase in last.items()},
-        "timeline_of": f"The last round of {plan.rounds}, each model from the start of its load.",
-        "sweep": sweep if plan.sweep else None,
+        "timeline_of": f"The last round of {len(results.rounds[ours])}, each model from the start of its load.",
+        "sweep": sweep if sweep["inflight"] else None,
         "sweep_process": sweep_process(plan.load),
         "knee": {name: knee(points) for name, points in sweep.items()},
     }
@@ -77,6 +78,16 @@ _THROUGHPUT = {
     False: "tokens/s: all tokens over the time from the start to the last one; the median of the rounds. Percentiles "
     "are over all requests of all rounds.",
 }
+
+
+def _load_text(results: Results) -> str:
+    plan, source, process = results.plan, results.source, results.plan.load.process()
+    count = f"{len(results.rounds[plan.models[0]][0].rows)} requests a round"
+    if process == "closed":
+        users = plan.users or getattr(source, "users", 40)
+        ramp = getattr(source, "ramp", ())
+        return f"{users} users at the peak of a ramp of {sum(ramp):g} s" if ramp else f"{users} users at once, {count}"
+    return f"open loop, {process} arrivals, {count}"
 
 
 def write(data: dict[str, Any], folder: Path) -> Path:
@@ -136,12 +147,10 @@ def _remarks(models: dict[str, Any], cores: int) -> list[str]:
 
 
 def _sweep_point(phase: Phase, slo: SLO) -> dict[str, float]:
-    """Loads in output tokens per second; `offered` is the nominal rate times the mean output."""
-    mean_tokens = sum(row["output_tokens"] for row in phase.rows) / max(1, len(phase.rows))
+    """Loads in output tokens per second."""
     ttft = sorted(values_of(phase.done, "ttft")) or [0.0]
     return {
-        "rate": phase.offered or 0.0,
-        "offered": (phase.offered or 0.0) * mean_tokens,
+        "offered": phase.offered_tokens_per_second,
         "delivered": phase.tokens_per_second,
         "ttft_p95": ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
         "attainment": phase.attainment(slo),
@@ -165,12 +174,11 @@ def _run_row(number: int, name: str, phase: Phase, constant: bool) -> dict[str, 
 def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
     stride = -(-len(phase.rows) // _MOST_POINTS) or 1
     rows = sorted(phase.done, key=lambda row: row["start"])[::stride]
-    bins: dict[int, int] = {}
+    width = max(0.5, round(phase.seconds / _BINS, 1))
+    bins = [0] * (int(phase.seconds / width) + 1)
     for row in phase.rows:
         for at, count in row["arrivals"]:
-            slot = int((row["start"] + at) / _BIN_SECONDS)
-            bins[slot] = bins.get(slot, 0) + count
-    last = max(bins, default=-1)
+            bins[min(len(bins) - 1, int((row["start"] + at) / width))] += count
     samples = [
         (round(at, 2), sample) for sample in phase.samples if 0 <= (at := sample["time"] - phase.begun) <= phase.seconds
     ]
@@ -186,7 +194,7 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
     return {
         "latency": [(row["start"], row["latency"]) for row in rows],
         "ttft": [(row["start"], row["arrivals"][0][0]) for row in rows if row["arrivals"]],
-        "tokens": [((slot + 0.5) * _BIN_SECONDS, bins.get(slot, 0) / _BIN_SECONDS) for slot in range(last + 1)],
+        "tokens": [(round((slot + 0.5) * width, 3), count / width) for slot, count in enumerate(bins)],
         # Inflight takes requests out of Triton's queue at once: what waits, waits in its scheduler.
         "queue": of(lambda sample: sample.get("waiting", sample.get("pending"))),
         "server_cores": of(lambda sample: sample["server_cores"] / cores if "server_cores" in sample else None),

@@ -27,6 +27,7 @@ __all__ = ["Plan", "Results", "run", "sweep_process"]
 _HERE = Path(__file__).parent
 _SEED_STEP = 1000  # between rounds: no round may find the prompts of another in a cache
 _IDLE_SECONDS = 120.0
+_SWEEP_SHARE = 0.35  # of the budget, kept for the sweep
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Plan:
         checkpoint: see `server.checkpoint_folder`.
         options: further keys of Inflight's `model.json`.
         endpoints: a server that runs already; None starts one.
+        budget: seconds for everything; rounds after the first and steps of the sweep that would not fit
+            are left out.
         output: folder of the records, logs and the report.
     """
 
@@ -58,6 +61,7 @@ class Plan:
     checkpoint: str = "llama-60m-rand"
     options: dict[str, Any] = field(default_factory=dict)
     endpoints: Endpoints | None = None
+    budget: float = 570.0
     output: Path = Path("loadtest/results/latest")
 
 
@@ -78,6 +82,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
         LoadTestError: nothing was run: wrong options, no server, no model, a scenario that does not fit.
         LauncherError: the server could not be started.
     """
+    begun = time.monotonic()
     source = plan.load.load()
     plan.load.process()
     if plan.endpoints is None and source.longest > (context := _context(plan)):
@@ -90,11 +95,9 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
             load.check(connect(plan.protocol, _address(plan, endpoints), model), model)
         bench = _Bench(dataclasses.replace(plan, load=load), endpoints, say)
         results = Results(plan, source, {model: [] for model in plan.models}, {model: [] for model in plan.models})
-        for number in range(plan.rounds):
-            for model in plan.models:
-                results.rounds[model].append(bench.round(model, number))
-        if plan.sweep:
-            bench.sweep(results)
+        deadline = begun + plan.budget
+        bench.rounds(results, deadline - plan.budget * _SWEEP_SHARE if plan.sweep else deadline)
+        bench.sweep(results, deadline)
     return results
 
 
@@ -131,7 +134,19 @@ class _Bench:
         self._source = plan.load.load()
         self._ramp = isinstance(self._source, Scenario) and bool(self._source.ramp)
 
-    def round(self, model: str, number: int) -> Phase:
+    def rounds(self, results: Results, deadline: float) -> None:
+        """Every model in turn, round by round; a round that would end after `deadline` is left out."""
+        took = 0.0
+        for number in range(self._plan.rounds):
+            start = time.monotonic()
+            if start + took > deadline:
+                self._say(f"time is up: {number} of {self._plan.rounds} rounds (--budget)")
+                return
+            for model in self._plan.models:
+                results.rounds[model].append(self._round(model, number))
+            took = time.monotonic() - start
+
+    def _round(self, model: str, number: int) -> Phase:
         load = dataclasses.replace(self._plan.load, seed=self._plan.load.seed + _SEED_STEP * number)
         if self._ramp:
             load = dataclasses.replace(load, requests=-1)
@@ -139,29 +154,27 @@ class _Bench:
         self._say(f"{_line(phase)}  {phase.saturated_tokens_per_second:7.1f} tokens/s")
         return phase
 
-    def sweep(self, results: Results) -> None:
+    def sweep(self, results: Results, deadline: float) -> None:
         """Offer shares of each model's own throughput, so that both are seen below and above their knee."""
-        for model in self._plan.models:
-            phases = results.rounds[model]
-            done = [row for phase in phases for row in phase.done]
-            mean_tokens = sum(row["output_tokens"] for row in done) / max(1, len(done))
-            rates = [phase.saturated_tokens_per_second for phase in phases]
-            capacity = sum(rates) / len(rates) / max(1.0, mean_tokens)
-            for step, share in enumerate(self._plan.sweep):
-                rate = capacity * share
+        took = 0.0
+        for step, share in enumerate(self._plan.sweep):
+            start = time.monotonic()
+            if start + took > deadline:
+                self._say(f"time is up: {step} of {len(self._plan.sweep)} steps of the sweep (--budget)")
+                return
+            for model in self._plan.models:
+                rate = share * _requests_per_second(results.rounds[model])
                 load = dataclasses.replace(
                     self._plan.load,
-                    arrivals=self._plan.load.arrivals
-                    if self._plan.load.arrivals in ("gamma", "constant")
-                    else "poisson",
+                    arrivals=sweep_process(self._plan.load),
                     rate=rate,
                     requests=max(6, round(rate * self._plan.sweep_seconds)),
                     seed=self._plan.load.seed + 500_000 + _SEED_STEP * step,
                 )
                 phase = self._run(model, load, f"sweep {share:4.2f} of capacity", f"{model}-sweep{step + 1}")
-                phase.offered = rate
-                self._say(f"{_line(phase)}  {rate:5.2f} requests/s offered")
+                self._say(f"{_line(phase)}  {phase.offered_tokens_per_second:7.1f} tokens/s offered")
                 results.sweep[model].append(phase)
+            took = time.monotonic() - start
 
     def _run(self, model: str, load: LoadOptions, label: str, name: str) -> Phase:
         record = self._plan.output / f"{name}.jsonl"
@@ -207,6 +220,13 @@ class _Bench:
             if not any(now.get(key) for key in ("pending", "running", "waiting")):
                 return
             time.sleep(0.5)
+
+
+def _requests_per_second(phases: list[Phase]) -> float:
+    """What the rounds say that the model can take."""
+    done = [row for phase in phases for row in phase.done]
+    mean_tokens = sum(row["output_tokens"] for row in done) / max(1, len(done))
+    return sum(phase.saturated_tokens_per_second for phase in phases) / len(phases) / max(1.0, mean_tokens)
 
 
 def sweep_process(load: LoadOptions) -> str:

@@ -167,7 +167,7 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         Scenario(
             "lognormal",
-            "mixed prompts, output lengths lognormal(4.0, 0.8) in 10..370, 40 users at once",
+            "mixed prompts, output lengths lognormal(4.0, 0.8) in 10..370",
             _MIXED,
             _LOGNORMAL,
         ),

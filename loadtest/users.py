@@ -40,7 +40,7 @@ class Load:
         self._record: TextIO | None = record.open("w", encoding="utf-8", buffering=1) if record else None
         self._jobs = options.jobs()
         self._ready: list[tuple[Job, list[int] | str]] = []
-        self._open = 0
+        self._open = self._sent = 0
         self._ended = False
         self.begun = time.time()
 
@@ -50,8 +50,12 @@ class Load:
         # Making a prompt takes time that no other user's clock should see.
         ahead = [job for job, _ in zip(self._jobs, range(_PREPARED))]
         self._ready = [(job, self._prompts.make(job)) for job in reversed(ahead)]
-        self._open, self._ended, self.begun = 0, False, time.time()
+        self._open, self._sent, self._ended, self.begun = 0, 0, False, time.time()
         self._write({"begun": self.begun})
+
+    def close(self) -> None:
+        """Say how many requests were sent: those without a row of their own never ended."""
+        self._write({"sent": self._sent})
 
     def take(self) -> tuple[Job, list[int] | str] | None:
         """The next request; None when there are no more."""
@@ -63,6 +67,7 @@ class Load:
     def run(self, user: StreamingUser, job: Job, prompt: list[int] | str) -> None:
         """Send one request and tell Locust and the record what came of it."""
         self._open += 1
+        self._sent += 1
         try:
             exchange = user.triton.send(prompt, job.output_tokens)
         finally:

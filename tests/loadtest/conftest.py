@@ -16,17 +16,18 @@ from loadtest.runner import Plan, Results
 ROOT = Path(__file__).parents[2]
 
 
-def _phase(model: str, streaming: bool, offered: float | None = None) -> Phase:
+def _phase(model: str, streaming: bool, rate: float | None = None) -> Phase:
     rows = []
     for index in range(20):
         start = 0.5 * index
         stream = [(0.2 + 0.1 * at, 1) for at in range(10)]
         rows.append(row(index, start, stream if streaming else [(4.0, 10)], "long" if index % 5 == 0 else "short"))
+        rows[-1]["due"] = index / rate if rate else None
     gauges = {"kv_used": 30.0, "kv_free": 70.0, "running": 4.0, "waiting": 1.0} if streaming else {"pending": 3.0}
     samples = [
         {"time": 100.0 + at, "server_cores": 1.0, "client_cores": 0.1, "cores": 1.2, **gauges} for at in range(1, 12)
     ]
-    return Phase(model, rows, expected=20, begun=100.0, samples=samples, offered=offered, label="canned")
+    return Phase(model, rows, expected=20, begun=100.0, samples=samples, label="canned")
 
 
 @pytest.fixture

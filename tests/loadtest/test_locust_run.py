@@ -58,6 +58,12 @@ def _statistics(path: Path) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
 
 
+def _rows(record: Path) -> list[dict[str, Any]]:
+    first, *rows, last = map(json.loads, record.read_text(encoding="utf-8").splitlines())
+    assert "begun" in first and last == {"sent": len(rows)}
+    return rows
+
+
 def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Path) -> None:
     load = [
         "--context",
@@ -73,7 +79,7 @@ def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Pat
         "--sweep-seconds",
         "1",
     ]
-    done = _loadtest(server, *load, folder=tmp_path)
+    done = _loadtest(server, *load, "--sweep", "1", "--sweep-seconds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     for model in ("inflight", "baseline"):
@@ -94,7 +100,7 @@ def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Pat
     locked = {kind for kind, _ in _statistics(tmp_path / "baseline-round1_stats.csv")}
     assert locked == {"grpc", "TTFT", ""}
     # The users' requests overlapped in time.
-    rows = [json.loads(line) for line in (tmp_path / "inflight-round1.jsonl").read_text().splitlines()[1:]]
+    rows = _rows(tmp_path / "inflight-round1.jsonl")
     rows.sort(key=lambda row: row["start"])
     assert rows[3]["start"] < min(row["start"] + row["latency"] for row in rows)
 
@@ -117,7 +123,7 @@ def test_text_prompts_over_server_sent_events(server: TritonServer, tmp_path: Pa
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()[1:]]
+    rows = _rows(tmp_path / "record.jsonl")
     assert [row["error"] for row in rows] == [None] * 6
     assert {sum(count for _, count in row["arrivals"]) for row in rows} == {64}
     assert {len(row["arrivals"]) > 8 for row in rows} == {model == "inflight"}
@@ -142,7 +148,7 @@ def test_an_open_loop_sends_when_requests_are_due(server: TritonServer, tmp_path
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()[1:]]
+    rows = _rows(tmp_path / "record.jsonl")
     assert len(rows) == 10 and all(row["error"] is None for row in rows)
     assert all(row["start"] >= row["due"] for row in rows)
 
