@@ -1,9 +1,10 @@
-"""`python -m loadtest`.  Exit status: 0 done, 1 failed, 2 wrong input (nothing was run)."""
+"""`python -m loadtest`.  Exit status: 0 done, 1 failed, 2 wrong input (nothing was run), 130 stopped."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -63,6 +64,8 @@ def run_(
     output: Annotated[Path | None, typer.Option(help="Folder; loadtest/results/SCENARIO when not given.")] = None,
 ) -> None:
     """Run a scenario against both models on one server and write report.html and report.json."""
+    # A stop request ends what was started, like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         load = LoadOptions(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
@@ -88,6 +91,8 @@ def run_(
         _fail(str(error), 2)
     except LauncherError as error:
         _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
     data = build(results, shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]), note or [])
     page = write(data, plan.output)
     for ratio in data["ratios"]:
