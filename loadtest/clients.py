@@ -8,10 +8,12 @@ configuration says (a batch dimension, several responses) decides the shapes and
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ class Exchange:
     Attributes:
         start: `time.time()` when it was sent.
         arrivals: (seconds after `start`, new tokens) of every response with tokens.
-        latency: seconds to its end.
+        latency: seconds to its last token, or to its failure.
         error: why it failed; None when it was answered in full.
     """
 
@@ -102,10 +104,16 @@ class _Timed:
     def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
         begun = time.perf_counter()
         exchange = Exchange(time.time())
+        responses = self._responses(prompt, max_tokens)
         try:
-            for tokens in self._responses(prompt, max_tokens):
+            for tokens in responses:
                 if tokens:
                     exchange.arrivals.append((time.perf_counter() - begun, tokens))
+                if exchange.tokens >= max_tokens:
+                    # Triton may close the stream of an answered request seconds later, when it is busy with
+                    # the next batch: its user goes on.  A stream that nobody reads would be cancelled.
+                    threading.Thread(target=_drain, args=(responses,), daemon=True).start()
+                    break
         except _Failed as error:
             exchange.error = str(error)
         exchange.latency = time.perf_counter() - begun
@@ -119,6 +127,12 @@ class _Timed:
 
 class _Failed(Exception):
     pass
+
+
+def _drain(responses: Iterator[int]) -> None:
+    with contextlib.suppress(_Failed):
+        for _ in responses:
+            pass
 
 
 def _unreachable(address: str, protocol: str, reason: str) -> LoadTestError:

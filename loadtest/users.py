@@ -94,8 +94,8 @@ class Load:
         runner = self.environment.runner
         if not self._ended and runner is not None:
             self._ended = True
-            if getattr(self.environment.parsed_options, "csv_prefix", None):
-                gevent.sleep(1.5 * CSV_STATS_INTERVAL_SEC)  # Locust's CSV writer does not write at the end
+            # Streams are still being closed, and Locust's CSV writer does not write at the end.
+            gevent.sleep(1.5 * CSV_STATS_INTERVAL_SEC)
             # From a greenlet of its own: ending the test ends the user that noticed.
             gevent.spawn(runner.stop if self.environment.web_ui else runner.quit)
         gevent.sleep(_IDLE_SECONDS)
