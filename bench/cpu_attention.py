@@ -22,7 +22,7 @@ import torch
 from common import machine
 
 from inflight.attention.base import AttentionBackend, AttentionMetadata, LayerSpec
-from inflight.attention.cpu import CpuAttention, instruction_set, use_instruction_set
+from inflight.attention.cpu import CpuAttention, allocate, instruction_set, use_instruction_set
 from inflight.attention.reference import ReferenceAttention
 
 BLOCK_SIZE = 16
@@ -99,7 +99,7 @@ def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
 
 def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """Functions that measure bytes/s of reading and FLOP/s of multiplying."""
-    memory = torch.ones(2**26, dtype=torch.float32)
+    memory = allocate(2**26, dtype=torch.float32).fill_(1.0)  # on the same kind of pages as a cache
     left, right = torch.randn(2, 1536, 1536).to(dtype).unbind()
     return {
         "read": lambda: memory.numel() * 4 / best(memory.sum),

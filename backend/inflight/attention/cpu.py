@@ -20,16 +20,16 @@ from inflight.attention.build import LIBRARY
 
 __all__ = ["CpuAttention", "instruction_set", "unavailable", "use_instruction_set"]
 
-_ABI = 1  # of cpu_attention.cpp
+_ABI = 2  # of cpu_attention.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GROUP = 16  # slots of a packed panel
 _MAX_HEAD_SIZE = 1024
 _SLACK = 64  # bytes that the kernel may read past the end of the pool
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("key", c_void_p),
-        ("value", c_void_p),
+        ("pool", c_void_p),
         ("block_size", c_int64),
         ("dtype", c_int32),
         ("num_heads", c_int32),
@@ -68,6 +68,8 @@ def _load() -> ctypes.CDLL | str:
         return f"a kernel compiled from this version's source: {rebuild}"
     library.inflight_attention_isa.restype = c_char_p
     library.inflight_attention_use.argtypes = [c_char_p]
+    library.inflight_attention_advise.argtypes = [c_void_p, c_int64]
+    library.inflight_attention_advise.restype = None
     rows = (c_void_p, c_int64, c_int64)  # data, strides of token and head
     library.inflight_attention_write.argtypes = [c_void_p, c_void_p, *rows, *rows, c_int32, c_int32]
     library.inflight_attention_write.restype = None
@@ -105,8 +107,9 @@ def use_instruction_set(name: str) -> bool:
 
 @dataclass(slots=True)
 class _CpuKVCache(KVCache):
-    """`key` and `value` are [num_blocks, num_kv_heads, block_size * head size], laid out inside as
-    cpu_attention.h says; `layer` is what the kernel is told on each call."""
+    """`key` and `value` are [num_blocks, panels of a block, num_kv_heads, elements], views of one
+    allocation, in which the two lie panel by panel (see cpu_attention.h); `layer` is what the kernel is
+    told of them."""
 
     layer: _Layer
     address: int
@@ -137,12 +140,12 @@ class CpuAttention:
     def new_cache(
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        shape = (num_blocks, spec.num_kv_heads)
-        key = _allocate(*shape, block_size * spec.key_head_size, dtype=dtype)
-        value = _allocate(*shape, block_size * spec.value_head_size, dtype=dtype)
+        panel_slots = _GROUP if block_size % _GROUP == 0 else 1
+        key_elements = panel_slots * spec.key_head_size
+        elements = key_elements + panel_slots * spec.value_head_size
+        pool = allocate(num_blocks, block_size // panel_slots, spec.num_kv_heads, elements, dtype=dtype)
         layer = _Layer(
-            key=key.data_ptr(),
-            value=value.data_ptr(),
+            pool=pool.data_ptr(),
             block_size=block_size,
             dtype=_DTYPES[dtype],
             num_heads=spec.num_heads,
@@ -153,7 +156,7 @@ class CpuAttention:
             scaling=spec.scaling,
             softcap=spec.softcap or 0.0,
         )
-        return _CpuKVCache(key, value, layer, ctypes.addressof(layer))
+        return _CpuKVCache(pool[..., :key_elements], pool[..., key_elements:], layer, ctypes.addressof(layer))
 
     def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
         assert isinstance(cache, _CpuKVCache)
@@ -211,8 +214,9 @@ class CpuAttention:
         return self._batch_address
 
 
-def _allocate(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory, readable a little past its end."""
+def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory on huge pages where the system grants them, readable a little past its end."""
     count = torch.Size(shape).numel()
     flat = torch.empty(count + _SLACK // dtype.itemsize, dtype=dtype)
+    _library().inflight_attention_advise(flat.data_ptr(), flat.nbytes)
     return flat[:count].view(shape)

@@ -2,6 +2,8 @@
 // and running them on torch's own OpenMP threads.
 #include "cpu_attention.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -111,7 +113,7 @@ struct Plan {
   std::vector<int32_t> order;
   std::vector<double> costs;
   int64_t partial_floats;
-  int64_t max_rows;
+  size_t scratch_bytes;
   double cost;
 };
 
@@ -126,14 +128,17 @@ class Planner {
   void make() {
     plan_.items.clear();
     plan_.splits.clear();
-    plan_.partial_floats = plan_.max_rows = 0;
+    plan_.partial_floats = 0;
+    plan_.scratch_bytes = 0;
     order_requests();
     // Expensive items first, so that what is left for the end is small.
     for (const int32_t request : plan_.order) {
       const int32_t queries = num_queries(request);
-      for (int32_t head = 0; head < layer_.num_kv_heads; ++head) {
+      // Where many queries share the keys each KV head is an item of its own.
+      const int32_t heads = std::max(1, kRowsOfHeads / (std::min(queries, per_item_) * group_));
+      for (int32_t head = 0; head < layer_.num_kv_heads; head += heads) {
         for (int32_t first = (queries - 1) / per_item_ * per_item_; first >= 0; first -= per_item_) {
-          add(request, head, first, std::min(per_item_, queries - first));
+          add(request, head, std::min(heads, layer_.num_kv_heads - head), first, std::min(per_item_, queries - first));
         }
       }
     }
@@ -170,22 +175,27 @@ class Planner {
     });
   }
 
-  void add(int32_t request, int32_t head, int32_t first, int32_t count) {
+  // Add items for these queries: one if it is not too much, else by heads, else by chunks as well.
+  void add(int32_t request, int32_t first_head, int32_t heads, int32_t first, int32_t count) {
     const Span span = visible_keys(call_, request, first, count);
-    Item item = {request, head, first, count, span.begin / kChunk, 0, -1};
+    Item item = {request, first_head, heads, first, count, span.begin / kChunk, 0, -1};
     item.num_chunks = (span.end + kChunk - 1) / kChunk - item.first_chunk;
-    plan_.max_rows = std::max<int64_t>(plan_.max_rows, count * group_);
     const double most = std::max(plan_.cost / (threads_ * kItemsPerThread), kSerialCost);
-    const double parts = cost(request, first, count) / most;
-    if (threads_ == 1 || parts < 1.5 || item.num_chunks == 1) {
-      plan_.items.push_back(item);
-      return;
+    const double parts = threads_ == 1 ? 0 : cost(request, first, count) / most;  // of one head
+    item.num_heads = parts * heads > 1 ? std::max(1, int32_t(1 / parts)) : heads;
+    plan_.scratch_bytes = std::max(plan_.scratch_bytes, chosen->scratch_bytes(call_, count, item.num_heads));
+    for (; item.first_head < first_head + heads; item.first_head += item.num_heads) {
+      item.num_heads = std::min(item.num_heads, first_head + heads - item.first_head);
+      if (parts < 1.5 || item.num_chunks == 1) {
+        plan_.items.push_back(item);
+      } else {
+        split(item, std::max(1, int32_t(item.num_chunks / parts)));
+      }
     }
-    split(item, std::max(1, int32_t(item.num_chunks / parts)));
   }
 
   void split(Item whole, int32_t chunks_per_item) {
-    const int64_t floats = partial_floats(layer_, int64_t(whole.num_queries) * group_);
+    const int64_t floats = partial_floats(layer_, int64_t(whole.num_queries) * group_) * whole.num_heads;
     Split split = {whole, plan_.partial_floats, floats, 0};
     plan_.partial_floats += floats * whole.num_chunks;
     Item item = whole;
@@ -221,12 +231,11 @@ void run_item(const Call& call, Plan& plan, const Item& item, char* scratch, flo
 
 void run_plan(const Call& call, Plan& plan, int threads) {
   thread_local Buffer partials;
-  const size_t bytes = chosen->scratch_bytes(call, plan.max_rows);
   float* memory = reinterpret_cast<float*>(partials.get(plan.partial_floats * sizeof(float)));
   std::atomic<size_t> next{0};
   run_team(plan.cost < kSerialCost ? 1 : threads, [&] {
     thread_local Buffer buffer;
-    char* scratch = buffer.get(bytes);
+    char* scratch = buffer.get(plan.scratch_bytes);
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < plan.items.size();) {
       run_item(call, plan, plan.items[i], scratch, memory);
     }
@@ -242,7 +251,7 @@ using namespace inflight;
 extern "C" {
 
 // Raised whenever a struct or a signature changes; Python refuses another number.
-int inflight_attention_abi() { return 1; }
+int inflight_attention_abi() { return 2; }
 
 const char* inflight_attention_isa() { return chosen != nullptr ? chosen->name : ""; }
 
@@ -257,6 +266,16 @@ int inflight_attention_use(const char* name) {
     }
   }
   return 0;
+}
+
+// Ask for huge pages under fresh memory: a pool is read all over, and each block may be a page of its own.
+void inflight_attention_advise(char* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 void inflight_attention_write(const Layer* layer, const Batch* batch, const char* key, int64_t key_token_stride,

@@ -17,32 +17,42 @@ constexpr int kGroup = 16;
 constexpr int kTile = 128;
 constexpr int kChunk = 512;
 constexpr int kRowsPerItem = 48;  // query rows (tokens times heads of a group) that share a pass over the keys
+constexpr int kRowsOfHeads = 64;  // the same over all heads of an item that has more than one
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// One layer.  With block_size a multiple of kGroup the pool is packed, per block and KV head:
-//   float32, float16   key [groups][key_size][16]        value [groups][16][value_size]
-//   bfloat16           key [groups][key_size / 2][16][2] value [groups][8][value_size][2]
+// One layer.  The pool is cut into *panels*: some consecutive slots' keys of one KV head, then their
+// values; the panels of all heads for the same slots lie side by side.  With block_size a multiple of
+// kGroup a panel holds a group, packed:
+//   float32, float16   keys [key_size][16]         values [16][value_size]
+//   bfloat16           keys [key_size / 2][16][2]  values [8][value_size][2]
 // that is, keys lie across the lanes of a vector for the scores, and bfloat16 elements that one
-// instruction multiplies and adds lie in pairs.  With another block_size both are plain rows
-// [block_size][size] and are packed while they are read.  The pool is readable 64 bytes past its end.
+// instruction multiplies and adds lie in pairs.  With another block_size a panel holds one slot's rows,
+// and groups are packed while they are read.  The pool is readable 64 bytes past its end.
 struct Layer {
-  char* key;
-  char* value;
+  char* pool;
   int64_t block_size;
   int32_t dtype;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t key_size;
   int32_t value_size;
-  int32_t window;   // tokens that a token sees, itself included; 0: all
-  float scaling;    // greater than 0
-  float softcap;    // 0: none
+  int32_t window;  // tokens that a token sees, itself included; 0: all
+  float scaling;   // greater than 0
+  float softcap;   // 0: none
 
   int group_size() const { return num_heads / num_kv_heads; }
   bool packed() const { return block_size % kGroup == 0; }
+  int64_t panel_slots() const { return packed() ? kGroup : 1; }
+  int64_t key_bytes() const { return key_size * element_size(dtype); }
+  int64_t value_bytes() const { return value_size * element_size(dtype); }
+  int64_t panel_bytes() const { return panel_slots() * (key_bytes() + value_bytes()); }
+  char* panel(int64_t slot, int64_t head) const {
+    return pool + (slot / panel_slots() * num_kv_heads + head) * panel_bytes();
+  }
+  char* values_of(char* panel) const { return panel + panel_slots() * key_bytes(); }
 };
 
 // One step's ragged batch; see AttentionMetadata.
@@ -72,10 +82,13 @@ struct Call {
   const float* sinks;  // [num_heads] or null
 };
 
-// Queries first_query .. + num_queries of a request, for one KV head, over a run of chunks.
+// Queries first_query .. + num_queries of a request, for some KV heads, over a run of chunks.  Where
+// few queries share the keys, reading is what takes time: an item then has many heads, because a
+// block's panels lie side by side and memory is read fastest in long stretches.
 struct Item {
   int32_t request;
-  int32_t kv_head;
+  int32_t first_head;
+  int32_t num_heads;
   int32_t first_query;
   int32_t num_queries;
   int32_t first_chunk;
@@ -96,8 +109,8 @@ inline Span visible_keys(const Call& call, int32_t request, int32_t first_query,
   return {window > 0 && first >= window ? first - window + 1 : 0, first + num_queries};
 }
 
-// The chunks' partial results of a split: `count` slices of `floats` each, for chunks
-// first_chunk .. first_chunk + count.
+// The chunks' partial results of a split: `count` slices of `floats` each, head after head, for
+// chunks first_chunk .. first_chunk + count.
 struct Partials {
   float* data;
   int64_t floats;
@@ -116,7 +129,7 @@ inline int64_t partial_floats(const Layer& layer, int64_t rows) {
 
 struct Kernels {
   const char* name;
-  size_t (*scratch_bytes)(const Call& call, int64_t rows);
+  size_t (*scratch_bytes)(const Call& call, int32_t num_queries, int32_t num_heads);
   void (*attend)(const Call& call, const Item& item, char* scratch, const Partials* partials);
   void (*merge)(const Call& call, const Item& item, char* scratch, const Partials& partials);
   // Tokens begin .. end of the batch, heads first_head .. last_head.

@@ -11,7 +11,6 @@ namespace INFLIGHT_ISA {
 namespace {
 
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr int kTileGroups = kTile / kGroup;
 constexpr int kGroupVectors = kGroup / kLanes;
 
 // Online softmax over some keys, per row: base-2 maximum, sum of weights, weighted values.
@@ -36,16 +35,11 @@ struct State {
 
 INFLIGHT_INLINE float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Where a tile's groups lie, and their lane vectors one by one.
+// Where the groups first .. last of a tile lie, in the panels of an item's first head.
 struct Tile {
   const char* keys[kTileGroups];
   const char* values[kTileGroups];
-
-  void vectors_of(const char* const (&groups)[kTileGroups], int lane_bytes, const char** to) const {
-    for (int i = 0; i < kTileGroups * kGroupVectors; ++i) {
-      to[i] = groups[i / kGroupVectors] + (i % kGroupVectors) * kLanes * lane_bytes;
-    }
-  }
+  int first, last;
 };
 
 template <class Op>
@@ -59,20 +53,19 @@ class ItemKernel {
     first_token_ = starts[0] + item.first_query;
     first_position_ = call.batch->seq_lens[item.request] - (starts[1] - starts[0]) + item.first_query;
     blocks_ = call.batch->block_table + item.request * call.batch->block_table_stride;
-    key_bytes_ = layer_.key_size * element_size(layer_.dtype);
-    value_bytes_ = layer_.value_size * element_size(layer_.dtype);
     scale_ = layer_.softcap > 0 ? kLog2e : layer_.scaling * kLog2e;
+    state_floats_ = partial_floats(layer_, rows_);
+    query_elems_ = padded(padded_rows(rows_) * layer_.key_size, 32);
 
-    const int64_t rows = padded_rows(rows_), state = partial_floats(layer_, rows_);
-    queries_ = take<Elem>(scratch, rows * layer_.key_size);
-    rescale_ = take<float>(scratch, rows);
-    scores_ = take<float>(scratch, rows * kTile);
-    weights_ = take<Elem>(scratch, rows * kTile);
-    total_ = take<float>(scratch, state);
-    part_ = take<float>(scratch, state);
+    queries_ = take<Elem>(scratch, query_elems_ * item.num_heads);
+    rescale_ = take<float>(scratch, padded_rows(rows_));
+    scores_ = take<float>(scratch, padded_rows(rows_) * kTile);
+    weights_ = take<Elem>(scratch, padded_rows(rows_) * kTile);
+    total_ = take<float>(scratch, state_floats_ * item.num_heads);
+    part_ = take<float>(scratch, state_floats_ * item.num_heads);
     row_ = take<float>(scratch, layer_.key_size + padded_value_size(layer_));
-    packed_keys_ = take<char>(scratch, kTile * key_bytes_);
-    packed_values_ = take<char>(scratch, kTile * value_bytes_ + 64);
+    packed_keys_ = take<char>(scratch, kTile * layer_.key_bytes());
+    packed_values_ = take<char>(scratch, kTile * layer_.value_bytes() + 64);
     end_ = scratch;
   }
 
@@ -80,28 +73,29 @@ class ItemKernel {
 
   void run(const Partials* partials) {
     const Span span = visible_keys(call_, item_.request, item_.first_query, item_.num_queries);
-    pack_queries();
-    State total(total_, layer_, rows_);
+    for (int head = 0; head < item_.num_heads; ++head) pack_queries(head);
     for (int chunk = item_.first_chunk; chunk < item_.first_chunk + item_.num_chunks; ++chunk) {
       const int begin = chunk * kChunk > span.begin ? chunk * kChunk : span.begin;
       const int end = (chunk + 1) * kChunk < span.end ? (chunk + 1) * kChunk : span.end;
       if (partials != nullptr) {
-        reduce(begin, end, span.end, State(slice(*partials, chunk), layer_, rows_));
+        reduce(begin, end, slice(*partials, chunk));
       } else if (chunk == item_.first_chunk) {
-        reduce(begin, end, span.end, total);
+        reduce(begin, end, total_);
       } else {
-        const State part(part_, layer_, rows_);
-        reduce(begin, end, span.end, part);
-        add(total, part);
+        reduce(begin, end, part_);
+        for (int head = 0; head < item_.num_heads; ++head) add(state(total_, head), state(part_, head));
       }
     }
-    if (partials == nullptr) write_out(total);
+    if (partials != nullptr) return;
+    for (int head = 0; head < item_.num_heads; ++head) write_out(head, state(total_, head));
   }
 
   void merge(const Partials& partials) {
-    State total(partials.data, layer_, rows_);
-    for (int i = 1; i < partials.count; ++i) add(total, State(partials.data + i * partials.floats, layer_, rows_));
-    write_out(total);
+    for (int head = 0; head < item_.num_heads; ++head) {
+      State total = state(partials.data, head);
+      for (int i = 1; i < partials.count; ++i) add(total, state(partials.data + i * partials.floats, head));
+      write_out(head, total);
+    }
   }
 
  private:
@@ -112,20 +106,24 @@ class ItemKernel {
     return result;
   }
 
+  State state(float* memory, int head) const { return State(memory + head * state_floats_, layer_, rows_); }
+
   static float* slice(const Partials& partials, int chunk) {
     return partials.data + (chunk - partials.first_chunk) * partials.floats;
   }
 
   // Row r is token r / group of the item, head r % group of the KV head's group.
-  void pack_queries() {
+  int64_t query_head(int kv_head, int row) const { return (item_.first_head + kv_head) * group_ + row % group_; }
+
+  void pack_queries(int kv_head) {
     const Rows& query = call_.query;
-    Elem* panel = queries_;
+    Elem* to = queries_ + kv_head * query_elems_;
     for (int m = 0; m < rows_;) {
       const int block = next_row_block(rows_ - m);
       for (int i = 0; i < block; ++i) {
         auto* row = reinterpret_cast<Elem*>(row_);
         if (m + i < rows_) {
-          const int64_t token = first_token_ + (m + i) / group_, head = item_.kv_head * group_ + (m + i) % group_;
+          const int64_t token = first_token_ + (m + i) / group_, head = query_head(kv_head, m + i);
           const char* from = query.data + (token * query.token_stride + head * query.head_stride) *
                                               element_size(query.dtype);
           if (sizeof(Elem) == 2) {
@@ -137,75 +135,77 @@ class ItemKernel {
           std::memset(row, 0, layer_.key_size * sizeof(Elem));
         }
         for (int d = 0; d < layer_.key_size; d += Op::kDepth) {
-          std::memcpy(panel + d * block + i * Op::kDepth, row + d, Op::kDepth * sizeof(Elem));
+          std::memcpy(to + d * block + i * Op::kDepth, row + d, Op::kDepth * sizeof(Elem));
         }
       }
-      panel += block * layer_.key_size;
+      to += block * layer_.key_size;
       m += block;
     }
   }
 
-  // Groups first .. last of the tile that starts at key `start`; keys from `end` on do not exist.
-  void locate(int start, int first, int last, int end, Tile& tile) {
-    for (int g = first; g < last; ++g) {
-      const int position = start + g * kGroup;
+  // The groups around keys begin .. end, all in one tile.
+  Tile locate(int begin, int end) const {
+    const int start = begin / kTile * kTile;
+    Tile tile;
+    tile.first = (begin - start) / kGroup;
+    tile.last = (end - start + kGroup - 1) / kGroup;
+    for (int g = tile.first; g < tile.last; ++g) {
       if (layer_.packed()) {
-        const int64_t block = blocks_[position / layer_.block_size], offset = position % layer_.block_size;
-        tile.keys[g] = block_rows(layer_.key, layer_, block, item_.kv_head, key_bytes_) + offset * key_bytes_;
-        tile.values[g] = block_rows(layer_.value, layer_, block, item_.kv_head, value_bytes_) + offset * value_bytes_;
+        char* panel = panel_of(start + g * kGroup, 0);
+        tile.keys[g] = panel;
+        tile.values[g] = layer_.values_of(panel);
       } else {
-        tile.keys[g] = packed_keys_ + g * kGroup * key_bytes_;
-        tile.values[g] = packed_values_ + g * kGroup * value_bytes_;
-        pack_group(position, position + kGroup < end ? position + kGroup : end, g);
+        tile.keys[g] = packed_keys_ + g * kGroup * layer_.key_bytes();
+        tile.values[g] = packed_values_ + g * kGroup * layer_.value_bytes();
       }
     }
+    return tile;
   }
 
-  void pack_group(int begin, int end, int g) {
-    for (int position = begin; position < end; ++position) {
-      const int64_t block = blocks_[position / layer_.block_size], offset = position % layer_.block_size;
-      const char* key = block_rows(layer_.key, layer_, block, item_.kv_head, key_bytes_) + offset * key_bytes_;
-      const char* value = block_rows(layer_.value, layer_, block, item_.kv_head, value_bytes_) + offset * value_bytes_;
-      place_key(packed_keys_ + g * kGroup * key_bytes_, position - begin, key, layer_.dtype, layer_.key_size);
-      place_value(packed_values_ + g * kGroup * value_bytes_, position - begin, value, layer_.dtype,
+  INFLIGHT_INLINE char* panel_of(int position, int head) const {
+    const int64_t slot = blocks_[position / layer_.block_size] * layer_.block_size + position % layer_.block_size;
+    return layer_.panel(slot, item_.first_head + head);
+  }
+
+  // Pack a head's keys and values begin .. end, where the pool holds plain rows.
+  void pack(int head, int begin, int end) {
+    for (int position = begin / kGroup * kGroup; position < end; ++position) {
+      char* panel = panel_of(position, head);
+      const int g = position % kTile / kGroup, at = position % kGroup;
+      place_key(packed_keys_ + g * kGroup * layer_.key_bytes(), at, panel, layer_.dtype, layer_.key_size);
+      place_value(packed_values_ + g * kGroup * layer_.value_bytes(), at, layer_.values_of(panel), layer_.dtype,
                   layer_.value_size);
     }
   }
 
-  // Attention to keys begin .. end, all in one chunk, into `state`; the sequence goes on until `last`.
-  void reduce(int begin, int end, int last, State state) {
-    state.clear(layer_, rows_);
-    Tile tile = {}, next = {};
-    const char *keys[kTileGroups * kGroupVectors], *ahead[kTileGroups * kGroupVectors];
-    const int value_vectors = int((layer_.value_size + kLanes - 1) / kLanes);
-    bool located = false;
-    for (int start = begin / kTile * kTile; start < end; start += kTile) {
-      const int from = begin > start ? (begin - start) / kGroup : 0;
-      const int stop = end - start < kTile ? end - start : kTile, to = (stop + kGroup - 1) / kGroup;
-      if (located) {
-        tile = next;
-      } else {
-        locate(start, from, to, end, tile);
+  // Attention to keys begin .. end, all in one chunk, into `states`.
+  void reduce(int begin, int end, float* states) {
+    for (int head = 0; head < item_.num_heads; ++head) state(states, head).clear(layer_, rows_);
+    for (int from = begin, stop; from < end; from = stop) {
+      stop = from / kTile * kTile + kTile < end ? from / kTile * kTile + kTile : end;
+      const Tile tile = locate(from, stop);
+      for (int head = 0; head < item_.num_heads; ++head) {
+        if (!layer_.packed()) pack(head, from, stop);
+        reduce_tile(tile, from / kTile * kTile, stop, head, state(states, head));
       }
-      // While the scores are computed the values come, and meanwhile the next tile's keys.
-      tile.vectors_of(tile.keys, Op::kLaneBytes, keys);
-      tile.vectors_of(tile.values, Op::kLaneBytes, ahead);
-      const int first = from * kGroupVectors, count = (to - from) * kGroupVectors;
-      score_tile<Op>(queries_, rows_, keys + first, ahead + first, count, layer_.key_size / Op::kDepth,
-                     scores_ + from * kGroup);
-      for (int row = 0; row < rows_; ++row) softmax(row, start, from * kGroup, to * kGroup, state);
-
-      located = layer_.packed() && start + kTile < last;
-      next = tile;
-      if (located) {
-        const int left = last - start - kTile;
-        locate(start + kTile, 0, left < kTile ? (left + kGroup - 1) / kGroup : kTileGroups, last, next);
-      }
-      const ValueTile values = {tile.values + from, located ? next.keys + from : tile.values + from,
-                                stop - from * kGroup, int64_t(layer_.value_size) * Op::kLaneBytes};
-      value_tile<Op>(weights_ + from * kGroup, rows_, values, value_vectors, rescale_, state.values,
-                     padded_value_size(layer_));
     }
+  }
+
+  // The tile that starts at key `start`, up to key `stop`, for one head.
+  void reduce_tile(const Tile& tile, int start, int stop, int head, State state) {
+    const int64_t offset = layer_.packed() ? head * layer_.panel_bytes() : 0;
+    const int vectors = (tile.last - tile.first) * kGroupVectors, first = tile.first * kGroup;
+    const char* keys[kTileGroups * kGroupVectors];
+    for (int i = 0; i < vectors; ++i) {
+      keys[i] = tile.keys[tile.first + i / kGroupVectors] + (i % kGroupVectors) * kLanes * Op::kLaneBytes;
+    }
+    score_tile<Op>(queries_ + head * query_elems_, rows_, keys, offset, vectors, layer_.key_size / Op::kDepth,
+                   scores_ + first);
+    for (int row = 0; row < rows_; ++row) softmax(row, start, first, tile.last * kGroup, state);
+    const ValueTile values = {tile.values + tile.first, offset, stop - start - first,
+                              int64_t(layer_.value_size) * Op::kLaneBytes};
+    value_tile<Op>(weights_ + first, rows_, values, (layer_.value_size + kLanes - 1) / kLanes, rescale_, state.values,
+                   padded_value_size(layer_));
   }
 
   // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.
@@ -251,7 +251,7 @@ class ItemKernel {
     }
   }
 
-  void add(State& total, const State& part) {
+  void add(State total, const State& part) {
     const int64_t size = padded_value_size(layer_);
     for (int row = 0; row < rows_; ++row) {
       const float now = part.maximum[row] > total.maximum[row] ? part.maximum[row] : total.maximum[row];
@@ -264,10 +264,10 @@ class ItemKernel {
     }
   }
 
-  void write_out(const State& state) {
+  void write_out(int kv_head, const State& state) {
     const int64_t size = padded_value_size(layer_), row_bytes = layer_.value_size * element_size(call_.query.dtype);
     for (int row = 0; row < rows_; ++row) {
-      const int64_t token = first_token_ + row / group_, head = item_.kv_head * group_ + row % group_;
+      const int64_t token = first_token_ + row / group_, head = query_head(kv_head, row);
       float factor = 1.0f, sum = state.sum[row];
       if (call_.sinks != nullptr) {
         const float sink = call_.sinks[head] * kLog2e;
@@ -289,7 +289,7 @@ class ItemKernel {
   const int group_, rows_;
   int first_token_, first_position_;
   const int32_t* blocks_;
-  int64_t key_bytes_, value_bytes_;
+  int64_t state_floats_, query_elems_;  // of one head
   float scale_;  // from a score to the logarithm, base 2, of its weight
   Elem *queries_, *weights_;
   float *rescale_, *scores_, *total_, *part_, *row_;
@@ -313,13 +313,10 @@ void with_kernel(const Call& call, const Item& item, char* scratch, Function fun
   function(ItemKernel<Bfloat16>(call, item, scratch));
 }
 
-size_t scratch_bytes(const Call& call, int64_t rows) {
-  const Layer& layer = *call.layer;
-  const int64_t queries = rows / layer.group_size();
-  const Item item = {0, 0, 0, int32_t(queries), 0, 0, -1};
+size_t scratch_bytes(const Call& call, int32_t num_queries, int32_t num_heads) {
+  const Item item = {0, 0, num_heads, 0, num_queries, 0, 0, -1};
   size_t result = 0;
-  with_kernel(call, item, nullptr,
-              [&](auto kernel) { result = reinterpret_cast<size_t>(kernel.scratch_end()); });
+  with_kernel(call, item, nullptr, [&](auto kernel) { result = reinterpret_cast<size_t>(kernel.scratch_end()); });
   return result;
 }
 
@@ -346,27 +343,23 @@ void write(const Layer& layer, const Batch& batch, const Rows& key, const Rows& 
   constexpr int kMaxSize = 1024;
   float floats[kMaxSize];
   char words[kMaxSize * 4];
-  const int64_t key_bytes = layer.key_size * element_size(layer.dtype);
-  const int64_t value_bytes = layer.value_size * element_size(layer.dtype);
   for (int32_t head = first_head; head < last_head; ++head) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = batch.slot_mapping[token];
       if (slot < 0) continue;
-      const int64_t block = slot / layer.block_size, offset = slot % layer.block_size;
-      const int64_t unit = layer.packed() ? kGroup : 1, first = offset / unit * unit;
-      char* key_to = block_rows(layer.key, layer, block, head, key_bytes) + first * key_bytes;
-      char* value_to = block_rows(layer.value, layer, block, head, value_bytes) + first * value_bytes;
+      const int at = layer.packed() ? int(slot % kGroup) : 0;
+      char* panel = layer.panel(slot, head);
       const char* row = row_as(key, token, head, layer.dtype, layer.key_size, floats, words);
       if (layer.packed()) {
-        place_key(key_to, int(offset - first), row, layer.dtype, layer.key_size);
+        place_key(panel, at, row, layer.dtype, layer.key_size);
       } else {
-        std::memcpy(key_to, row, key_bytes);
+        std::memcpy(panel, row, layer.key_bytes());
       }
       row = row_as(value, token, head, layer.dtype, layer.value_size, floats, words);
       if (layer.packed()) {
-        place_value(value_to, int(offset - first), row, layer.dtype, layer.value_size);
+        place_value(layer.values_of(panel), at, row, layer.dtype, layer.value_size);
       } else {
-        std::memcpy(value_to, row, value_bytes);
+        std::memcpy(layer.values_of(panel), row, layer.value_bytes());
       }
     }
   }

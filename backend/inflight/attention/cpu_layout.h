@@ -53,10 +53,5 @@ inline void place_value(char* group, int slot, const char* row, int32_t dtype, i
   for (int i = 0; i < size; ++i) to[i * 2] = from[i];
 }
 
-// Address of a head's tokens in a block, for rows of `row_bytes`.
-INFLIGHT_INLINE char* block_rows(char* pool, const Layer& layer, int64_t block, int32_t head, int64_t row_bytes) {
-  return pool + (block * layer.num_kv_heads + head) * layer.block_size * row_bytes;
-}
-
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight

@@ -7,12 +7,28 @@
 namespace inflight {
 namespace INFLIGHT_ISA {
 
-// Vectors side by side in a register block with `rows` rows: 24 accumulators of AVX-512's 32
-// registers, 12 of 16 elsewhere; enough of them at few rows to hide the latency of an addition.
-constexpr int block_width(int rows) { return kLanes == 16 || rows <= 2 ? 4 : 2; }
+constexpr int kTileGroups = kTile / kGroup;
+constexpr int kMaxWidth = kTileGroups;
+
+// Vectors side by side in a register block with `rows` rows: up to 24 accumulators of AVX-512's 32
+// registers, 12 of 16 elsewhere.  With few rows many groups of keys are read at once, which memory
+// delivers faster than one after the other.
+constexpr int block_width(int rows) {
+  return kLanes == 16 ? (rows <= 2 ? kMaxWidth : 4) : (rows <= 2 ? 4 : 2);
+}
 
 INFLIGHT_INLINE int next_row_block(int rows_left) {
   return rows_left >= 5 ? 6 : rows_left >= 3 ? 4 : rows_left;
+}
+
+// A tile's groups are read line by line in turn, and what follows a line in memory is what is read next
+// of that group: its values, then the next head's panel.
+constexpr int kAhead = 2048;
+
+template <class Op>
+INFLIGHT_INLINE typename Op::Right read(const char* from) {
+  __builtin_prefetch(from + kAhead, 0, 2);  // into the second-level cache
+  return Op::right(from);
 }
 
 // One step: sums[m][n] += a[m] * b[n].
@@ -22,125 +38,130 @@ INFLIGHT_INLINE void multiply_add(Vec (&sums)[kRows][kWidth], const typename Op:
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
     const typename Op::Left left = Op::broadcast(a + m * a_stride);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < kWidth; ++n) sums[m][n] = Op::fma(sums[m][n], left, b[n]);
   }
 }
 
-// queries: a panel [steps][kRows][kDepth]; keys[n]: lane vector n of [steps][16 lanes]; ahead: what
-// to fetch meanwhile, laid out alike.  scores: row stride kTile.
+// queries: packed [steps][kRows][kDepth]; keys[n] + offset: lane vector n of [steps][16 lanes]; scores:
+// row stride kTile.
 template <class Op, int kRows, int kWidth>
-inline void score_block(const typename Op::Elem* queries, const char* const* keys, const char* const* ahead, int steps,
-                        float* scores) {
+inline void score_block(const typename Op::Elem* queries, const char* const* keys, int64_t offset,
+                        int steps, float* scores) {
   Vec sums[kRows][kWidth] = {};
-  for (int64_t step = 0, offset = 0; step < steps; ++step, offset += kGroup * Op::kLaneBytes) {
+  for (int64_t step = 0; step < steps; ++step, offset += kGroup * Op::kLaneBytes) {
     typename Op::Right b[kWidth];
-#pragma GCC unroll 4
-    for (int n = 0; n < kWidth; ++n) {
-      b[n] = Op::right(keys[n] + offset);
-      __builtin_prefetch(ahead[n] + offset, 0, 2);
-    }
+#pragma GCC unroll 8
+    for (int n = 0; n < kWidth; ++n) b[n] = read<Op>(keys[n] + offset);
     multiply_add<Op, kRows, kWidth>(sums, queries + step * kRows * Op::kDepth, Op::kDepth, b);
   }
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < kWidth; ++n) store(scores + m * kTile + n * kLanes, sums[m][n]);
   }
 }
 
 template <class Op, int kRows>
-inline void score_row_block(const typename Op::Elem* queries, const char* const* keys, const char* const* ahead,
+inline void score_row_block(const typename Op::Elem* queries, const char* const* keys, int64_t offset,
                             int vectors, int steps, float* scores) {
   constexpr int kWidth = block_width(kRows);
   int v = 0;
   for (; v + kWidth <= vectors; v += kWidth) {
-    score_block<Op, kRows, kWidth>(queries, keys + v, ahead + v, steps, scores + v * kLanes);
+    score_block<Op, kRows, kWidth>(queries, keys + v, offset, steps, scores + v * kLanes);
+  }
+  if (kWidth > 4 && v + 4 <= vectors) {
+    score_block<Op, kRows, 4>(queries, keys + v, offset, steps, scores + v * kLanes);
+    v += 4;
   }
   if (kWidth > 2 && v + 2 <= vectors) {
-    score_block<Op, kRows, 2>(queries, keys + v, ahead + v, steps, scores + v * kLanes);
+    score_block<Op, kRows, 2>(queries, keys + v, offset, steps, scores + v * kLanes);
     v += 2;
   }
-  if (v < vectors) score_block<Op, kRows, 1>(queries, keys + v, ahead + v, steps, scores + v * kLanes);
+  if (v < vectors) score_block<Op, kRows, 1>(queries, keys + v, offset, steps, scores + v * kLanes);
 }
 
-// queries: packed panels of `rows` rows; keys, ahead: `vectors` lane vectors; scores [rows][kTile].
+// queries: packed row blocks, `rows` in all; keys + offset: `vectors` lane vectors; scores [rows][kTile].
 template <class Op>
-inline void score_tile(const typename Op::Elem* queries, int rows, const char* const* keys, const char* const* ahead,
-                       int vectors, int steps, float* scores) {
-  // Four vectors of keys stay in the first-level cache while all rows pass over them.
-  for (int v = 0; v < vectors; v += 4) {
-    const int count = vectors - v < 4 ? vectors - v : 4;
-    const typename Op::Elem* panel = queries;
+inline void score_tile(const typename Op::Elem* queries, int rows, const char* const* keys, int64_t offset, int vectors,
+                       int steps, float* scores) {
+  // As many vectors of keys as the widest block takes stay in the first-level cache meanwhile.
+  const int width = rows <= 2 ? kMaxWidth : 4;
+  for (int v = 0; v < vectors; v += width) {
+    const int count = vectors - v < width ? vectors - v : width;
+    const typename Op::Elem* from = queries;
     for (int m = 0; m < rows;) {
       const int block = next_row_block(rows - m);
       float* to = scores + int64_t(m) * kTile + v * kLanes;
       switch (block) {
-        case 6: score_row_block<Op, 6>(panel, keys + v, ahead + v, count, steps, to); break;
-        case 4: score_row_block<Op, 4>(panel, keys + v, ahead + v, count, steps, to); break;
-        case 2: score_row_block<Op, 2>(panel, keys + v, ahead + v, count, steps, to); break;
-        default: score_row_block<Op, 1>(panel, keys + v, ahead + v, count, steps, to);
+        case 6: score_row_block<Op, 6>(from, keys + v, offset, count, steps, to); break;
+        case 4: score_row_block<Op, 4>(from, keys + v, offset, count, steps, to); break;
+        case 2: score_row_block<Op, 2>(from, keys + v, offset, count, steps, to); break;
+        default: score_row_block<Op, 1>(from, keys + v, offset, count, steps, to);
       }
-      panel += int64_t(block) * steps * Op::kDepth;
+      from += int64_t(block) * steps * Op::kDepth;
       m += block;
     }
   }
 }
 
-// The part of a tile's values that a product reads: groups [kGroup / kDepth][value_size][kDepth].
+// The values that a product reads: groups [kGroup / kDepth][value_size][kDepth].
 struct ValueTile {
   const char* const* groups;
-  const char* const* ahead;
+  int64_t offset;     // added to each
   int keys;           // how many of the groups' tokens count; what lies behind is not read as a number
   int64_t row_bytes;  // from one step to the next
 };
 
-// weights [kRows][kTile]; out: row stride `out_stride`; rescale [kRows].
+// weights [kRows][kTile]; out: row stride `out_stride`; rescale [kRows].  The groups take turns, step by
+// step, since memory delivers them faster so; the order of a sum is the same for every tile.
 template <class Op, int kRows, int kWidth>
 inline void value_block(const typename Op::Elem* weights, const ValueTile& tile, int64_t column_bytes,
                         const float* rescale, float* out, int64_t out_stride) {
-  constexpr int kSteps = kGroup / Op::kDepth;
   Vec sums[kRows][kWidth];
   typename Op::Right b[kWidth];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < kWidth; ++n) sums[m][n] = load(out + m * out_stride + n * kLanes) * rescale[m];
   }
-  for (int first = 0; first < tile.keys; first += kGroup) {
-    const char* from = tile.groups[first / kGroup] + column_bytes;
-    const char* ahead = tile.ahead[first / kGroup] + column_bytes;
-    const int keys = tile.keys - first < kGroup ? tile.keys - first : kGroup;
-    const int steps = keys == kGroup ? kSteps : keys / Op::kDepth;
-    for (int step = 0; step < steps; ++step, from += tile.row_bytes, ahead += tile.row_bytes) {
-#pragma GCC unroll 4
-      for (int n = 0; n < kWidth; ++n) {
-        b[n] = Op::right(from + n * kLanes * Op::kLaneBytes);
-        __builtin_prefetch(ahead + n * kLanes * Op::kLaneBytes, 0, 2);
-      }
-      multiply_add<Op, kRows, kWidth>(sums, weights + first + step * Op::kDepth, kTile, b);
+  const int groups = (tile.keys + kGroup - 1) / kGroup, rest = tile.keys - (groups - 1) * kGroup;
+  const int last_steps = rest / Op::kDepth;  // whole ones, in the last group
+  int64_t offset = tile.offset + column_bytes;
+  for (int step = 0; step < kGroup / Op::kDepth; ++step, offset += tile.row_bytes) {
+    const int count = step < last_steps ? groups : groups - 1;
+    for (int g = 0; g < count; ++g) {
+      const char* from = tile.groups[g] + offset;
+#pragma GCC unroll 8
+      for (int n = 0; n < kWidth; ++n) b[n] = read<Op>(from + n * kLanes * Op::kLaneBytes);
+        multiply_add<Op, kRows, kWidth>(sums, weights + g * kGroup + step * Op::kDepth, kTile, b);
     }
-    if (Op::kDepth == 2 && keys % 2) {
-#pragma GCC unroll 4
+    if (Op::kDepth == 2 && rest % 2 && step == last_steps) {
+      const char* from = tile.groups[count] + offset;
+#pragma GCC unroll 8
       for (int n = 0; n < kWidth; ++n) b[n] = Op::first_of_pair(Op::right(from + n * kLanes * Op::kLaneBytes));
-      multiply_add<Op, kRows, kWidth>(sums, weights + first + keys - 1, kTile, b);
+      multiply_add<Op, kRows, kWidth>(sums, weights + count * kGroup + step * Op::kDepth, kTile, b);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < kWidth; ++n) store(out + m * out_stride + n * kLanes, sums[m][n]);
   }
 }
 
 template <class Op, int kRows>
-inline void value_row_block(const typename Op::Elem* weights, const ValueTile& tile, int vectors, const float* rescale,
-                            float* out, int64_t out_stride) {
+inline void value_row_block(const typename Op::Elem* weights, const ValueTile& tile, int vectors,
+                            const float* rescale, float* out, int64_t out_stride) {
   constexpr int kWidth = block_width(kRows);
   constexpr int64_t kVectorBytes = kLanes * Op::kLaneBytes;
   int v = 0;
   for (; v + kWidth <= vectors; v += kWidth) {
     value_block<Op, kRows, kWidth>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+  }
+  if (kWidth > 4 && v + 4 <= vectors) {
+    value_block<Op, kRows, 4>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+    v += 4;
   }
   if (kWidth > 2 && v + 2 <= vectors) {
     value_block<Op, kRows, 2>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
