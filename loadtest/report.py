@@ -222,7 +222,8 @@ def _how(data: dict[str, Any]) -> str:
     )
     return (
         f"<pre>{escape(data['command'])}</pre><p class='soft'>{escape(versions)}. Options of the model: "
-        f"<code>{escape(data['options'])}</code></p><p class='soft'>{escape(data['throughput_means'])}</p>"
+        f"<code>{escape(data['options'])}</code>. {escape(data['threads'])}</p>"
+        f"<p class='soft'>{escape(data['throughput_means'])}</p>"
         "<div class='scroll'><table><thead><tr><th>round</th><th></th><th>requests</th><th>lost</th><th>tokens</th>"
         "<th>until the last token</th><th>tokens/s</th><th>cores of the load generator</th></tr></thead>"
         f"<tbody>{rounds}</tbody></table></div>"

@@ -52,6 +52,7 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
         "machine": _machine(),
         "versions": {"python": platform.python_version(), **_versions()},
         "options": json.dumps(plan.options),
+        "threads": "" if plan.endpoints else _THREADS,
         "rounds": len(results.rounds[ours]),
         "load": _load_text(results),
         "slo": {"ttft": plan.slo.ttft, "tpot": plan.slo.tpot},
@@ -72,6 +73,9 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     }
 
 
+_THREADS = (
+    "Threads of both models yield while they wait (OMP_WAIT_POLICY=PASSIVE): the load generator shares their cores."
+)
 _THROUGHPUT = {
     True: "tokens/s: while every user had a request open, from the start to the last token that came before the last "
     "request was sent; the median of the rounds. Percentiles are over all requests of all rounds.",

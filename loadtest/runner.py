@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -122,7 +123,10 @@ def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints,
     with TemporaryDirectory(prefix="inflight-loadtest-") as temporary:
         write_repository(Path(temporary), folder, plan.options)
         say(f"starting a server with both models ({folder.name})")
-        with TritonServer(temporary, exit_timeout=5, log_file=plan.output / "server.log") as server:
+        # The load generator shares the cores: threads that spin while they wait would hold it up, and each other.
+        env = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+        log = plan.output / "server.log"
+        with TritonServer(temporary, exit_timeout=5, env=env, log_file=log) as server:
             yield Endpoints.of(server), load
 
 
