@@ -130,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which then tells us
     connection = Connection(args.fd)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
+    # The cores are shared with the server, the stub and clients: a thread that spins at OpenMP's
+    # barriers would take the core from whoever the barrier waits for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.cpu_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)  # before torch is imported
     try:
