@@ -50,11 +50,16 @@ def workload(count: int) -> list[dict[str, Any]]:
 
 
 def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run `script --side SIDE` with the arguments as JSON on stdin; its last line is the result."""
+    """Run `script --side SIDE` with the arguments as JSON on stdin; its last line is the result.
+
+    All sides get the wait policy that the engine process sets itself: threads that spin at
+    OpenMP's barriers collapse as soon as anything else runs on the cores.
+    """
     done = subprocess.run(
         [sys.executable, script, "--side", side],
         input=json.dumps(arguments),
         stdout=subprocess.PIPE,
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         text=True,
         check=True,
     )
