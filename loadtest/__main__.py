@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 # The engine's options that a report is made with unless --set says otherwise: 40 users fit one batch.
 _ENGINE = {"dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "kv_cache_memory": "2GiB"}
-_SWEEP = "0.3,0.6,0.9,1.3"
+_SWEEP = "0.4,0.7,1.0,1.5"
 
 
 @app.command("run")

@@ -39,7 +39,11 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
     cores = len(os.sched_getaffinity(0))
     last = {name: results.rounds[model][-1] for name, model in names.items()}
-    sweep = {name: [_sweep_point(phase, plan.slo) for phase in results.sweep[model]] for name, model in names.items()}
+    # A step's offered load is what its few requests happened to ask for, so the steps may change places.
+    sweep = {
+        name: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[model]), key=lambda p: p["offered"])
+        for name, model in names.items()
+    }
     return {
         "scenario": {
             "name": source.name,

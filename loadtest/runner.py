@@ -28,6 +28,7 @@ __all__ = ["Plan", "Results", "run", "sweep_process"]
 _HERE = Path(__file__).parent
 _SEED_STEP = 1000  # between rounds: no round may find the prompts of another in a cache
 _IDLE_SECONDS = 120.0
+_SWEEP_REQUESTS = 8  # of a step at the least
 _SWEEP_SHARE = 0.35  # of the budget, kept for the sweep
 
 
@@ -172,7 +173,7 @@ class _Bench:
                     self._plan.load,
                     arrivals=sweep_process(self._plan.load),
                     rate=rate,
-                    requests=max(6, round(rate * self._plan.sweep_seconds)),
+                    requests=max(_SWEEP_REQUESTS, round(rate * self._plan.sweep_seconds)),
                     seed=self._plan.load.seed + 500_000 + _SEED_STEP * step,
                 )
                 phase = self._run(model, load, f"sweep {share:4.2f} of capacity", f"{model}-sweep{step + 1}")
