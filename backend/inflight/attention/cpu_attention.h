@@ -14,9 +14,9 @@
 namespace inflight {
 
 constexpr int kGroup = 16;
-constexpr int kTile = 128;
+constexpr int kTile = 256;
 constexpr int kChunk = 512;
-constexpr int kRowsPerItem = 48;  // query rows (tokens times heads of a group) that share a pass over the keys
+constexpr int kRowsPerItem = 36;  // query rows (tokens times heads of a group) that share a pass over the keys
 constexpr int kRowsOfHeads = 64;  // the same over all heads of an item that has more than one
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };

@@ -242,13 +242,8 @@ class ItemKernel {
 
   // softcap * tanh(score * scaling / softcap)
   void cap(float* scores, int begin, int end) {
-    const float inner = 2.0f * kLog2e * layer_.scaling / layer_.softcap;
-    for (int i = begin; i < end; i += kLanes) {
-      Vec x = load(scores + i) * inner;
-      x = x > 60.0f ? splat(60.0f) : x;
-      x = x < -60.0f ? splat(-60.0f) : x;
-      store(scores + i, layer_.softcap - (2.0f * layer_.softcap) / (exp2<true>(x) + 1.0f));
-    }
+    const float inner = layer_.scaling / layer_.softcap;
+    for (int i = begin; i < end; i += kLanes) store(scores + i, tanh(load(scores + i) * inner) * layer_.softcap);
   }
 
   void add(State total, const State& part) {

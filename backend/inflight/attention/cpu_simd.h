@@ -63,29 +63,64 @@ INFLIGHT_INLINE float reduce_add(Vec x) {
 #endif
 }
 
-// 2 to the x, for x <= 126; exactly 0 below -126.  Minimax polynomials in the fraction that are
-// exactly 1 at 0: relative error 1e-7 (kExact) or 3e-6.
-template <bool kExact>
-INFLIGHT_INLINE Vec exp2(Vec x) {
+// x = n + r, n an integer, r in [-1/2, 1/2]; |x| < 2^22.
+struct Split {
+  Vec r;
+  UintVec n;  // only its low bits: for what is shifted into an exponent's place
+};
+
+INFLIGHT_INLINE Split split_integer(Vec x) {
   const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are x rounded to an integer
   const Vec shifted = x + shifter;
-  const Vec r = x - (shifted - shifter);
+  return {x - (shifted - shifter), (UintVec)shifted};
+}
+
+// 2^r - 1 for r in [-1/2, 1/2]: minimax, relative error 1e-7.
+INFLIGHT_INLINE Vec exp2_minus_1(Vec r) {
+  Vec p = splat(0.00132647271f);
+  p = p * r + 0.00967151265f;
+  p = p * r + 0.0555073374f;
+  p = p * r + 0.240222421f;
+  p = p * r + 0.693146978f;
+  return p * r;
+}
+
+// 2^x for x <= 126; 0 far below -126.  Relative error 1e-7, or 3e-6 where that is faster (not kExact).
+template <bool kExact>
+INFLIGHT_INLINE Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+  x = (Vec)_mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
   Vec p;
   if (kExact) {
-    p = splat(0.00132647271f);
-    p = p * r + 0.00967151265f;
-    p = p * r + 0.0555073374f;
-    p = p * r + 0.240222421f;
-    p = p * r + 0.693146978f;
+    p = splat(0.00186713007f);
+    p = p * r + 0.00901703032f;
+    p = p * r + 0.0557999131f;
+    p = p * r + 0.24016445f;
+    p = p * r + 0.693151312f;
   } else {
-    p = splat(0.00958285299f);
-    p = p * r + 0.0559064247f;
-    p = p * r + 0.240240986f;
-    p = p * r + 0.693124193f;
+    p = splat(0.0134266843f);
+    p = p * r + 0.0522424742f;
+    p = p * r + 0.241280205f;
+    p = p * r + 0.693044845f;
   }
-  p = p * r + 1.0f;
-  const Vec scaled = (Vec)((UintVec)p + ((UintVec)shifted << 23));
+  return (Vec)_mm512_scalef_ps((__m512)(p * r + 1.0f), (__m512)x);  // times 2^floor(x)
+#else
+  const Split split = split_integer(x);
+  const Vec scaled = (Vec)((UintVec)(exp2_minus_1(split.r) + 1.0f) + (split.n << 23));
   return x < -126.0f ? Vec{} : scaled;
+#endif
+}
+
+// Relative error of a few 1e-7 for small x as well, where 1 - 2 / (exp(2 x) + 1) would lose digits.
+INFLIGHT_INLINE Vec tanh(Vec x) {
+  Vec twice = (x < 0.0f ? -x : x) * 2.88539008f;  // of the magnitude, as a power of 2
+  twice = twice > 60.0f ? splat(60.0f) : twice;
+  const Split split = split_integer(twice);
+  const Vec power = (Vec)((split.n << 23) + 0x3f800000u);
+  const Vec above_1 = exp2_minus_1(split.r) * power + (power - 1.0f);
+  const Vec result = above_1 / (above_1 + 2.0f);
+  return x < 0.0f ? -result : result;
 }
 
 INFLIGHT_INLINE float half_to_float(uint16_t half) {

