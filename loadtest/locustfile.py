@@ -46,8 +46,8 @@ def _prepare(environment: Environment, **_: Any) -> None:
         for user in users:
             if not environment.host:
                 raise LoadTestError("no address: give --host HOST:8001 for GrpcUser, --host HOST:8000 for SseUser")
-            options.check(connect(user.protocol, environment.host, parsed.model), parsed.model)
-        StreamingUser.model = parsed.model
+            user.triton = connect(user.protocol, environment.host, parsed.model)
+            options.check(user.triton, parsed.model)
         StreamingUser.load = Load(options, environment, Path(parsed.record) if parsed.record else None)
     except LoadTestError as error:
         print(f"loadtest: {error}", file=sys.stderr)

@@ -34,6 +34,7 @@ th:first-child, td:first-child { text-align: left; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
 .three { grid-template-columns: repeat(auto-fit, minmax(min(350px, 100%), 1fr)); }
+.three svg text { font-size: 15px; }
 """
 _METRICS = (("ttft", "time to first text"), ("itl", "inter-token latency"), ("latency", "latency"))
 
@@ -150,8 +151,9 @@ def _pair(data: dict[str, Any], pick: Any, style: str = "line") -> list[Series]:
 def _distributions(data: dict[str, Any]) -> Iterable[str]:
     for metric, name in _METRICS:
         series = _pair(data, lambda d, model, metric=metric: d["models"][model]["cdf"][metric])
-        title = f"{name[0].upper()}{name[1:]}: share of {'gaps' if metric == 'itl' else 'requests'} up to a time"
-        yield chart(title, series, "seconds (log)", "share", log_x=True, y_max=1.0, percent=True)
+        what = "gaps" if metric == "itl" else "requests"
+        title, y_label = f"{name[0].upper()}{name[1:]}", f"share of {what} up to then"
+        yield chart(title, series, "seconds (log)", y_label, log_x=True, y_max=1.0, percent=True)
 
 
 def _timelines(data: dict[str, Any]) -> Iterable[str]:
@@ -161,11 +163,9 @@ def _timelines(data: dict[str, Any]) -> Iterable[str]:
     yield chart(
         "Latency of each request, by when it was sent", _pair(data, of("latency"), "dots"), "seconds", "seconds"
     )
-    yield chart(
-        "Time to first text, by when the request was sent", _pair(data, of("ttft"), "dots"), "seconds", "seconds"
-    )
+    yield chart("Requests that have no text yet", _pair(data, of("textless")), "seconds", "requests")
     yield chart("Tokens delivered per second", _pair(data, of("tokens")), "seconds", "tokens/s")
-    yield chart("Requests that wait for the model", _pair(data, of("queue")), "seconds", "requests")
+    yield chart("Queue depth, as the server's metrics have it", _pair(data, of("queue")), "seconds", "requests")
     yield chart(
         "Cores that the server kept busy", _pair(data, of("server_cores")), "seconds", "share", y_max=1.0, percent=True
     )

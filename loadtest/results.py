@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loadtest.analysis import SLO, Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
 from loadtest.scenarios import Scenario
@@ -201,7 +203,7 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
 
     return {
         "latency": [(row["start"], row["latency"]) for row in rows],
-        "ttft": [(row["start"], row["arrivals"][0][0]) for row in rows if row["arrivals"]],
+        "textless": _textless(phase),
         "tokens": [(round((slot + 0.5) * width, 3), count / width) for slot, count in enumerate(bins)],
         # Inflight takes requests out of Triton's queue at once: what waits, waits in its scheduler.
         "queue": of(lambda sample: sample.get("waiting", sample.get("pending"))),
@@ -209,6 +211,14 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
         "kv": of(kv),
         "gpu": of(lambda sample: sample.get("gpu")),
     }
+
+
+def _textless(phase: Phase) -> list[tuple[float, int]]:
+    """Over time, how many requests were sent and had no text yet."""
+    sent = np.array([row["start"] for row in phase.rows])
+    waits = [row["arrivals"][0][0] if row["arrivals"] else row["latency"] for row in phase.rows]
+    times = np.linspace(0, phase.seconds, 200)
+    return [(round(float(at), 3), int((sent <= at).sum() - (sent + waits <= at).sum())) for at in times]
 
 
 def _machine() -> str:

@@ -17,7 +17,7 @@ from locust import User, task
 from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
-from loadtest.clients import Exchange, connect
+from loadtest.clients import Client, Exchange
 from loadtest.options import LoadOptions
 from loadtest.scenarios import Job
 
@@ -132,12 +132,9 @@ class StreamingUser(User):
     protocol: ClassVar[str]
     request_type: ClassVar[str]
     load: ClassVar[Load]
-    model: ClassVar[str]
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.triton: Any = connect(self.protocol, self.host or "", self.model)
-        self.triton.check()
+    # One for all users: each gRPC channel keeps one of gevent's ten native threads busy while it waits, so
+    # that with a channel per user the eleventh would wait for the others.
+    triton: ClassVar[Client]
 
     @task
     def request(self) -> None:
