@@ -15,7 +15,11 @@ import pytest
 
 from inflight.launcher import pick_ports
 
-RUN = "import typer; from inflight_client.cli import generate; typer.run(generate)"
+# A suite that runs in the background has SIGINT ignored, which children inherit; a terminal has not.
+RUN = (
+    "import signal, typer; from inflight_client.cli import generate; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); typer.run(generate)"
+)
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

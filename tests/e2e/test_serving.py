@@ -164,20 +164,23 @@ def wait_for(condition, timeout: float = 10.0) -> float:
 
 
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
+    """One runs, two may wait: of five more, three are refused while the first one still runs."""
     with Stream(serving.grpc_address, "narrow") as stream:
         long_request(stream, "running")
         stream.wait_chunks("running", 2)
-        for name in ("queued 1", "queued 2"):
-            long_request(stream, name, max_tokens=2)
-        with Stream(serving.grpc_address, "narrow") as other:
-            long_request(other, "refused", max_tokens=2)
-            other.wait("refused")
-            error = other.answers["refused"].error
-        assert "UNAVAILABLE" in str(error.status()) or "queue is full" in error.message()
-        assert "max_queue_size" in error.message()
-        assert not stream.answers["running"].finals, "it was refused while the others were still under way"
-        stream.wait("running", "queued 1", "queued 2")
-        assert all(answer.error is None for answer in stream.answers.values())
+        others = [Stream(serving.grpc_address, "narrow") for _ in range(5)]
+        for other in others:
+            long_request(other, "other", max_tokens=2)
+        wait_for(lambda: sum(other.answers["other"].error is not None for other in others) == 3)
+        assert not stream.answers["running"].finals, "they had to wait for an answer"
+        for other in others:
+            other.wait("other")
+            other.close()
+        stream.wait("running")
+    refusals = [other.answers["other"].error for other in others if other.answers["other"].error is not None]
+    assert len(refusals) == 3
+    assert all("max_queue_size=2 sequences are waiting" in refusal.message() for refusal in refusals)
+    assert len(stream.answers["running"].token_ids) == 240
 
 
 def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
