@@ -25,7 +25,10 @@ SIZES = [8, 16, 32, 40, 64, 72, 80, 96, 128, 256]
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if not cpu.use_instruction_set(request.param):
         pytest.skip(f"this machine lacks {request.param}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield request.param
+    torch.set_num_threads(threads)
     cpu.use_instruction_set("")
 
 
@@ -34,7 +37,7 @@ def specs(draw: st.DrawFn) -> LayerSpec:
     kv_heads = draw(st.integers(1, 3))
     size = draw(st.sampled_from(SIZES))
     return LayerSpec(
-        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 50])),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12])),
         num_kv_heads=kv_heads,
         key_head_size=size,
         value_head_size=draw(st.one_of(st.just(size), st.sampled_from(SIZES))),
@@ -48,10 +51,10 @@ def specs(draw: st.DrawFn) -> LayerSpec:
 @st.composite
 def cases(draw: st.DrawFn) -> PagedCase:
     lens, counts = [], []
-    for _ in range(draw(st.integers(1, 5))):
+    for _ in range(draw(st.integers(1, 4))):
         length = draw(st.one_of(st.integers(1, 40), st.integers(1, 700), st.sampled_from([16, 64, 128, 512, 1024])))
         lens.append(length)
-        counts.append(draw(st.one_of(st.just(1), st.just(length), st.integers(1, length))))
+        counts.append(draw(st.one_of(st.just(1), st.integers(1, min(length, 200)))))
     return PagedCase(
         spec=draw(specs()),
         lens=lens,
@@ -66,14 +69,14 @@ def few(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@few(25)
+@few(60)
 @given(case=cases())
 def test_float32_agrees_with_the_reference(isa: str, case: PagedCase) -> None:
     out = case.run(CpuAttention())
     assert relative_error(out, case.run(ReferenceAttention())) < 1e-5
 
 
-@few(25)
+@few(60)
 @given(case=cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
     """Both against float32 on the same rounded inputs."""
@@ -170,6 +173,12 @@ def test_long_contexts_are_split_over_threads(isa: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert relative_error(out, case.run(ReferenceAttention())) < 1e-5
+
+
+def test_whole_prompts_of_one_many_headed_kv_head(isa: str) -> None:
+    """More query heads than an item has rows for."""
+    case = PagedCase(LayerSpec(50, 1, 32, 32, 0.2, sliding_window=100), [300, 40], [300, 40], 16)
+    assert relative_error(case.run(CpuAttention()), case.run(ReferenceAttention())) < 1e-5
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish(isa: str) -> None:
