@@ -6,6 +6,7 @@ have been copied to Triton's backends folder without being installed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -96,3 +97,7 @@ class TritonPythonModel:
         self._streams.stop("the model is being unloaded")
         self._supervisor.stop()
         self._metrics.stop()
+        # Triton's metrics and senders reach into the stub when they are collected: that must be now,
+        # not when the interpreter goes down after the stub has closed its shared memory.
+        self.__dict__.clear()
+        gc.collect()
