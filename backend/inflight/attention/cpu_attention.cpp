@@ -285,9 +285,9 @@ void inflight_attention_write(const Layer* layer, const Batch* batch, const char
   const Rows keys = {key, key_token_stride, key_head_stride, dtype};
   const Rows values = {value, value_token_stride, value_head_stride, dtype};
   const int64_t runs = (batch->num_tokens + kTokens - 1) / kTokens, pieces = runs * layer->num_kv_heads;
-  const double cost = double(batch->num_tokens) * layer->num_kv_heads * (layer->key_size + layer->value_size);
+  const double elements = double(batch->num_tokens) * layer->num_kv_heads * (layer->key_size + layer->value_size);
   std::atomic<int64_t> next{0};
-  run_team(cost < kSerialCost ? 1 : threads, [&] {
+  run_team(elements / 2 < kSerialCost ? 1 : threads, [&] {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
       const int64_t begin = i % runs * kTokens, end = std::min(begin + kTokens, batch->num_tokens);
       const int32_t head = int32_t(i / runs);

@@ -145,17 +145,37 @@ def test_write_touches_the_mapped_slots_only(isa: str, dtype: torch.dtype, block
     case = PagedCase(LLAMA, [40], [1], block_size, dtype)
     backend = CpuAttention()
     cache = case.filled_cache(backend)
-    expected = case.attend(backend, cache)
     metadata = case.metadata([40])
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     metadata.slot_mapping = metadata.slot_mapping[order].clone()
+    metadata.slot_mapping[::2] = -1
+    case.keys[0][order[1::2]] *= 2
+    case.values[0][order[1::2]] *= 2
     key, value = case.keys[0][order].clone(), case.values[0][order].clone()
     key[::2], value[::2] = 7.0, 7.0
-    metadata.slot_mapping[::2] = -1
     backend.write(key, value, cache, metadata)
-    assert torch.equal(case.attend(backend, cache), expected)
+    assert torch.equal(case.attend(backend, cache), case.run(backend))
     written = [tensor.isfinite().sum().item() for tensor in (cache.key, cache.value)]
     assert written == [40 * 2 * 64] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_only_key_s_value_comes_back_unchanged(isa: str, dtype: torch.dtype) -> None:
+    """Huge, infinite and (save for bfloat16, whose products drop them) subnormal numbers included."""
+    case = PagedCase(LLAMA, [1], [1], 16, dtype)
+    info = torch.finfo(dtype)
+    case.values[0][0, :, :4] = torch.tensor([0.0, info.tiny, -info.max, torch.inf], dtype=dtype)
+    if dtype != torch.bfloat16:
+        case.values[0][0, :, 8:40] *= info.smallest_normal
+    assert torch.equal(case.run(CpuAttention())[0], case.values[0][0].repeat_interleave(3, dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_has_no_bias(isa: str, dtype: torch.dtype) -> None:
+    case = PagedCase(LLAMA, [300], [200], 16, dtype)
+    exact = case.with_dtype(torch.float32).run(ReferenceAttention())
+    error = (case.run(CpuAttention()).float() - exact) * exact.sign()
+    assert abs(error.mean() / exact.abs().mean()) < torch.finfo(dtype).eps / 30
 
 
 def test_a_request_without_tokens_in_the_step_is_skipped(isa: str) -> None:
