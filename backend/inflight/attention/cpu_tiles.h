@@ -14,7 +14,8 @@ constexpr int kMaxWidth = 8;
 // registers, 12 of 16 elsewhere.  With few rows many groups of keys are read at once, which memory
 // delivers faster than one after the other.
 constexpr int block_width(int rows) {
-  return kLanes == 16 ? (rows <= 2 ? kMaxWidth : 4) : (rows <= 2 ? 4 : 2);
+  if (kLanes < 16) return rows <= 2 ? 4 : 2;
+  return rows <= 2 ? kMaxWidth : rows <= 4 ? 6 : 4;
 }
 
 INFLIGHT_INLINE int next_row_block(int rows_left) {
@@ -86,7 +87,7 @@ template <class Op>
 inline void score_tile(const typename Op::Elem* queries, int rows, const char* const* keys, int64_t offset, int vectors,
                        int steps, float* scores) {
   // As many vectors of keys as the widest block takes stay in the first-level cache meanwhile.
-  const int width = rows <= 2 ? kMaxWidth : 4;
+  const int width = kLanes == 16 ? block_width(rows) : 4;
   for (int v = 0; v < vectors; v += width) {
     const int count = vectors - v < width ? vectors - v : width;
     const typename Op::Elem* from = queries;
@@ -132,6 +133,7 @@ inline void value_block(const typename Op::Elem* weights, const ValueTile& tile,
     const int count = step < last_steps ? groups : groups - 1;
     for (int g = 0; g < count; ++g) {
       const char* from = tile.groups[g] + offset;
+      asm("" : "+r"(from));  // one register for all vectors, not one for each, which GCC would spill
 #pragma GCC unroll 8
       for (int n = 0; n < kWidth; ++n) b[n] = read<Op>(from + n * kLanes * Op::kLaneBytes);
         multiply_add<Op, kRows, kWidth>(sums, weights + g * kGroup + step * Op::kDepth, kTile, b);
