@@ -27,7 +27,7 @@ from inflight.attention.reference import ReferenceAttention
 
 BLOCK_SIZE = 16
 # name -> query heads, KV heads, head size
-SHAPES = {"8/8 x 64": (8, 8, 64), "16/8 x 128": (16, 8, 128), "32/8 x 128": (32, 8, 128)}
+SHAPES = {"8/4 x 64": (8, 4, 64), "16/8 x 128": (16, 8, 128), "32/8 x 128": (32, 8, 128)}
 # name -> context, new tokens, of each request
 BATCHES = {
     "decode 32 x 1K": ([1024] * 32, [1] * 32),

@@ -22,7 +22,7 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
 # The first one that runs all of a model's layers is taken by "auto".
 _PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
 # Measured by bench/cpu_attention.py --reference.
-_COST = "6 to 8 times slower in decode and 1.4 to 2.6 times in prefill"
+_COST = "6 to 15 times slower in decode and 1.4 to 3 times in prefill"
 
 
 def select_backend(
