@@ -376,11 +376,18 @@ def test_a_crash_fails_open_streams_and_the_next_request_is_served(fake: TritonS
 def test_metrics(fake: TritonServer) -> None:
     key = 'vllm:generation_tokens_total{model="fake",version="1"}'
     wait_for(lambda: scrape(fake)['inflight_requests_running{model="fake",version="1"}'] == 0)
+
+    def settled() -> bool:  # published twice a second: what came before must be in
+        first = scrape(fake)[key]
+        time.sleep(1.2)
+        return scrape(fake)[key] == first
+
+    wait_for(settled)
     before = scrape(fake)[key]
     generate(fake, max_tokens=16)
     wait_for(lambda: scrape(fake)[key] == before + 16)
+    wait_for(lambda: scrape(fake)['vllm:e2e_request_latency_seconds_count{model="fake",version="1"}'] > 0)
     found = scrape(fake)
-    assert found['vllm:e2e_request_latency_seconds_count{model="fake",version="1"}'] > 0
     assert found['inflight_kv_blocks_free{model="fake",version="1"}'] > 0
 
 
