@@ -94,7 +94,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     raise ValueError(f"{name}: token id {token_id} is not in the vocabulary [0, {vocab_size - 1}]")
 
 
-_INF = float("inf")
 _BIG = 2**31 - 1
 # name, low, high, low excluded
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -192,7 +191,3 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
