@@ -63,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
         kv_cache_memory: bytes (or "4GiB") of the KV pool; on a CPU `None` takes a share of the
             free RAM, on a GPU it takes what `gpu_memory_utilization` leaves.
+        kv_cache_dtype: what the KV pool stores: "auto" is the model's dtype, "int8" halves bfloat16's bytes
+            and doubles the tokens that a pool holds.  A kernel that lacks it is refused at load.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
         attention_backend: "auto", or the name of a kernel (see `attention/`).
@@ -94,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
     kv_cache_memory: int | str | None = None
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     num_gpu_blocks_override: _PositiveInt | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"

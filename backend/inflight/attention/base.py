@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "KV_DTYPES",
     "AttentionBackend",
     "AttentionMetadata",
     "KVCache",
@@ -24,6 +25,12 @@ __all__ = [
     "current_metadata",
     "forward_context",
 ]
+
+
+# What `kv_cache_dtype` of the configuration means; None is the model's own dtype.
+KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Bytes of the scale that a token's key of one head carries, and its value another.
+_SCALE_BYTES = {torch.int8: 2}
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class LayerSpec:
         sliding_window: a token sees this many tokens, itself included; None sees all.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
         has_sinks: one learned logit per head joins the softmax's denominator.
+        kv_cache_dtype: what keys and values are stored as; None is the model's own dtype.  int8 is
+            symmetric with a bfloat16 scale per token and head (`int8.py`).
     """
 
     num_heads: int
@@ -48,10 +57,13 @@ class LayerSpec:
     sliding_window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    kv_cache_dtype: torch.dtype | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer's KV cache."""
-        return self.num_kv_heads * (self.key_head_size + self.value_head_size) * dtype.itemsize
+        """Bytes that one token takes in this layer's KV cache, scales included; `dtype` is the model's."""
+        stored = self.kv_cache_dtype or dtype
+        elements = self.key_head_size + self.value_head_size
+        return self.num_kv_heads * (elements * stored.itemsize + 2 * _SCALE_BYTES.get(stored, 0))
 
 
 @dataclass(slots=True)

@@ -128,6 +128,8 @@ class CpuAttention:
         self._tensors: tuple[Tensor, ...] = ()
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        if spec.kv_cache_dtype is not None:
+            return "kv_cache_dtype other than 'auto'"
         if dtype not in _DTYPES:
             return f"dtype {str(dtype).removeprefix('torch.')} (it has float32, bfloat16 and float16)"
         for size in (spec.key_head_size, spec.value_head_size):

@@ -20,6 +20,8 @@ class ReferenceAttention:
     name = "reference"
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        if spec.kv_cache_dtype is not None:
+            return "kv_cache_dtype other than 'auto'"
         return None
 
     def new_cache(
