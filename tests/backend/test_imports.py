@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.messages": {"engine.request"},
     "engine.step": {"engine.request", "engine.messages"},
     "engine.kv_pool": {"engine.request"},
-    "engine.policy": {"engine.request"},
+    "engine.policy": {"engine.kv_pool", *_DATA},
     "engine.scheduler": {"engine.kv_pool", "engine.policy", *_DATA},
     "engine.step_trace": _DATA,
     "engine.core": {"config", "engine.kv_pool", "engine.scheduler", "engine.step_trace", *_DATA},

@@ -35,7 +35,10 @@ class Runner(Protocol):
         """Facts of the loaded checkpoint."""
 
     def execute(self, out: SchedulerOutput) -> StepOutput:
-        """Run one forward pass over the batch and sample the rows that are due."""
+        """Run one forward pass over the batch and sample the rows that are due.
+
+        Calls come one after the other, in the order of the steps, from any one thread.
+        """
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from inflight.engine.request import Request
 
@@ -82,17 +82,15 @@ class KVPool:
             hit.append(block)
         return hit
 
-    def can_admit(self, request: Request, prefix: list[int]) -> bool:
-        """Whether the blocks of all the request's present tokens and one more are available.
+    def missing_blocks(self, request: Request, prefix: Sequence[int]) -> int:
+        """Available blocks that it takes for all the request's present tokens and one more.
 
-        They are not reserved, but a request that could not even finish its prompt would only
-        be preempted again.
+        Those of the prefix count where they are available (cached) now and would be owned then.
         """
         reclaimed = sum(1 for block in prefix if not self._ref[block])
-        need = self.blocks_for(request.num_tokens + 1) - len(prefix)
-        return need <= self.num_available - reclaimed
+        return self.blocks_for(request.num_tokens + 1) - len(prefix) + reclaimed
 
-    def admit(self, request: Request, prefix: list[int]) -> None:
+    def admit(self, request: Request, prefix: Sequence[int]) -> None:
         """Give a request without blocks the prefix found for it."""
         assert not request.block_ids
         for block in prefix:
@@ -121,9 +119,9 @@ class KVPool:
         request.block_ids += new
         return new
 
-    def publish(self, request: Request) -> None:
-        """Make the request's computed full blocks findable.  Called after the step that filled them."""
-        full = request.num_computed_tokens // self.block_size
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Make the full blocks of the request's first tokens findable, once a step has computed those."""
+        full = num_computed_tokens // self.block_size
         for index in range(full - 1, -1, -1):
             block = request.block_ids[index]
             if self._hash_of[block] is not None:

@@ -83,7 +83,7 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=4, frozen=True):
 TokenLogprobs = list[tuple[int, float, int]]
 
 
-class SequenceDelta(msgspec.Struct, array_like=True, frozen=True):
+class SequenceDelta(msgspec.Struct, array_like=True):
     """What one step added to one sequence.
 
     Attributes:

@@ -1,28 +1,46 @@
-"""Order of waiting requests and choice of preemption victims.
+"""Where the scheduler has a choice: who is next, who gives way, whether there is room, how much at once.
 
-The scheduler asks a policy only three things: which request is next, where a new or preempted
-one goes, and who must give way.  A new order is a new class here.
+`Scheduler.schedule()` asks these four questions and nothing else; a new answer is a new class here
+or in a file of its own, never a branch there.  `Policies` holds one answer to each; what
+`model.json` chooses is built by `policies.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
+from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
 
-__all__ = ["FcfsPolicy", "Policy"]
+__all__ = [
+    "AdmissionPolicy",
+    "BudgetPolicy",
+    "FcfsOrder",
+    "FreeBlocksAdmission",
+    "OrderPolicy",
+    "Policies",
+    "StaticBudget",
+    "VictimPolicy",
+    "latest_admitted",
+]
 
 
-class Policy(Protocol):
-    """Holds the waiting requests; every method is called by the scheduler alone."""
+class OrderPolicy(Protocol):
+    """Holds the waiting requests and says which are next; called by the scheduler alone."""
 
     def __len__(self) -> int:
         """Requests waiting."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Waiting requests, in the order in which they would be admitted."""
+        """Waiting requests, in any order."""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this request may not wait here (a queue's limit is reached), or None.  Before `add`."""
 
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
@@ -30,18 +48,52 @@ class Policy(Protocol):
     def add_first(self, request: Request) -> None:
         """Queue a request that was already admitted once (preempted), or whose leader was."""
 
-    def peek(self) -> Request:
-        """The request to admit next.  Only called when one waits."""
+    def next_requests(self, limit: int) -> list[Request]:
+        """Up to `limit` requests in the order in which to admit them, all of which may run now."""
 
     def remove(self, request: Request) -> None:
-        """Take a request out: it was admitted or aborted."""
+        """Take a request out: it is admitted or aborted."""
 
-    def victim(self, candidates: list[Request]) -> Request:
-        """Who gives up its blocks, of requests (in order of admission) not yet in this step."""
+    def admitted(self, request: Request) -> None:
+        """It runs from now on."""
+
+    def left(self, request: Request) -> None:
+        """It no longer runs: finished, aborted or preempted."""
+
+    def served(self, out: SchedulerOutput) -> None:
+        """A step was made: `out` says how many tokens each request got."""
 
 
-class FcfsPolicy:
-    """First come, first served; the latest admitted gives way first."""
+# Who gives up its blocks, of requests (in order of admission) that are not yet in this step.
+VictimPolicy = Callable[[Sequence[Request]], Request]
+
+
+class AdmissionPolicy(Protocol):
+    """Whether a waiting request may start now, as far as memory goes."""
+
+    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
+        """`prefix` are the blocks that the prefix cache would give it."""
+
+
+class BudgetPolicy(Protocol):
+    """How many tokens of prompts a step computes beside its decodes.
+
+    Decodes (one token each) are never asked about: they come first in every step.
+    """
+
+    def begin(self, running: Sequence[Request]) -> None:
+        """A step is about to be made."""
+
+    def grant(self, request: Request, num_tokens: int) -> int:
+        """How many of the `num_tokens` that the request lags behind it gets in this step; 0 passes
+        it over."""
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        """The step took this long, from its start on the device to its tokens."""
+
+
+class FcfsOrder:
+    """First come, first served."""
 
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
@@ -52,14 +104,17 @@ class FcfsPolicy:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._queue)
 
+    def refusal(self, request: Request) -> str | None:
+        return None
+
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
     def add_first(self, request: Request) -> None:
         self._queue.appendleft(request)
 
-    def peek(self) -> Request:
-        return self._queue[0]
+    def next_requests(self, limit: int) -> list[Request]:
+        return list(islice(self._queue, limit))
 
     def remove(self, request: Request) -> None:
         if self._queue[0] is request:
@@ -67,5 +122,50 @@ class FcfsPolicy:
         else:
             self._queue.remove(request)
 
-    def victim(self, candidates: list[Request]) -> Request:
-        return candidates[-1]
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def left(self, request: Request) -> None:
+        pass
+
+    def served(self, out: SchedulerOutput) -> None:
+        pass
+
+
+def latest_admitted(candidates: Sequence[Request]) -> Request:
+    """The one that has computed least, as a rule."""
+    return candidates[-1]
+
+
+class FreeBlocksAdmission:
+    """Admits while the blocks of all the request's present tokens and one more are available.
+
+    They are not reserved, but a request that could not even finish its prompt would only be
+    preempted again.
+    """
+
+    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
+        return pool.missing_blocks(request, prefix) <= pool.num_available
+
+
+class StaticBudget:
+    """As many as the step's budget has left."""
+
+    def begin(self, running: Sequence[Request]) -> None:
+        pass
+
+    def grant(self, request: Request, num_tokens: int) -> int:
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        pass
+
+
+@dataclass
+class Policies:
+    """One answer to each of the scheduler's questions; the defaults are `model.json`'s."""
+
+    order: OrderPolicy = field(default_factory=FcfsOrder)
+    victim: VictimPolicy = latest_admitted
+    admission: AdmissionPolicy = field(default_factory=FreeBlocksAdmission)
+    budget: BudgetPolicy = field(default_factory=StaticBudget)

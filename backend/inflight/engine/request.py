@@ -142,7 +142,8 @@ class Request:
         index: which of the n sequences this is.
         token_ids: prompt followed by output.
         num_prompt_tokens: where the output starts in `token_ids`.
-        num_computed_tokens: leading tokens whose KV is in the pool.
+        num_computed_tokens: leading tokens whose KV is in the pool, once the steps made so far have run.
+        num_pending_tokens: tokens that those steps will have sampled and that are not known yet.
         block_ids: block table; owned by `KVPool`.
         block_hashes: chain hashes of the full blocks, grown by `KVPool`.
         slot: row in the runner's batch state while RUNNING, else -1.
@@ -175,6 +176,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import SequenceDelta
-from inflight.engine.policy import FcfsPolicy, Policy
+from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.policy import Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+# Waiting requests looked at in one step beyond those that find a slot: a budget may pass over some.
+_LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,25 @@ class SchedulerLimits:
 class Scheduler:
     """Moves requests between waiting, running and finished; owns slots, shares the pool.
 
+    Steps are executed in the order in which they were made, and `update` takes them in in that
+    order, but a step may be made while the one before it still runs:
+
+        schedule(1)  schedule(2)  update(1)  schedule(3)  update(2) ...
+
+    `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and
+    `num_pending_tokens` the tokens that they will have sampled and that nobody knows yet.  Blocks
+    and slots go back as soon as a request ends: whoever gets them writes them in a later step.
+
     Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running
     request may preempt every other, and the pool holds at least one request of
     `max_model_len` (the loader sees to that).
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: KVPool, policy: Policy | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: KVPool, policies: Policies | None = None) -> None:
         self.limits = limits
         self.pool = pool
-        self.waiting: Policy = policy if policy is not None else FcfsPolicy()
+        self.policies = policies if policies is not None else Policies()
+        self.waiting = self.policies.order
         self.running: list[Request] = []
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -66,48 +79,72 @@ class Scheduler:
         budget, slots and blocks last.  Every scheduled token has its block.
         """
         out = SchedulerOutput()
-        budget = self._schedule_running(out)
+        self.policies.budget.begin(self.running)
+        self._schedule_running(out)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
-            self._admit_waiting(out, budget)
+            self._admit_waiting(out)
+        self.waiting.served(out)
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
         """Take in the step's tokens: append, stop, free.  One delta per sequence with news."""
         deltas: list[SequenceDelta] = []
-        block_size = self.pool.block_size
         finished = False
+        block_size = self.pool.block_size
+        token_ids, logprobs, prompt_logprobs = step.token_ids, step.logprobs, step.prompt_logprobs
         for row, request in enumerate(out.requests):
-            if request.status is not Status.RUNNING:
-                continue  # aborted while the step ran: its blocks are gone, its token is dropped
-            scheduled = out.num_scheduled_tokens[row]
-            request.num_computed_tokens += scheduled
-            if request.caches_blocks and request.num_computed_tokens % block_size < scheduled:
-                self.pool.publish(request)
-            delta = self._take_token(request, row, step)
-            if delta is not None:
+            if request.status is Status.FINISHED:
+                continue  # ended while the step ran: its blocks are gone, its token is dropped
+            if request.caches_blocks and request.status is Status.RUNNING:
+                scheduled = out.num_scheduled_tokens[row]
+                computed = out.num_computed_tokens[row] + scheduled
+                if computed % block_size < scheduled:
+                    self.pool.publish(request, computed)
+            entries = self._new_prompt_logprobs(request, row, out, step) if prompt_logprobs else None
+            token = token_ids[row]
+            if token >= 0:
+                delta = self._take_token(request, token)
+                if delta.finish_reason is not None:
+                    finished = True
+                if row in logprobs:
+                    delta.logprobs = [logprobs[row]]
+                delta.prompt_logprobs = entries
                 deltas.append(delta)
-                finished = finished or request.status is Status.FINISHED
+            elif entries is not None:
+                deltas.append(SequenceDelta(request.request_id, request.index, [], prompt_logprobs=entries))
         if finished:
             self.running = [request for request in self.running if request.status is Status.RUNNING]
         return deltas
 
-    def _schedule_running(self, out: SchedulerOutput) -> int:
-        """Give running requests their tokens; returns the budget left."""
-        budget = self.limits.max_num_batched_tokens
+    def _schedule_running(self, out: SchedulerOutput) -> None:
+        """Give running requests their tokens, at least one to each that has one to compute.
+
+        A request that lags by more than one token leaves one to each that runs behind it.
+        """
+        budget, block_size = self.limits.max_num_batched_tokens, self.pool.block_size
         index = 0
-        while index < len(self.running) and budget > 0:
+        while index < len(self.running) and (left := budget - out.total_tokens) > 0:
             request = self.running[index]
             computed = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - computed, budget)
-            blocks = self._extend_or_preempt(index, computed + num_tokens, out)
-            if blocks is None:
-                continue  # it was preempted itself: the next one stands at `index` now
-            if blocks:
+            total = request.num_tokens + request.num_pending_tokens
+            num_tokens = total - computed
+            if num_tokens > 1:
+                num_tokens = self._share(request, num_tokens, left, len(self.running) - index - 1)
+            if total >= request.max_total_tokens or num_tokens <= 0:
+                index += 1  # its last token is in flight, or the budget passes it over
+                continue
+            if computed + num_tokens > len(request.block_ids) * block_size:
+                blocks = self._extend_or_preempt(index, computed + num_tokens, out)
+                if blocks is None:
+                    continue  # it was preempted itself: the next one stands at `index` now
                 out.new_block_ids[request.slot] = blocks
             self._append(out, request, num_tokens)
-            budget -= num_tokens
             index += 1
-        return budget
+
+    def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
+        """Tokens for a running request that lags by `lag`, with `behind` running ones after it."""
+        most = min(lag, max(1, left - behind))
+        return self.policies.budget.grant(request, most)
 
     def _extend_or_preempt(self, index: int, num_tokens: int, out: SchedulerOutput) -> list[int] | None:
         """Blocks for `running[index]` to hold `num_tokens`; preempts until there are enough.
@@ -116,46 +153,62 @@ class Scheduler:
         """
         request = self.running[index]
         while (blocks := self.pool.extend(request, num_tokens)) is None:
-            victim = self.waiting.victim(self.running[index:])
+            victim = self.policies.victim(self.running[index:])
             self._preempt(victim, out)
             if victim is request:
                 return None
         return blocks
 
-    def _admit_waiting(self, out: SchedulerOutput, budget: int) -> None:
-        while budget > 0 and self._free_slots and len(self.waiting):
-            request = self.waiting.peek()
-            prefix = self.pool.find_prefix(request)
-            if not self.pool.can_admit(request, prefix):
+    def _admit_waiting(self, out: SchedulerOutput) -> None:
+        budget = self.limits.max_num_batched_tokens
+        if not self._free_slots or not len(self.waiting):
+            return
+        for request in self.waiting.next_requests(len(self._free_slots) + _LOOK_AHEAD):
+            left = budget - out.total_tokens
+            if left <= 0 or not self._free_slots:
                 return
-            self.waiting.remove(request)
-            self.pool.admit(request, prefix)
-            if not request.num_preemptions:
-                request.num_cached_tokens = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            blocks = self.pool.extend(request, request.num_computed_tokens + num_tokens)
-            assert blocks is not None  # can_admit saw room for all of it
-            request.slot = self._free_slots.pop()
-            request.status = Status.RUNNING
-            self.running.append(request)
-            row = NewRow(
-                request.slot,
-                list(request.token_ids),
-                request.num_prompt_tokens,
-                list(request.block_ids),
-                request.params,
-                request.seed,
-            )
-            out.new_rows.append(row)
-            self._append(out, request, num_tokens)
-            budget -= num_tokens
+            prefix = self.pool.find_prefix(request)
+            if not self.policies.admission.admits(request, prefix, self.running, self.pool):
+                return  # nobody overtakes it: it would never find room
+            cached = len(prefix) * self.pool.block_size
+            num_tokens = self.policies.budget.grant(request, min(request.num_tokens - cached, left))
+            if num_tokens > 0:
+                self._admit(out, request, prefix, num_tokens)
+
+    def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
+        self.waiting.remove(request)
+        self.pool.admit(request, prefix)
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_computed_tokens
+        blocks = self.pool.extend(request, request.num_computed_tokens + num_tokens)
+        assert blocks is not None  # the admission policy saw room for all of it
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        self.running.append(request)
+        self.waiting.admitted(request)
+        row = NewRow(
+            request.slot,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            list(request.block_ids),
+            request.params,
+            request.seed,
+        )
+        out.new_rows.append(row)
+        self._append(out, request, num_tokens)
 
     def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
+        computed = request.num_computed_tokens
+        end = computed + num_tokens
+        samples = end == request.num_tokens + request.num_pending_tokens
+        request.num_computed_tokens = end
+        if samples:
+            request.num_pending_tokens += 1
         out.requests.append(request)
         out.slots.append(request.slot)
         out.num_scheduled_tokens.append(num_tokens)
-        out.num_computed_tokens.append(request.num_computed_tokens)
-        out.samples.append(request.num_computed_tokens + num_tokens == request.num_tokens)
+        out.num_computed_tokens.append(computed)
+        out.samples.append(samples)
         out.total_tokens += num_tokens
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
@@ -168,46 +221,33 @@ class Scheduler:
         out.preempted.append(request)
         self.waiting.add_first(request)
 
-    def _take_token(self, request: Request, row: int, step: StepOutput) -> SequenceDelta | None:
-        prompt_logprobs = self._new_prompt_logprobs(request, row, step)
-        token = step.token_ids[row]
-        if token < 0:
-            if prompt_logprobs is None:
-                return None
-            return SequenceDelta(request.request_id, request.index, [], prompt_logprobs=prompt_logprobs)
+    def _take_token(self, request: Request, token: int) -> SequenceDelta:
+        """Append the token that a step sampled, to a running request or one preempted since."""
         request.token_ids.append(token)
+        request.num_pending_tokens -= 1
         request.num_tokens += 1
-        first = request.num_tokens == request.num_prompt_tokens + 1
-        if first and request.children:
-            for child in reversed(request.children):  # their prompt's blocks are published now
+        delta = SequenceDelta(request.request_id, request.index, [token])
+        if request.num_tokens == request.num_prompt_tokens + 1:
+            delta.num_cached_tokens = request.num_cached_tokens
+            for child in reversed(request.children):  # their prompt's blocks are computed now
                 self.waiting.add_first(child)
             request.children = []
-        reason: str | None = None
-        stop_token: int | None = None
         if token in request.stop_ids:
-            reason, stop_token = "stop", token
+            delta.finish_reason, delta.stop_token = "stop", token
             self._finish(request, FinishReason.STOP, keep_running_entry=True)
         elif request.num_tokens >= request.max_total_tokens:
-            reason = "length"
+            delta.finish_reason = "length"
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
-        logprobs = step.logprobs.get(row)
-        return SequenceDelta(
-            request.request_id,
-            request.index,
-            [token],
-            reason,
-            stop_token,
-            None if logprobs is None else [logprobs],
-            prompt_logprobs,
-            request.num_cached_tokens if first else None,
-        )
+        return delta
 
-    def _new_prompt_logprobs(self, request: Request, row: int, step: StepOutput) -> list | None:
+    def _new_prompt_logprobs(
+        self, request: Request, row: int, out: SchedulerOutput, step: StepOutput
+    ) -> list[TokenLogprobs] | None:
         """Entries not delivered yet: a preempted request computes its prompt twice."""
         entries = step.prompt_logprobs.get(row)
         if entries is None:
             return None
-        end = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+        end = min(out.num_computed_tokens[row] + out.num_scheduled_tokens[row] + 1, request.num_prompt_tokens)
         start = end - len(entries)  # prompt index that entries[0] speaks of
         new = entries[max(0, request.num_prompt_logprobs - start) :]
         if request.num_prompt_logprobs == 0:
@@ -231,9 +271,11 @@ class Scheduler:
         request.children = []
 
     def _release(self, request: Request) -> None:
+        """What a running request holds goes back; it is WAITING or FINISHED next."""
         self.pool.release(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+        self.waiting.left(request)
 
     def check_integrity(self) -> None:
         """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""

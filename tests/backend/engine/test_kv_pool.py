@@ -17,7 +17,7 @@ def fill(pool: KVPool, req: Request) -> Request:
     pool.admit(req, pool.find_prefix(req))
     assert pool.extend(req, req.num_tokens) is not None
     req.num_computed_tokens = req.num_tokens
-    pool.publish(req)
+    pool.publish(req, req.num_tokens)
     return req
 
 
@@ -83,7 +83,7 @@ def test_twins_computed_at_once_are_published_once():
         pool.extend(twin, 8)
         twin.num_computed_tokens = 8
     for twin in twins:
-        pool.publish(twin)
+        pool.publish(twin, 8)
     pool.check_integrity(twins)
     for twin in twins:
         pool.release(twin)
