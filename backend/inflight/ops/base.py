@@ -27,7 +27,7 @@ class FusedOps(Protocol):
         """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; also for [T, heads, D] with weight [D]."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual [T, H] += x [T, H] in place, rounded to its dtype; returns `rms_norm` of the sum."""
+        """residual [T, H] += x [T, H] in place, rounded to its dtype; returns `rms_norm` of that rounded sum."""
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate query [T, Hq, D] and key [T, Hkv, D] in place by cos, sin [T, R], R <= D.

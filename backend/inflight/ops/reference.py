@@ -1,0 +1,44 @@
+"""The small operations in torch: the definition that every kernel is checked against.
+
+Float32 arithmetic on inputs read in their own dtype; each result is rounded once, to the dtype of
+the tensor that it stands in.  transformers' modules round in between as well, so in bfloat16 they
+differ from these by a unit in the last place; in float32 the numbers are theirs, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["ReferenceOps"]
+
+
+class ReferenceOps:
+    """`FusedOps` in plain torch, for any device and dtype."""
+
+    name = "reference"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `FusedOps.rms_norm`; a new contiguous tensor in the dtype of `x`."""
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (scaled * weight.float()).to(x.dtype).contiguous()
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `FusedOps.add_rms_norm`; the norm is that of the rounded sum, in the dtype of `residual`."""
+        residual.copy_(residual.float() + x.float())
+        return self.rms_norm(residual, weight, eps)
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See `FusedOps.rotary`."""
+        cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+        size = cos.shape[-1]
+        for heads in (query, key):
+            wide = heads[..., :size].float()
+            first, second = wide.chunk(2, dim=-1)
+            heads[..., :size] = wide * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
