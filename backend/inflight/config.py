@@ -59,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             checkpoint's `max_position_embeddings`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: token budget of one step, prefill and decode together.
+        async_scheduling: make step n + 1 while step n runs. Outputs are the same; a request that stops at a
+            token computes one row in vain, and a request that arrives waits for one step more.
         block_size: tokens in one KV block.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
         kv_cache_memory: bytes (or "4GiB") of the KV pool; on a CPU `None` takes a share of the
@@ -93,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: _PositiveInt | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
     max_num_batched_tokens: _PositiveInt = 2048
+    async_scheduling: bool = False
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
     kv_cache_memory: int | str | None = None

@@ -56,7 +56,10 @@ class PagedHashRunner:
         self.max_num_seqs = max_num_seqs
         self.batch_sizes: list[int] = []
 
-    def execute(self, out: SchedulerOutput) -> StepOutput:
+    def prepare(self, out: SchedulerOutput) -> None:
+        pass
+
+    def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
         for row in out.new_rows:
             self.tables[row.slot] = list(row.block_ids)
             self.tokens[row.slot] = list(row.token_ids)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
@@ -34,11 +38,34 @@ class Runner(Protocol):
     def info(self) -> ModelInfo:
         """Facts of the loaded checkpoint."""
 
-    def execute(self, out: SchedulerOutput) -> StepOutput:
+    def prepare(self, out: SchedulerOutput) -> Any:
+        """What can be made ready before the step before has run; goes to `execute`.
+
+        Called once a step, in the order of the steps, maybe while `execute` runs in another thread.
+        """
+
+    def execute(self, out: SchedulerOutput, prepared: Any) -> StepOutput:
         """Run one forward pass over the batch and sample the rows that are due.
 
-        Calls come one after the other, in the order of the steps, from any one thread.
+        Called once a step, in the order of the steps, always from the same thread.
         """
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that was made and is, or will be, executed.
+
+    Attributes:
+        start: `time.monotonic()` when making it began.
+        scheduled: when it was made, or None where that took no time of the step's: it was made
+            while the step before ran.
+        result: of `_execute`.
+    """
+
+    out: SchedulerOutput
+    start: float
+    scheduled: float | None
+    result: Callable[[], tuple[StepOutput, float, float]]
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -71,11 +98,14 @@ class EngineCore:
         self.scheduler = Scheduler(SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), self.pool)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
+        # One thread executes, so that steps run in the order in which they were made.
+        self._device = ThreadPoolExecutor(1, "device") if config.async_scheduling else None
+        self._in_flight: _Step | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self.scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work
 
     def add_request(self, message: AddRequest) -> RequestFailed | None:
         """Queue a request; its n sequences are counted one by one.
@@ -134,19 +164,43 @@ class EngineCore:
         self._forget_if_done(request_id)
 
     def step(self) -> StepMessage:
-        """Schedule, execute, update.  A step that schedules nothing returns no deltas."""
-        start = time.monotonic()
-        out = self.scheduler.schedule()
-        scheduled = time.monotonic()
-        result = self.runner.execute(out) if out.requests else StepOutput([])
-        executed = time.monotonic()
-        deltas = self.scheduler.update(out, result)
+        """Schedule, execute, update.  A step that schedules nothing returns no deltas.
+
+        With `async_scheduling` the step after this one is made, and queued behind it, before this
+        one's tokens are there; a request that they end computes one row in vain.
+        """
+        step, self._in_flight = self._in_flight or self._make(behind=None), None
+        if self._device is not None:
+            following = self._make(behind=step)
+            self._in_flight = following if following.out.requests else None
+        result, begun, executed = step.result()
+        deltas = self.scheduler.update(step.out, result)
         self._forget_finished(deltas)
         end = time.monotonic()
-        message = StepMessage(deltas, self._stats(out, end - start))
+        start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
+        if step.out.requests:
+            self.scheduler.policies.budget.observe(step.out, executed - begun)
+        message = StepMessage(deltas, self._stats(step.out, end - start))
         if self.trace is not None:
-            self.trace.add(out, result, message.stats, (start, scheduled, executed, end))
+            self.trace.add(step.out, result, message.stats, (start, scheduled, executed, end))
         return message
+
+    def _make(self, behind: _Step | None) -> _Step:
+        """Schedule and prepare the next step and hand it to the device, behind the one that runs."""
+        start = time.monotonic()
+        out = self.scheduler.schedule()
+        prepared = self.runner.prepare(out) if out.requests else None
+        scheduled = time.monotonic()
+        if self._device is None or not out.requests:
+            return _Step(out, start, scheduled, partial(self._execute, out, prepared))
+        future = self._device.submit(self._execute, out, prepared)
+        return _Step(out, start, scheduled if behind is None else None, future.result)
+
+    def _execute(self, out: SchedulerOutput, prepared: Any) -> tuple[StepOutput, float, float]:
+        """The step's tokens, and `time.monotonic()` before and after."""
+        begun = time.monotonic()
+        result = self.runner.execute(out, prepared) if out.requests else StepOutput([])
+        return result, begun, time.monotonic()
 
     def _refusal(self, message: AddRequest) -> RequestFailed | None:
         num_tokens = len(message.prompt_token_ids)

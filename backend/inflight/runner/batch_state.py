@@ -1,7 +1,8 @@
 """Batch state: a struct of arrays on the host, one row per request slot.
 
 The scheduler says what changed; a step's tensors come out of these arrays by indexing, with no
-Python per token.
+Python per token.  Block tables change when a step is prepared, which may be while the step before it
+runs; tokens change only while a step is executed.
 
     slot   token_ids                      block_table
     0      [ 12  7  7 31  .  .  . ]       [ 4  9  .  . ]      . = void
@@ -24,14 +25,16 @@ __all__ = ["BatchState", "StepInputs"]
 
 @dataclass(slots=True)
 class StepInputs:
-    """Device tensors of one ragged forward pass over T tokens of R requests.
+    """One ragged forward pass over T tokens of R requests, without the tokens themselves.
 
     Attributes:
-        input_ids, positions: int64 [1, T].
+        slot_of_token, position_of_token: int64 [T] on the host.
+        positions: int64 [1, T] on the device.
         metadata: what attention needs.
     """
 
-    input_ids: Tensor
+    slot_of_token: np.ndarray
+    position_of_token: np.ndarray
     positions: Tensor
     metadata: AttentionMetadata
 
@@ -57,15 +60,19 @@ class BatchState:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, out: SchedulerOutput) -> None:
-        """Bring the rows up to the scheduler's view."""
+        """Bring the block tables up to the scheduler's view.  Before the step before has run, if need be."""
         for row in out.new_rows:
-            self.token_ids[row.slot, : len(row.token_ids)] = row.token_ids
-            self.num_tokens[row.slot] = len(row.token_ids)
-            self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self._num_blocks[row.slot] = 0
             self._append_blocks(row.slot, row.block_ids)
         for slot, block_ids in out.new_block_ids.items():
             self._append_blocks(slot, block_ids)
+
+    def fill_rows(self, out: SchedulerOutput) -> None:
+        """Take the tokens of the rows that enter.  After the step before: it may append to their slots."""
+        for row in out.new_rows:
+            self.token_ids[row.slot, : len(row.token_ids)] = row.token_ids
+            self.num_tokens[row.slot] = len(row.token_ids)
+            self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """Append one sampled token to each of the rows `slots`."""
@@ -73,7 +80,7 @@ class BatchState:
         self.num_tokens[slots] += 1
 
     def step_inputs(self, out: SchedulerOutput) -> StepInputs:
-        """Tensors of the step; call `apply` first."""
+        """Where the step's tokens are; call `apply` first."""
         slots = np.asarray(out.slots, dtype=np.int64)
         counts = np.asarray(out.num_scheduled_tokens, dtype=np.int64)
         computed = np.asarray(out.num_computed_tokens, dtype=np.int64)
@@ -84,7 +91,6 @@ class BatchState:
         row_of_token = np.repeat(np.arange(len(slots)), counts)
         positions = np.arange(out.total_tokens) + (computed - starts[:-1])[row_of_token]
         slot_of_token = slots[row_of_token]
-        input_ids = self.token_ids[slot_of_token, positions].astype(np.int64)
         blocks = self.block_table[slot_of_token, positions // self.block_size].astype(np.int64)
         slot_mapping = blocks * self.block_size + positions % self.block_size
 
@@ -101,7 +107,12 @@ class BatchState:
             max_seq_len=max_seq_len,
             block_size=self.block_size,
         )
-        return StepInputs(self._to_device(input_ids)[None], self._to_device(positions)[None], metadata)
+        return StepInputs(slot_of_token, positions, self._to_device(positions)[None], metadata)
+
+    def input_ids(self, inputs: StepInputs) -> Tensor:
+        """The step's tokens, int64 [1, T]; call `fill_rows` first."""
+        ids = self.token_ids[inputs.slot_of_token, inputs.position_of_token].astype(np.int64)
+        return self._to_device(ids)[None]
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self._num_blocks[slot]

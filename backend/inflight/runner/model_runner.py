@@ -40,16 +40,20 @@ class ModelRunner:
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
 
+    def prepare(self, out: SchedulerOutput) -> StepInputs:
+        """All of the step's tensors that need no token of the step before, which may still run."""
+        self.state.apply(out)
+        return self.state.step_inputs(out)
+
     @torch.inference_mode()
-    def execute(self, out: SchedulerOutput) -> StepOutput:
+    def execute(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
         """One forward pass over the batch; samples the rows whose last known token it computes.
 
         Tokens sampled here are already in the batch state when this returns.
         """
-        self.state.apply(out)
+        self.state.fill_rows(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
-        inputs = self.state.step_inputs(out)
         rows = np.flatnonzero(out.samples)
         asked = self._prompt_positions(out)
         logits = self._forward(inputs, rows, asked)
@@ -67,7 +71,7 @@ class ModelRunner:
         keep = torch.from_numpy(np.concatenate(indices)).to(self.device)
         with forward_context(inputs.metadata):
             out = self.model(
-                input_ids=inputs.input_ids,
+                input_ids=self.state.input_ids(inputs),
                 position_ids=inputs.positions,
                 use_cache=False,
                 logits_to_keep=keep,

@@ -70,10 +70,11 @@ def _paged_logits(model: nn.Module, sequences: list[list[int]], block_size: int,
             total_tokens=sum(counts),
         )
         state.apply(out)
+        state.fill_rows(out)
         rows = []
         inputs = state.step_inputs(out)
         with forward_context(inputs.metadata):
-            result = model(input_ids=inputs.input_ids, position_ids=inputs.positions, use_cache=False)
+            result = model(input_ids=state.input_ids(inputs), position_ids=inputs.positions, use_cache=False)
         starts = inputs.metadata.query_starts
         for row, slot in enumerate(slots):
             parts[slot].append(result.logits[0, starts[row] : starts[row + 1]].float())

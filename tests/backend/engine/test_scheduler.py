@@ -14,7 +14,7 @@ from inflight.engine.request import SamplingParams
 def scheduled(core):
     """(request id, tokens) pairs of the next batch, executed."""
     out = core.scheduler.schedule()
-    step = core.runner.execute(out)
+    step = core.runner.execute(out, None)
     pairs = [(request.request_id, count) for request, count in zip(out.requests, out.num_scheduled_tokens)]
     core.scheduler.update(out, step)
     core.scheduler.check_integrity()
@@ -69,7 +69,7 @@ def test_nothing_is_admitted_in_the_step_that_preempts():
         if out.preempted:
             assert not out.new_rows
             return
-        core.scheduler.update(out, core.runner.execute(out))
+        core.scheduler.update(out, core.runner.execute(out, None))
 
 
 @pytest.mark.parametrize("caching", [True, False])

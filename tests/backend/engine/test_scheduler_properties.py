@@ -19,6 +19,7 @@ def workloads(draw):
         "max_num_batched_tokens": draw(st.sampled_from([1, 2, 3, 7, 16, 64, 2048])),
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 8, 64])),
         "enable_prefix_caching": draw(st.booleans()),
+        "async_scheduling": draw(st.booleans()),
         "arrivals": draw(
             st.lists(
                 st.tuples(
@@ -40,7 +41,7 @@ def workloads(draw):
 @given(workloads())
 def test_every_request_ends_once_with_exactly_its_tokens(load):
     info = Info(num_blocks=load["num_blocks"])
-    options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
+    options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "async_scheduling")
     core = make_core(info, **{key: load[key] for key in options})
     outputs: dict = {}
     reasons: dict = {}
@@ -81,11 +82,14 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     st.lists(st.tuples(prompts, st.integers(1, 24)), min_size=2, max_size=10),
     st.sampled_from([1, 4, 16]),
     st.sampled_from([1, 5, 64]),
+    st.booleans(),
 )
-def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget):
+def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget, overlap):
     """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
     info = Info(num_blocks=64 // block_size)
-    core = make_core(info, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=8)
+    core = make_core(
+        info, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=8, async_scheduling=overlap
+    )
     outputs: dict = {}
     reasons: dict = {}
     expected = {}

@@ -42,7 +42,9 @@ def test_a_seeded_request_gives_the_same_tokens_alone_in_a_crowd_and_after_preem
     prompts = random_prompts(64)
     params = [mixed_params(index) for index in range(64)]
     crowd = run(make_core(checkpoint), prompts, params)
-    squeezed_core = make_core(checkpoint, block_size=4, num_gpu_blocks_override=80, max_num_batched_tokens=50)
+    squeezed_core = make_core(
+        checkpoint, block_size=4, num_gpu_blocks_override=80, max_num_batched_tokens=50, async_scheduling=True
+    )
     squeezed = run(squeezed_core, prompts, params)
     assert squeezed_core.scheduler.num_preempted_total > 10
     alone_core = make_core(checkpoint, enable_prefix_caching=False)
