@@ -1,22 +1,13 @@
 // The C ABI of the CPU attention kernel: choice of the instruction set, cutting a step into items,
 // and running them on torch's own OpenMP threads.
-#include "cpu_attention.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <string_view>
 #include <vector>
 
-// Torch has loaded an OpenMP runtime with these entries (GNU's, or LLVM's, which has them as well)
-// and made its symbols global.  Linking to none leaves that one the only runtime of the process: a
-// second one would bring threads of its own, which compete with torch's for the cores.
-extern "C" {
-void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
-int omp_in_parallel(void) __attribute__((weak));
-}
+#include "cpu_team.h"
 
 namespace inflight {
 
@@ -70,34 +61,6 @@ const Kernels* best_kernels() {
 }
 
 const Kernels* chosen = best_kernels();
-
-// A thread's buffer; grows, and is kept until the thread ends.
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-  char* get(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = padded(bytes, 4096);
-      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
-      if (data_ == nullptr) std::abort();
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t size_ = 0;
-};
-
-template <class Function>
-void run_team(int threads, Function function) {
-  if (threads <= 1 || GOMP_parallel == nullptr || (omp_in_parallel != nullptr && omp_in_parallel())) {
-    function();
-    return;
-  }
-  GOMP_parallel([](void* data) { (*static_cast<Function*>(data))(); }, &function, unsigned(threads), 0);
-}
 
 // Items that share their queries and cover consecutive runs of chunks.
 struct Split {
@@ -229,20 +192,38 @@ void run_item(const Call& call, Plan& plan, const Item& item, char* scratch, flo
   if (__atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0) chosen->merge(call, split.whole, scratch, partials);
 }
 
-void run_plan(const Call& call, Plan& plan, int threads) {
-  thread_local Buffer partials;
-  float* memory = reinterpret_cast<float*>(partials.get(plan.partial_floats * sizeof(float)));
-  std::atomic<size_t> next{0};
-  run_team(plan.cost < kSerialCost ? 1 : threads, [&] {
-    thread_local Buffer buffer;
-    char* scratch = buffer.get(plan.scratch_bytes);
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < plan.items.size();) {
-      run_item(call, plan, plan.items[i], scratch, memory);
-    }
-  });
+}  // namespace
+
+const Kernels& attention_kernels() { return *chosen; }
+
+struct TeamAttention::State {
+  Call call;
+  Plan plan;
+  Buffer partials;
+  float* memory;
+  std::atomic<size_t> next;
+};
+
+TeamAttention::TeamAttention() : state_(new State) {}
+TeamAttention::~TeamAttention() { delete state_; }
+
+bool TeamAttention::plan(const Call& call, int threads) {
+  state_->call = call;
+  Planner(call, threads, state_->plan).make();
+  state_->memory = reinterpret_cast<float*>(state_->partials.get(state_->plan.partial_floats * sizeof(float)));
+  state_->next.store(0, std::memory_order_relaxed);
+  return state_->plan.cost >= kSerialCost;
 }
 
-}  // namespace
+void TeamAttention::work() {
+  thread_local Buffer buffer;
+  Plan& plan = state_->plan;
+  char* scratch = buffer.get(plan.scratch_bytes);
+  for (size_t i; (i = state_->next.fetch_add(1, std::memory_order_relaxed)) < plan.items.size();) {
+    run_item(state_->call, plan, plan.items[i], scratch, state_->memory);
+  }
+}
+
 }  // namespace inflight
 
 using namespace inflight;
@@ -299,10 +280,11 @@ void inflight_attention_write(const Layer* layer, const Batch* batch, const char
 void inflight_attention_attend(const Layer* layer, const Batch* batch, const char* query, int64_t query_token_stride,
                                int64_t query_head_stride, int32_t dtype, char* out, const float* sinks,
                                int32_t threads) {
-  thread_local Plan plan;
-  const Call call = {layer, batch, {query, query_token_stride, query_head_stride, dtype}, out, sinks};
-  Planner(call, threads, plan).make();
-  run_plan(call, plan, threads);
+  thread_local TeamAttention attention;
+  TeamAttention& shared = attention;  // this thread's, for the others
+  const Rows rows = {query, query_token_stride, query_head_stride, dtype};
+  const bool worth = shared.plan({layer, batch, rows, out, sinks}, threads);
+  run_team(worth ? threads : 1, [&] { shared.work(); });
 }
 
 }  // extern "C"
