@@ -84,9 +84,9 @@ class BudgetPolicy(Protocol):
     def begin(self, running: Sequence[Request]) -> None:
         """A step is about to be made."""
 
-    def grant(self, request: Request, num_tokens: int) -> int:
-        """How many of the `num_tokens` that the request lags behind it gets in this step; 0 passes
-        it over."""
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        """How many of the `lag` tokens that the request is behind it gets in this step: up to `most`,
+        for which the step has room; 0 passes it over."""
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         """The step took this long, from its start on the device to its tokens."""
@@ -154,8 +154,8 @@ class StaticBudget:
     def begin(self, running: Sequence[Request]) -> None:
         pass
 
-    def grant(self, request: Request, num_tokens: int) -> int:
-        return num_tokens
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        return most
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         pass

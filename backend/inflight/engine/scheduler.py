@@ -144,7 +144,7 @@ class Scheduler:
     def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
         """Tokens for a running request that lags by `lag`, with `behind` running ones after it."""
         most = min(lag, max(1, left - behind))
-        return self.policies.budget.grant(request, most)
+        return self.policies.budget.grant(request, lag, most)
 
     def _extend_or_preempt(self, index: int, num_tokens: int, out: SchedulerOutput) -> list[int] | None:
         """Blocks for `running[index]` to hold `num_tokens`; preempts until there are enough.
@@ -171,7 +171,8 @@ class Scheduler:
             if not self.policies.admission.admits(request, prefix, self.running, self.pool):
                 return  # nobody overtakes it: it would never find room
             cached = len(prefix) * self.pool.block_size
-            num_tokens = self.policies.budget.grant(request, min(request.num_tokens - cached, left))
+            lag = request.num_tokens - cached
+            num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
             if num_tokens > 0:
                 self._admit(out, request, prefix, num_tokens)
 
