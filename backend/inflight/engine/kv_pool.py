@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from inflight.engine.request import Request
@@ -47,7 +47,8 @@ class KVPool:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}
+        # Not a dict: that would look for its first key past all those deleted before it.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._ref = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -158,8 +159,7 @@ class KVPool:
         if self._free:
             block = self._free.pop()
         else:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             block_hash = self._hash_of[block]
             assert block_hash is not None
             del self._block_of[block_hash]

@@ -17,6 +17,7 @@ from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # looked up for every row of every step
 # Waiting requests looked at in one step beyond those that find a slot: a budget may pass over some.
 _LOOK_AHEAD = 16
 
@@ -89,31 +90,31 @@ class Scheduler:
     def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
         """Take in the step's tokens: append, stop, free.  One delta per sequence with news."""
         deltas: list[SequenceDelta] = []
+        block_size, token_ids = self.pool.block_size, step.token_ids
+        special = bool(step.logprobs or step.prompt_logprobs)
         finished = False
-        block_size = self.pool.block_size
-        token_ids, logprobs, prompt_logprobs = step.token_ids, step.logprobs, step.prompt_logprobs
         for row, request in enumerate(out.requests):
-            if request.status is Status.FINISHED:
+            status = request.status
+            if status is _FINISHED:
                 continue  # ended while the step ran: its blocks are gone, its token is dropped
-            if request.caches_blocks and request.status is Status.RUNNING:
-                scheduled = out.num_scheduled_tokens[row]
-                computed = out.num_computed_tokens[row] + scheduled
-                if computed % block_size < scheduled:
-                    self.pool.publish(request, computed)
-            entries = self._new_prompt_logprobs(request, row, out, step) if prompt_logprobs else None
+            scheduled = out.num_scheduled_tokens[row]
+            computed = out.num_computed_tokens[row] + scheduled
+            if computed % block_size < scheduled and request.caches_blocks and status is _RUNNING:
+                self.pool.publish(request, computed)
+            entries = self._new_prompt_logprobs(request, row, out, step) if special else None
             token = token_ids[row]
             if token >= 0:
                 delta = self._take_token(request, token)
                 if delta.finish_reason is not None:
                     finished = True
-                if row in logprobs:
-                    delta.logprobs = [logprobs[row]]
-                delta.prompt_logprobs = entries
+                if special:
+                    delta.prompt_logprobs = entries
+                    delta.logprobs = [step.logprobs[row]] if row in step.logprobs else None
                 deltas.append(delta)
             elif entries is not None:
                 deltas.append(SequenceDelta(request.request_id, request.index, [], prompt_logprobs=entries))
         if finished:
-            self.running = [request for request in self.running if request.status is Status.RUNNING]
+            self.running = [request for request in self.running if request.status is _RUNNING]
         return deltas
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
@@ -138,7 +139,7 @@ class Scheduler:
                 if blocks is None:
                     continue  # it was preempted itself: the next one stands at `index` now
                 out.new_block_ids[request.slot] = blocks
-            self._append(out, request, num_tokens)
+            out.append(request, num_tokens)
             index += 1
 
     def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
@@ -196,21 +197,7 @@ class Scheduler:
             request.seed,
         )
         out.new_rows.append(row)
-        self._append(out, request, num_tokens)
-
-    def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        computed = request.num_computed_tokens
-        end = computed + num_tokens
-        samples = end == request.num_tokens + request.num_pending_tokens
-        request.num_computed_tokens = end
-        if samples:
-            request.num_pending_tokens += 1
-        out.requests.append(request)
-        out.slots.append(request.slot)
-        out.num_scheduled_tokens.append(num_tokens)
-        out.num_computed_tokens.append(computed)
-        out.samples.append(samples)
-        out.total_tokens += num_tokens
+        out.append(request, num_tokens)
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
         """Take slot and blocks; the tokens stay, and are computed again after readmission."""
@@ -226,9 +213,9 @@ class Scheduler:
         """Append the token that a step sampled, to a running request or one preempted since."""
         request.token_ids.append(token)
         request.num_pending_tokens -= 1
-        request.num_tokens += 1
+        request.num_tokens = num_tokens = request.num_tokens + 1
         delta = SequenceDelta(request.request_id, request.index, [token])
-        if request.num_tokens == request.num_prompt_tokens + 1:
+        if num_tokens == request.num_prompt_tokens + 1:
             delta.num_cached_tokens = request.num_cached_tokens
             for child in reversed(request.children):  # their prompt's blocks are computed now
                 self.waiting.add_first(child)
@@ -236,7 +223,7 @@ class Scheduler:
         if token in request.stop_ids:
             delta.finish_reason, delta.stop_token = "stop", token
             self._finish(request, FinishReason.STOP, keep_running_entry=True)
-        elif request.num_tokens >= request.max_total_tokens:
+        elif num_tokens >= request.max_total_tokens:
             delta.finish_reason = "length"
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
         return delta

@@ -61,6 +61,20 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     total_tokens: int = 0
 
+    def append(self, request: Request, num_tokens: int) -> None:
+        """Schedule the next `num_tokens` tokens of a request that holds their blocks."""
+        computed = request.num_computed_tokens
+        end = request.num_computed_tokens = computed + num_tokens
+        samples = end == request.num_tokens + request.num_pending_tokens
+        if samples:
+            request.num_pending_tokens += 1
+        self.requests.append(request)
+        self.slots.append(request.slot)
+        self.num_scheduled_tokens.append(num_tokens)
+        self.num_computed_tokens.append(computed)
+        self.samples.append(samples)
+        self.total_tokens += num_tokens
+
 
 @dataclass(slots=True)
 class StepOutput:
