@@ -59,6 +59,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             checkpoint's `max_position_embeddings`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: token budget of one step, prefill and decode together.
+        itl_target_ms: milliseconds between two tokens of a running request: prompts get what keeps the steps
+            within it, by a cost model fitted while serving. `None` gives them all of the step's budget.
+        max_num_partial_prefills: prompts that may be partly computed at once.
+        max_long_partial_prefills: those of them that may be long, so that short ones pass.
+        long_prefill_token_threshold: a prompt is long that has more tokens to compute, and a step computes no
+            more of it than this. 0: nothing is capped; with `max_num_partial_prefills` above 1, 4% of the
+            context is long, and a long prompt gets its share of a step.
         async_scheduling: make step n + 1 while step n runs. Outputs are the same; a request that stops at a
             token computes one row in vain, and a request that arrives waits for one step more.
         block_size: tokens in one KV block.
@@ -95,6 +102,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: _PositiveInt | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
     max_num_batched_tokens: _PositiveInt = 2048
+    itl_target_ms: Annotated[float, Meta(gt=0)] | None = None
+    max_num_partial_prefills: _PositiveInt = 1
+    max_long_partial_prefills: _PositiveInt = 1
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
     async_scheduling: bool = False
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
@@ -124,6 +135,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: it must be more than 0 bytes")
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"max_long_partial_prefills={self.max_long_partial_prefills} is more than "
+                f"max_num_partial_prefills={self.max_num_partial_prefills}: long prompts are some of them; lower it"
+            )
+        if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "
+                f"max_model_len={self.max_model_len}: no prompt is that long; lower it, or set 0 to turn it off"
+            )
 
     @property
     def num_traced_steps(self) -> int:
