@@ -103,9 +103,15 @@ class Scheduler:
                 self.pool.publish(request, computed)
             entries = self._new_prompt_logprobs(request, row, out, step) if special else None
             token = token_ids[row]
-            if token >= 0:
-                delta = self._take_token(request, token)
-                if delta.finish_reason is not None:
+            if token >= 0:  # whoever was preempted since gets it, too: it came of blocks that were whole
+                request.token_ids.append(token)
+                request.num_pending_tokens -= 1
+                request.num_tokens = num_tokens = request.num_tokens + 1
+                delta = SequenceDelta(request.request_id, request.index, [token])
+                if num_tokens == request.num_prompt_tokens + 1:
+                    self._first_token(request, delta)
+                if token in request.stop_ids or num_tokens >= request.max_total_tokens:
+                    self._last_token(request, delta)
                     finished = True
                 if special:
                     delta.prompt_logprobs = entries
@@ -122,15 +128,16 @@ class Scheduler:
 
         A request that lags by more than one token leaves one to each that runs behind it.
         """
-        budget, block_size = self.limits.max_num_batched_tokens, self.pool.block_size
+        running, block_size = self.running, self.pool.block_size
+        left = self.limits.max_num_batched_tokens
         index = 0
-        while index < len(self.running) and (left := budget - out.total_tokens) > 0:
-            request = self.running[index]
+        while index < len(running) and left > 0:
+            request = running[index]
             computed = request.num_computed_tokens
             total = request.num_tokens + request.num_pending_tokens
             num_tokens = total - computed
             if num_tokens > 1:
-                num_tokens = self._share(request, num_tokens, left, len(self.running) - index - 1)
+                num_tokens = self._share(request, num_tokens, left, len(running) - index - 1)
             if total >= request.max_total_tokens or num_tokens <= 0:
                 index += 1  # its last token is in flight, or the budget passes it over
                 continue
@@ -140,6 +147,7 @@ class Scheduler:
                     continue  # it was preempted itself: the next one stands at `index` now
                 out.new_block_ids[request.slot] = blocks
             out.append(request, num_tokens)
+            left -= num_tokens
             index += 1
 
     def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
@@ -209,24 +217,20 @@ class Scheduler:
         out.preempted.append(request)
         self.waiting.add_first(request)
 
-    def _take_token(self, request: Request, token: int) -> SequenceDelta:
-        """Append the token that a step sampled, to a running request or one preempted since."""
-        request.token_ids.append(token)
-        request.num_pending_tokens -= 1
-        request.num_tokens = num_tokens = request.num_tokens + 1
-        delta = SequenceDelta(request.request_id, request.index, [token])
-        if num_tokens == request.num_prompt_tokens + 1:
-            delta.num_cached_tokens = request.num_cached_tokens
-            for child in reversed(request.children):  # their prompt's blocks are computed now
-                self.waiting.add_first(child)
-            request.children = []
+    def _first_token(self, request: Request, delta: SequenceDelta) -> None:
+        delta.num_cached_tokens = request.num_cached_tokens
+        for child in reversed(request.children):  # their prompt's blocks are computed now
+            self.waiting.add_first(child)
+        request.children = []
+
+    def _last_token(self, request: Request, delta: SequenceDelta) -> None:
+        (token,) = delta.token_ids
         if token in request.stop_ids:
             delta.finish_reason, delta.stop_token = "stop", token
             self._finish(request, FinishReason.STOP, keep_running_entry=True)
-        elif num_tokens >= request.max_total_tokens:
+        else:
             delta.finish_reason = "length"
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
-        return delta
 
     def _new_prompt_logprobs(
         self, request: Request, row: int, out: SchedulerOutput, step: StepOutput
