@@ -23,6 +23,7 @@ from typing import Any
 import common
 
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.process import settle_garbage_collector
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import StepOutput
@@ -46,8 +47,7 @@ def measure(running: int, waiting: int, steps: int, seed: int) -> dict[str, Any]
     scheduler = Scheduler(SchedulerLimits(running, max(2048, 2 * running)), KVPool(blocks, BLOCK_SIZE))
     fill(scheduler, running + waiting, rng, 0)
     num_requests = running + waiting
-    gc.collect()
-    gc.freeze()
+    settle_garbage_collector()
     schedule, update, rows = [], [], []
     while len(schedule) < steps:
         start = time.perf_counter()
