@@ -9,6 +9,7 @@ import torch
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.cpu import CpuAttention
 from inflight.attention.reference import ReferenceAttention
+from inflight.attention.triton_backend import TritonAttention, interpreted
 from inflight.config import ConfigError
 
 __all__ = ["select_backend"]
@@ -18,11 +19,15 @@ _log = logging.getLogger(__name__)
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     ReferenceAttention.name: ReferenceAttention,
     CpuAttention.name: CpuAttention,
+    TritonAttention.name: TritonAttention,
 }
 # The first one that runs all of a model's layers is taken by "auto".
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
-# Measured by bench/cpu_attention.py --reference.
-_COST = "6 to 15 times slower in decode and 1.4 to 3 times in prefill"
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+# What the reference kernel costs.  On a CPU as measured by bench/cpu_attention.py --reference.
+_COST = {
+    "cpu": "6 to 15 times slower in decode and 1.4 to 3 times in prefill",
+    "cuda": "one request after the other, each layer, with a copy of its keys and values",
+}
 
 
 def select_backend(
@@ -38,13 +43,19 @@ def select_backend(
         raise ConfigError(f"attention_backend={name!r} is not known: allowed are {known}")
     if name == CpuAttention.name and device.type != "cpu":
         raise ConfigError(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
+    if name == TritonAttention.name and device.type == "cpu" and not interpreted():
+        raise ConfigError(
+            f"attention_backend={name!r} runs on a CUDA device, not on {device.type} (save for tests, with "
+            "TRITON_INTERPRET=1): use 'auto'"
+        )
     missing = ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
         backend = _BACKENDS[candidate]()
         lacks = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
         if not lacks:
-            if candidate == ReferenceAttention.name and name == "auto" and device.type == "cpu":
-                _log.warning("attention runs on the reference kernel, %s: the cpu kernel lacks %s", _COST, missing)
+            if candidate == ReferenceAttention.name and name == "auto":
+                first, cost = _PREFERENCE[device.type][0], _COST[device.type]
+                _log.warning("attention runs on the reference kernel, %s: the %s kernel lacks %s", cost, first, missing)
             return backend
         missing = ", ".join(sorted(str(lack) for lack in lacks))
     raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}; use 'auto'")
