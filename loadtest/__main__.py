@@ -12,13 +12,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from inflight.installation import LauncherError
+from inflight.workload.errors import WorkloadError
+from inflight.workload.scenarios import SCENARIOS, Scenario
 from loadtest.analysis import SLO
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions
 from loadtest.report import render
 from loadtest.results import build, write
 from loadtest.runner import Plan, run
-from loadtest.scenarios import SCENARIOS, Scenario
 from loadtest.server import BASELINE, DEFAULT_CHECKPOINT, INFLIGHT, Endpoints
 
 app = typer.Typer(
@@ -87,7 +88,7 @@ def run_(
             output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
         )
         results = run(plan, lambda line: typer.echo(line))
-    except LoadTestError as error:
+    except WorkloadError as error:
         _fail(str(error), 2)
     except LauncherError as error:
         _fail(str(error), 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from inflight.workload.errors import WorkloadError
+
 __all__ = ["LoadTestError"]
 
 
-class LoadTestError(ValueError):
-    """Wrong input: one line that says what came and what to do.  Ends the program with status 2."""
+class LoadTestError(WorkloadError):
+    """No load can be run: one line that says what came and what to do.  Ends the program with status 2."""

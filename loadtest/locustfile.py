@@ -19,6 +19,7 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import events
 from locust.env import Environment
 
+from inflight.workload.errors import WorkloadError
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions, add_arguments
@@ -49,7 +50,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
             user.triton = connect(user.protocol, environment.host, parsed.model)
             options.check(user.triton, parsed.model)
         StreamingUser.load = Load(options, environment, Path(parsed.record) if parsed.record else None)
-    except LoadTestError as error:
+    except WorkloadError as error:
         print(f"loadtest: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

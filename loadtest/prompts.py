@@ -1,4 +1,4 @@
-"""Prompts of exact token counts, as token ids or as text that tokenises to so many."""
+"""Prompts as text that tokenises to exact token counts; those as token ids are `inflight.workload.prompts`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from inflight.workload.scenarios import Job
 from loadtest.errors import LoadTestError
-from loadtest.scenarios import Job
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["IdPrompts", "TextPrompts", "load_tokenizer"]
+__all__ = ["TextPrompts", "load_tokenizer"]
 
-_FIRST_ID = 300  # special and byte tokens lie below in every tokenizer that these tests use
-_HASH_BLOCK = 512
 _TEXT = (
     "time people way water words number sound place year work part name help line before turn cause same mean "
     "differ move right boy old great read port spell add land here must big high follow act ask change light "
@@ -25,29 +23,6 @@ _TEXT = (
 _WORDS = _TEXT.split()
 _FILLERS = (" a", " 1", ".", ",", "!", "x", "0", " (", "\n", "-", "~", "e")
 _MAX_ROUNDS = 64
-
-
-class IdPrompts:
-    """Random token ids below `vocab_size`; requests do not share prefixes unless a trace says so."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        if vocab_size < 2:
-            raise LoadTestError(f"vocab_size {vocab_size}: it must be at least 2")
-        self._low = _FIRST_ID if vocab_size > 2 * _FIRST_ID else 1
-        self._high, self._seed = vocab_size, seed
-
-    def make(self, job: Job) -> list[int]:
-        """Exactly `job.prompt_tokens` ids; equal hash ids become equal blocks of 512 tokens."""
-        if not job.hash_ids:
-            return self._draw([self._seed, job.index, 1], job.prompt_tokens)
-        ids: list[int] = []
-        for block in job.hash_ids:
-            ids += self._draw([self._seed, block, 2], _HASH_BLOCK)
-        ids += self._draw([self._seed, job.index, 3], max(0, job.prompt_tokens - len(ids)))
-        return ids[: job.prompt_tokens]
-
-    def _draw(self, key: list[int], count: int) -> list[int]:
-        return np.random.default_rng(key).integers(self._low, self._high, count).tolist()
 
 
 class TextPrompts:

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from locust import LoadTestShape
 
+from inflight.workload.scenarios import SCENARIOS, find_scenario
 from loadtest.locustfile import GrpcUser, SseUser
-from loadtest.scenarios import SCENARIOS, find_scenario
 from loadtest.shapes import ramp_users
 
 __all__ = ["GrpcUser", "MonthEnd", "SseUser"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from inflight.workload.scenarios import Scenario
 from loadtest.analysis import SLO, Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
-from loadtest.scenarios import Scenario
 
 __all__ = ["build", "write"]
 

@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from inflight.launcher import TritonServer
+from inflight.workload.scenarios import Scenario
 from loadtest.analysis import SLO, Phase, read_phase
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.monitor import Monitor, scrape
 from loadtest.options import LoadOptions
-from loadtest.scenarios import Scenario
 from loadtest.server import BASELINE, INFLIGHT, Endpoints, checkpoint_folder, model_context, write_repository
 
 __all__ = ["Plan", "Results", "run", "sweep_process"]
@@ -92,10 +92,10 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
             f"{source.name} has requests of {source.longest} tokens and the model takes {context}: scale it with "
             f"--context {context}, or choose another scenario or checkpoint"
         )
-    with _server(plan, say) as (endpoints, load):
+    with _server(plan, say) as (endpoints, load, server):
         for model in plan.models:
             load.check(connect(plan.protocol, _address(plan, endpoints), model), model)
-        bench = _Bench(dataclasses.replace(plan, load=load), endpoints, say)
+        bench = _Bench(dataclasses.replace(plan, load=load), endpoints, server, say)
         results = Results(plan, source, {model: [] for model in plan.models}, {model: [] for model in plan.models})
         deadline = begun + plan.budget
         bench.rounds(results, deadline - plan.budget * _SWEEP_SHARE if plan.sweep else deadline)
@@ -112,11 +112,11 @@ def _address(plan: Plan, endpoints: Endpoints) -> str:
 
 
 @contextmanager
-def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints, LoadOptions]]:
-    """The server to use, and the load with what the checkpoint says about prompts."""
+def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints, LoadOptions, TritonServer | None]]:
+    """The server to use, the load with what the checkpoint says about prompts, the server where it is ours."""
     if plan.endpoints is not None:
         plan.output.mkdir(parents=True, exist_ok=True)
-        yield plan.endpoints, plan.load
+        yield plan.endpoints, plan.load, None
         return
     folder = checkpoint_folder(plan.checkpoint)
     plan.output.mkdir(parents=True, exist_ok=True)
@@ -128,14 +128,16 @@ def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints,
         env = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         log = plan.output / "server.log"
         with TritonServer(temporary, exit_timeout=5, env=env, log_file=log) as server:
-            yield Endpoints.of(server), load
+            yield Endpoints.of(server), load, server
 
 
 class _Bench:
     """Loads on one model at a time."""
 
-    def __init__(self, plan: Plan, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-        self._plan, self._endpoints, self._say = plan, endpoints, say
+    def __init__(
+        self, plan: Plan, endpoints: Endpoints, server: TritonServer | None, say: Callable[[str], None]
+    ) -> None:
+        self._plan, self._endpoints, self._server, self._say = plan, endpoints, server, say
         self._source = plan.load.load()
         self._ramp = isinstance(self._source, Scenario) and bool(self._source.ramp)
 
@@ -190,7 +192,7 @@ class _Bench:
             )
             try:
                 with Monitor(self._endpoints, model, process.pid) as monitor:
-                    status = process.wait()
+                    status = self._wait(process, f"{model}, {label}")
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -202,6 +204,15 @@ class _Bench:
         self._wait_until_idle(model)
         expected = None if load.requests < 0 else sum(1 for _ in load.jobs())
         return read_phase(record, model, expected=expected, samples=monitor.samples, label=label)
+
+    def _wait(self, process: subprocess.Popen[bytes], what: str) -> int:
+        """Exit status of the load; a server of ours that dies under it ends the run."""
+        while process.poll() is None:
+            if self._server is not None and not self._server.is_running():
+                log = self._plan.output / "server.log"
+                raise LoadTestError(f"{what}: {self._server.exit_reason()} (see {log})")
+            time.sleep(0.2)
+        return process.returncode
 
     def _command(self, model: str, load: LoadOptions, record: Path, name: str) -> list[str]:
         closed = load.process() == "closed"

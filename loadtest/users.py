@@ -17,9 +17,9 @@ from locust import User, task
 from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
+from inflight.workload.scenarios import Job
 from loadtest.clients import Client, Exchange
 from loadtest.options import LoadOptions
-from loadtest.scenarios import Job
 
 __all__ = ["GrpcUser", "Load", "SseUser", "StreamingUser"]
 

@@ -20,9 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step": {"engine.request", "engine.messages"},
     "engine.kv_pool": {"engine.request"},
     "engine.policy": {"engine.kv_pool", *_DATA},
-    "engine.scheduler": {"engine.kv_pool", "engine.policy", *_DATA},
+    "engine.swap": {"engine.kv_pool", "engine.cost_model", *_DATA},
+    "engine.cost_model": {"engine.step"},
+    "engine.budget": {"config", "engine.cost_model", "engine.policy", *_DATA},
+    "engine.scheduler": {"engine.kv_pool", "engine.policy", "engine.swap", *_DATA},
     "engine.step_trace": _DATA,
-    "engine.core": {"config", "engine.kv_pool", "engine.scheduler", "engine.step_trace", *_DATA},
+    "engine.core": {"config", "engine.kv_pool", "engine.scheduler", "engine.swap", "engine.step_trace", *_DATA},
     "engine.process": {"config", "engine.messages", "engine.core", "runner"},
     "attention": {"attention", "config"},
     "ops": {"ops"},
@@ -32,12 +35,13 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"engine.messages", "frontend.streams"},
     "frontend.triton_bridge": {"frontend", "config", "metrics"},
     "model": {"frontend", "metrics", "config"},
+    "workload": {"workload"},
     "trace": {"trace", "engine.step_trace"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
 # Command line and launcher stand outside of the request path.
 OUTSIDE = {"", "cli", "demo", "launcher", "installation", "repository"}
-TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher", "trace")
+TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher", "trace", "workload")
 
 
 def modules() -> list[str]:

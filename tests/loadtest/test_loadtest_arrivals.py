@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from loadtest.arrivals import arrival_times
-from loadtest.errors import LoadTestError
+from inflight.workload.arrivals import arrival_times
+from inflight.workload.errors import WorkloadError
 
 COUNT = 20_000
 
@@ -58,5 +58,5 @@ def test_a_seed_repeats_and_another_does_not() -> None:
 @pytest.mark.parametrize("values", [("poisson", 0.0, 1.0), ("gamma", 1.0, 0.0), ("gamma", float("nan"), 1.0)])
 def test_what_is_not_positive_is_refused(values: tuple[str, float, float]) -> None:
     process, rate, cv = values
-    with pytest.raises(LoadTestError, match="above 0"):
+    with pytest.raises(WorkloadError, match="above 0"):
         arrival_times(process, rate, 1, cv)

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadtest.errors import LoadTestError
+from inflight.workload.errors import WorkloadError
+from inflight.workload.prompts import IdPrompts
+from inflight.workload.scenarios import SCENARIOS, Job, find_scenario
 from loadtest.options import LoadOptions
-from loadtest.prompts import IdPrompts, TextPrompts, load_tokenizer
-from loadtest.scenarios import SCENARIOS, Job, find_scenario
+from loadtest.prompts import TextPrompts, load_tokenizer
 from loadtest.shapes import ramp_users
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
@@ -113,14 +114,14 @@ def test_ramp_goes_up_stays_and_goes_down() -> None:
     ],
 )
 def test_wrong_options_say_what_is_allowed(options: LoadOptions, said: str) -> None:
-    with pytest.raises(LoadTestError, match=said):
+    with pytest.raises(WorkloadError, match=said):
         list(options.jobs())
 
 
 def test_text_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(LoadTestError, match="--tokenizer"):
+    with pytest.raises(WorkloadError, match="--tokenizer"):
         LoadOptions(prompt="text").prompts()
-    with pytest.raises(LoadTestError, match=r"tokenizer\.json"):
+    with pytest.raises(WorkloadError, match=r"tokenizer\.json"):
         LoadOptions(prompt="text", tokenizer="/nowhere").prompts()
 
 

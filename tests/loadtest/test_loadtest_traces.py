@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.errors import LoadTestError
+from inflight.workload.errors import WorkloadError
+from inflight.workload.traces import read_trace
 from loadtest.options import LoadOptions
-from loadtest.traces import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,374,44
@@ -80,5 +80,5 @@ def test_a_trace_is_a_load(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, said: str) -> None:
-    with pytest.raises(LoadTestError, match=said):
+    with pytest.raises(WorkloadError, match=said):
         read_trace(_write(tmp_path, name, text))

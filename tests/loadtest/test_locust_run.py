@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from inflight.installation import LauncherError, TritonInstallation
@@ -223,3 +225,33 @@ def test_the_baseline_gives_the_same_text_and_stops_each_request_at_its_own_leng
 def test_the_baseline_refuses_what_it_cannot_do(server: TritonServer, body: dict[str, Any], said: str) -> None:
     assert said in _generate(server, "baseline", body)["error"]
     assert "text_output" in _generate(server, "baseline", {"text_input": "a", "max_tokens": 1})
+
+
+def test_a_server_that_dies_under_the_load_ends_the_run_and_says_where_to_look(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = ["loadtest", "run", "--checkpoint", "demo", "--context", "220", "--requests", "100000", "--users", "4"]
+    command += ["--set", "kv_cache_memory=64MiB", "--set", "cpu_threads=1", "--output", str(output)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        record = output / "inflight-round1.jsonl"
+        _wait_until(lambda: record.exists() and record.stat().st_size > 0, process)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if child.name() == "tritonserver":
+                child.kill()
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert "inflight, round 1/2: tritonserver ended with status -9" in said.decode()
+    assert str(output / "server.log") in said.decode()
+
+
+def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert process.poll() is None, "the load test ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

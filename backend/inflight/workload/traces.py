@@ -19,8 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from loadtest.errors import LoadTestError
-from loadtest.scenarios import Job
+from inflight.workload.errors import WorkloadError
+from inflight.workload.scenarios import Job
 
 __all__ = ["Trace", "read_trace"]
 
@@ -55,7 +55,7 @@ class Trace:
     def at_speed(self, speed: float) -> Trace:
         """Arrivals `speed` times as dense."""
         if not speed > 0:
-            raise LoadTestError(f"speed {speed:g}: it must be above 0")
+            raise WorkloadError(f"speed {speed:g}: it must be above 0")
         jobs = (dataclasses.replace(job, due=(job.due or 0.0) / speed) for job in self.jobs)
         return dataclasses.replace(self, jobs=tuple(jobs))
 
@@ -80,7 +80,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
         limit: take this many requests from the front.
 
     Raises:
-        LoadTestError: no such file, no known columns, a row that cannot be read, or no request in it.
+        WorkloadError: no such file, no known columns, a row that cannot be read, or no request in it.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -92,10 +92,10 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
                     break
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise LoadTestError(f"trace {path}: {reason}; give a CSV or JSONL file") from None
+        raise WorkloadError(f"trace {path}: {reason}; give a CSV or JSONL file") from None
     found = [entry for entry in found if entry[1] > 0 and entry[2] > 0]
     if not found:
-        raise LoadTestError(f"trace {path}: no request in it; give a CSV or JSONL file with at least one")
+        raise WorkloadError(f"trace {path}: no request in it; give a CSV or JSONL file with at least one")
     found.sort(key=lambda entry: entry[0])
     first = found[0][0]
     jobs = [
@@ -113,7 +113,7 @@ def _json_rows(lines: Any, path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise LoadTestError(f"trace {path}, line {number}: no JSON object; give one request a line")
+                raise WorkloadError(f"trace {path}, line {number}: no JSON object; give one request a line")
             yield row
 
 
@@ -124,12 +124,12 @@ def _request(row: dict[str, Any], where: str) -> tuple[float, int, int, tuple[in
                 hashes = tuple(int(some) for some in row.get("hash_ids") or ())
                 return _seconds(row[arrival], unit), int(row[prompt]), int(row[output]), hashes
             except (ValueError, TypeError):
-                raise LoadTestError(
+                raise WorkloadError(
                     f"{where}: cannot read {arrival}={row[arrival]!r}, {prompt}={row[prompt]!r}, "
                     f"{output}={row[output]!r}; give a time and two numbers of tokens"
                 ) from None
     known = "; ".join(", ".join(columns[:3]) for columns in _FORMATS)
-    raise LoadTestError(f"{where}: columns {', '.join(map(str, row))}; allowed are: {known}")
+    raise WorkloadError(f"{where}: columns {', '.join(map(str, row))}; allowed are: {known}")
 
 
 def _seconds(value: Any, unit: float) -> float:

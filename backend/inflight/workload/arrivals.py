@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from loadtest.errors import LoadTestError
+from inflight.workload.errors import WorkloadError
 
 __all__ = ["PROCESSES", "arrival_times"]
 
@@ -25,12 +25,12 @@ def arrival_times(process: str, rate: float, seed: int, cv: float = 2.0, burst: 
         burst: requests that arrive together; gaps grow as much, so that `rate` stays the mean.
 
     Raises:
-        LoadTestError: an unknown process, or a rate, cv or burst that is not positive.
+        WorkloadError: an unknown process, or a rate, cv or burst that is not positive.
     """
     if process not in PROCESSES:
-        raise LoadTestError(f"arrivals {process!r}: allowed are closed, {', '.join(PROCESSES)} and trace")
+        raise WorkloadError(f"arrivals {process!r}: allowed are closed, {', '.join(PROCESSES)} and trace")
     if not (rate > 0 and cv > 0 and burst > 0):
-        raise LoadTestError(f"rate {rate:g}, cv {cv:g}, burst {burst}: all must be above 0")
+        raise WorkloadError(f"rate {rate:g}, cv {cv:g}, burst {burst}: all must be above 0")
     return _times(process, burst / rate, seed, cv, burst)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from loadtest.errors import LoadTestError
+from inflight.workload.errors import WorkloadError
 
 __all__ = ["SCENARIOS", "Cycle", "Job", "LogNormal", "PromptClass", "Scenario", "Uniform", "find_scenario"]
 
@@ -143,10 +143,10 @@ class Scenario:
         factor, so that the longest request just fits.
 
         Raises:
-            LoadTestError: a context below 16 tokens.
+            WorkloadError: a context below 16 tokens.
         """
         if context < 16:
-            raise LoadTestError(f"cannot scale {self.name} to {context} tokens of context; give at least 16")
+            raise WorkloadError(f"cannot scale {self.name} to {context} tokens of context; give at least 16")
         shrink = min(1.0, context / 2 / self.output.high)
         output = self.output.scaled(shrink) if shrink < 1 else self.output
         factor = min(1.0, (context - output.high) / self.longest_prompt)
@@ -214,8 +214,8 @@ def find_scenario(name: str, known: Sequence[str] = tuple(SCENARIOS)) -> Scenari
     """The named scenario.
 
     Raises:
-        LoadTestError: there is none of that name.
+        WorkloadError: there is none of that name.
     """
     if name not in SCENARIOS:
-        raise LoadTestError(f"scenario {name!r}: there is no such scenario; choose one of {', '.join(known)}")
+        raise WorkloadError(f"scenario {name!r}: there is no such scenario; choose one of {', '.join(known)}")
     return SCENARIOS[name]

@@ -1,0 +1,176 @@
+"""Answers to "how much of a prompt in this step?" beyond `StaticBudget`.
+
+`LatencyBudget` keeps the steps that decodes wait for within a target (`itl_target_ms`);
+`PartialPrefillLimits` stands before it, or before the static budget, and keeps short prompts from
+queueing behind long ones.  Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from inflight.config import EngineConfig
+from inflight.engine.cost_model import OnlineStepCost, StepLoad, prefill_pairs, step_load
+from inflight.engine.policy import BudgetPolicy, StaticBudget
+from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
+
+__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "make_budget"]
+
+# Progress of prompts whatever the target: of this many steps in a row with decodes and prompts, one at
+# least computes a chunk of this many tokens (or what is left of the prompt).  A prompt of P tokens that
+# is first in line is therefore computed within STARVED_STEPS * ceil(P / MIN_CHUNK) steps.
+MIN_CHUNK = 32
+STARVED_STEPS = 8
+# A chunk is at most so many times the largest one that was ever measured.
+_LARGEST_JUMP = 2
+# Room for the steps that take longer than expected, in mean deviations; and the most that it may take.
+_DEVIATIONS = 3.0
+_MOST_HEADROOM = 0.5
+_LONG_SHARE = 0.04  # of max_model_len: a long prompt where no threshold is given (vLLM's default)
+
+
+def make_budget(config: EngineConfig, max_model_len: int) -> BudgetPolicy:
+    """The budget policy that `model.json` chooses.
+
+    Args:
+        max_model_len: most tokens of a request of the loaded checkpoint.
+    """
+    budget: BudgetPolicy = StaticBudget()
+    if config.itl_target_ms is not None:
+        budget = LatencyBudget(config.itl_target_ms / 1000)
+    if config.max_num_partial_prefills == 1 and not config.long_prefill_token_threshold:
+        return budget
+    threshold = config.long_prefill_token_threshold or max(1, int(_LONG_SHARE * max_model_len))
+    cap = config.long_prefill_token_threshold or config.max_num_batched_tokens // config.max_num_partial_prefills
+    return PartialPrefillLimits(
+        budget,
+        max_partial=config.max_num_partial_prefills,
+        max_long=config.max_long_partial_prefills,
+        threshold=threshold,
+        long_chunk=max(1, cap),
+    )
+
+
+class LatencyBudget:
+    """Gives prompts what keeps a step with decodes within `target`, by an online model of its cost.
+
+    Without decodes nobody waits for the step, and prompts get all of it.  With decodes,
+
+        expected(decodes + chunks so far + this chunk) * (1 + headroom) <= target
+
+    where the headroom is three mean deviations of the steps from what was expected of them.  While
+    little is known the chunks are small: the first has `MIN_CHUNK` tokens, and none has more than
+    twice as many as the largest one measured.  The target yields where it cannot be kept: prompts
+    progress as stated at `STARVED_STEPS`.
+
+    Args:
+        target: seconds between two tokens of a running request.
+    """
+
+    def __init__(self, target: float) -> None:
+        self.target = target
+        self.model = OnlineStepCost()
+        self._load = StepLoad(0, 0, 0, 0)
+        self._decodes = 0
+        self._asked = self._granted = False
+        self._starved = 0
+
+    def begin(self, running: Sequence[Request]) -> None:
+        if self._granted:
+            self._starved = 0
+        elif self._asked:
+            self._starved += 1
+        self._asked = self._granted = False
+        decodes = context = 0
+        for request in running:
+            total = request.num_tokens + request.num_pending_tokens
+            if total - request.num_computed_tokens == 1 and total < request.max_total_tokens:
+                decodes += 1
+                context += total
+        self._decodes = decodes
+        self._load = StepLoad(0, decodes, context, 0)
+
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        computed = request.num_tokens + request.num_pending_tokens - lag
+        num_tokens = min(most, self._affordable(computed)) if self._decodes else most
+        if num_tokens < min(most, MIN_CHUNK):
+            starved = self._starved >= STARVED_STEPS - 1 and not self._granted
+            num_tokens = min(most, MIN_CHUNK) if starved else 0
+        self._asked = True
+        if num_tokens:
+            self._granted = True
+            prefill, sequences, context, pairs = self._load
+            pairs += prefill_pairs(computed, num_tokens)
+            self._load = StepLoad(prefill + num_tokens, sequences + 1, context, pairs)
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        self.model.observe(step_load(out), seconds)
+
+    def _affordable(self, computed: int) -> int:
+        """Most tokens behind `computed` ones that the step has time for."""
+        cost = self.model.cost
+        jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
+        headroom = min(_MOST_HEADROOM, _DEVIATIONS * self.model.deviation)
+        room = self.target / (1 + headroom) - cost.seconds(self._load) - cost.per_sequence
+        if room <= 0:
+            return 0
+        # room = b n + e (n computed + n (n + 1) / 2), solved for n
+        half = cost.per_attention_pair / 2
+        linear = cost.per_prefill_token + cost.per_attention_pair * computed + half
+        if linear <= 0:
+            return jump
+        root = sqrt(linear * linear + 4 * half * room)
+        return min(jump, int(2 * room / (linear + root)))
+
+
+class PartialPrefillLimits:
+    """Bounds how many prompts are partly computed at once, and how much of a step a long one takes.
+
+    A prompt that would be one too many is passed over, and those behind it are asked: short ones get
+    in that fit a step as a whole.  It is first in line still, and gets the place that the next prompt
+    leaves when it is complete, so it waits for no more than the prompts that were partly computed
+    when it came to the front.
+
+    Args:
+        inner: says how much of what is left to each.
+        max_partial: prompts that may be partly computed after a step.
+        max_long: those of them that may be long.
+        threshold: a request that lags behind by more tokens is long.
+        long_chunk: most tokens of a long one in a step.
+    """
+
+    def __init__(self, inner: BudgetPolicy, *, max_partial: int, max_long: int, threshold: int, long_chunk: int):
+        self.inner = inner
+        self._max_partial, self._max_long = max_partial, max_long
+        self._threshold, self._long_chunk = threshold, long_chunk
+        self._partial = self._long = 0
+
+    def begin(self, running: Sequence[Request]) -> None:
+        self.inner.begin(running)
+        lags = [r.num_tokens + r.num_pending_tokens - r.num_computed_tokens for r in running]
+        self._partial = sum(lag > 1 for lag in lags)
+        self._long = sum(lag > self._threshold for lag in lags)
+
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        is_long = lag > self._threshold
+        if is_long:
+            most = min(most, self._long_chunk)
+        counted = request.slot >= 0  # it runs, and `begin` has counted it
+        if not counted:
+            full = self._partial >= self._max_partial and most < lag
+            if full or (is_long and self._long >= self._max_long):
+                return 0
+        num_tokens = self.inner.grant(request, lag, most)
+        if not counted and 0 < num_tokens < lag:
+            self._partial += 1
+            self._long += is_long
+        elif counted and num_tokens == lag:
+            self._partial -= 1
+            self._long -= is_long
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        self.inner.observe(out, seconds)

@@ -1,0 +1,207 @@
+"""Latency control and limits of partial prefills, on a virtual clock with a known cost of a step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from engine_rig import Info, PagedHashRunner, add
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.budget import MIN_CHUNK, STARVED_STEPS, LatencyBudget, PartialPrefillLimits, make_budget
+from inflight.engine.core import EngineCore
+from inflight.engine.cost_model import StepCost, step_load
+from inflight.engine.policy import StaticBudget
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+INFO = Info(max_model_len=4096, num_blocks=2048)
+COST = StepCost(0.004, 50e-6, 100e-6, 0.2e-6, 3e-9)
+
+
+class Rig:
+    """The real core; its steps are executed by hand and take what `cost` says."""
+
+    def __init__(self, cost: StepCost = COST, noise: float = 0.0, seed: int = 0, **options):
+        defaults = {"model": "hash", "max_num_batched_tokens": 512, "enable_prefix_caching": False, "max_num_seqs": 32}
+        self.config = EngineConfig.from_dict({**defaults, **options})
+        self.core = EngineCore(self.config, PagedHashRunner(INFO, self.config.block_size, self.config.max_num_seqs))
+        self.scheduler = self.core.scheduler
+        self.budget = self.scheduler.policies.budget = make_budget(self.config, INFO.max_model_len)
+        self.cost, self.noise, self.rng = cost, noise, random.Random(seed)
+        self.steps: list[tuple[SchedulerOutput, float]] = []
+
+    def add(self, request_id: int, prompt: int, output: int = 200) -> None:
+        add(self.core, request_id, [request_id % 50] * prompt, max_tokens=output, ignore_eos=True)
+
+    def step(self) -> list[tuple[int, int]]:
+        """(request id, tokens) of the next batch, executed."""
+        out = self.scheduler.schedule()
+        seconds = self.cost.seconds(step_load(out)) * (1 + self.rng.uniform(-self.noise, self.noise))
+        self.scheduler.update(out, StepOutput([7 if samples else -1 for samples in out.samples]))
+        self.budget.observe(out, seconds)
+        self.steps.append((out, seconds))
+        return [(r.request_id, n) for r, n in zip(out.requests, out.num_scheduled_tokens)]
+
+    def run(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                self.scheduler.check_integrity()
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps")
+
+
+def has_decode(out: SchedulerOutput) -> bool:
+    return 1 in out.num_scheduled_tokens
+
+
+def test_the_static_budget_is_the_default():
+    assert isinstance(make_budget(EngineConfig(model="m"), 4096), StaticBudget)
+
+
+def test_a_long_prompt_keeps_running_streams_within_the_target():
+    plain, kept = Rig(), Rig(itl_target_ms=12)
+    for rig in (plain, kept):
+        for request_id in range(4):
+            rig.add(request_id, 64)
+        for _ in range(30):
+            rig.step()
+        rig.add(9, 3000, 4)
+        while 9 not in [request for request, _ in rig.step()]:
+            pass
+        rig.run()
+    assert max(seconds for out, seconds in plain.steps if has_decode(out)) > 0.025
+    waits = [seconds for out, seconds in kept.steps if has_decode(out)]
+    assert max(waits) <= 0.012
+    assert max(out.total_tokens for out, _ in kept.steps if has_decode(out)) > 2 * MIN_CHUNK, "and uses it"
+
+
+def test_without_decodes_a_prompt_gets_the_whole_budget():
+    rig = Rig(itl_target_ms=1)
+    rig.add(1, 1200, 2)
+    assert [rig.step() for _ in range(3)] == [[(1, 512)], [(1, 512)], [(1, 176)]]
+
+
+def test_the_first_chunks_are_small_while_nothing_is_known():
+    rig = Rig(itl_target_ms=1000)
+    rig.add(1, 16)
+    rig.step()
+    rig.add(2, 2000, 2)
+    chunks = [dict(rig.step()).get(2, 0) for _ in range(6)]
+    assert chunks == [32, 64, 128, 256, 511, 511]
+
+
+def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
+    rig = Rig(itl_target_ms=0.1)
+    for request_id in range(3):
+        rig.add(request_id, 20)
+    rig.step()
+    rig.add(9, 100, 2)
+    asked = []
+    while 9 not in {r.request_id for out, _ in rig.steps for r, s in zip(out.requests, out.samples) if s}:
+        asked.append(dict(rig.step()).get(9, 0))
+    assert [n for n in asked if n] == [MIN_CHUNK] * 3 + [4]
+    assert len(asked) <= STARVED_STEPS * -(-100 // MIN_CHUNK)
+    assert not any(a and b for a, b in itertools.pairwise(asked)), "decodes run undisturbed in between"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    fixed=st.floats(0.001, 0.02),
+    per_token=st.floats(5e-6, 200e-6),
+    per_sequence=st.floats(0, 300e-6),
+    per_context=st.floats(0, 1e-6),
+    per_pair=st.floats(0, 1e-8),
+    slack=st.floats(1.5, 4.0),
+    noise=st.sampled_from([0.0, 0.05]),
+    prompts=st.lists(st.integers(40, 1500), min_size=1, max_size=6),
+    seed=st.integers(0, 9),
+)
+def test_steps_stay_within_the_target_whatever_a_step_costs(
+    fixed, per_token, per_sequence, per_context, per_pair, slack, noise, prompts, seed
+):
+    """The target is `slack` times a decode step; after a warm-up no step with decodes takes longer."""
+    cost = StepCost(fixed, per_token, per_sequence, per_context, per_pair)
+    decode = fixed + 8 * per_sequence + 8 * 700 * per_context
+    target = slack * decode + MIN_CHUNK * per_token + (MIN_CHUNK * 1600) * per_pair
+    rig = Rig(cost, noise, seed, itl_target_ms=1000 * target)
+    for request_id in range(4):
+        rig.add(request_id, 64, 600)
+    rig.add(5, 900, 2)  # the warm-up: chunks of a prompt beside decodes
+    while any(r.request_id == 5 for r in (*rig.scheduler.running, *rig.scheduler.waiting)):
+        rig.step()
+    for _ in range(20):
+        rig.step()
+    warm = len(rig.steps)
+    for request_id, prompt in enumerate(prompts, 10):
+        rig.add(request_id, prompt, 2)
+    rig.run()
+    waits = [seconds for out, seconds in rig.steps[warm:] if has_decode(out)]
+    late = [wait for wait in waits if wait > target]
+    assert len(late) <= len(waits) * (0.01 if noise else 0.0), (max(late), target)
+    assert max(waits) <= target * (1.25 if noise else 1.0)
+
+
+def test_a_short_prompt_passes_long_ones():
+    rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=128)
+    rig.add(1, 1000, 2)
+    rig.add(2, 1000, 2)
+    rig.add(3, 40, 2)
+    assert rig.step() == [(1, 128), (3, 40)], "the second long one is passed over"
+    rig.run()
+    batches = [[request.request_id for request in out.requests] for out, _ in rig.steps]
+    first = [next(i for i, batch in enumerate(batches) if request_id in batch) for request_id in (1, 2, 3)]
+    assert first == [0, 7, 0], "it starts in the step in which the first one ends"
+
+
+def test_a_passed_over_prompt_does_not_starve():
+    """Short prompts keep coming; the long one at the front starts when the long one before it is done."""
+    rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=64)
+    rig.add(1, 640, 2)
+    rig.add(2, 640, 2)
+    started = None
+    for step in range(60):
+        rig.add(100 + step, 30, 2)
+        if started is None and 2 in dict(rig.step()):
+            started = step
+    assert started == 9
+
+
+def test_a_share_of_the_step_without_a_threshold():
+    rig = Rig(max_num_partial_prefills=4, max_long_partial_prefills=4)
+    for request_id in range(5):
+        rig.add(request_id, 1000, 2)
+    assert rig.step() == [(request_id, 128) for request_id in range(4)]
+
+
+def test_a_prompt_that_hits_the_cache_is_as_long_as_what_is_left_of_it():
+    rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=128, enable_prefix_caching=True)
+    rig.add(1, 1000, 2)
+    rig.run()
+    rig.add(2, 1000, 2)
+    add(rig.core, 3, [1] * 1000, max_tokens=2, ignore_eos=True)
+    assert rig.step() == [(2, 128), (3, 8)], "all but its last tokens are cached: it is short"
+
+
+def test_limits_and_target_go_together():
+    config = EngineConfig(model="m", itl_target_ms=20.0, max_num_partial_prefills=3)
+    budget = make_budget(config, 4096)
+    assert isinstance(budget, PartialPrefillLimits)
+    assert isinstance(budget.inner, LatencyBudget)
+    assert budget.inner.target == 0.02
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"itl_target_ms": 0}, "itl_target_ms=0"),
+        ({"max_long_partial_prefills": 2}, "max_long_partial_prefills=2 is more than max_num_partial_prefills=1"),
+        ({"long_prefill_token_threshold": 99, "max_model_len": 98}, "no prompt is that long"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_dict({"model": "m", **values})
