@@ -42,6 +42,7 @@ class StepRecord(msgspec.Struct, array_like=True):
         start: `time.monotonic()` seconds.
         schedule, forward, sample, update: the four parts of the step, one after the other.  On a
             GPU `forward` ends when its kernels are launched and `sample` includes waiting for them.
+            With `async_scheduling` a step that was made while the one before it ran has `schedule` 0.
         send: writing the step's message to the frontend; 0 in-process.
         keys: sequences of the batch, in batch order; the next three lists are parallel to it.
         tokens: how many of its tokens each computed.
