@@ -28,29 +28,22 @@ _LARGEST_JUMP = 2
 # Room for the steps that take longer than expected, in mean deviations; and the most that it may take.
 _DEVIATIONS = 3.0
 _MOST_HEADROOM = 0.5
-_LONG_SHARE = 0.04  # of max_model_len: a long prompt where no threshold is given (vLLM's default)
 
 
-def make_budget(config: EngineConfig, max_model_len: int) -> BudgetPolicy:
+def make_budget(config: EngineConfig) -> BudgetPolicy:
     """The budget policy that `model.json` chooses.
 
-    Args:
-        max_model_len: most tokens of a request of the loaded checkpoint.
+    Without `long_prefill_token_threshold` a prompt is long that needs more than its share of a step,
+    `max_num_batched_tokens / max_num_partial_prefills`.
     """
     budget: BudgetPolicy = StaticBudget()
     if config.itl_target_ms is not None:
         budget = LatencyBudget(config.itl_target_ms / 1000)
-    if config.max_num_partial_prefills == 1 and not config.long_prefill_token_threshold:
+    partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
+    if partial == 1 and not threshold:
         return budget
-    threshold = config.long_prefill_token_threshold or max(1, int(_LONG_SHARE * max_model_len))
-    cap = config.long_prefill_token_threshold or config.max_num_batched_tokens // config.max_num_partial_prefills
-    return PartialPrefillLimits(
-        budget,
-        max_partial=config.max_num_partial_prefills,
-        max_long=config.max_long_partial_prefills,
-        threshold=threshold,
-        long_chunk=max(1, cap),
-    )
+    threshold = threshold or max(1, config.max_num_batched_tokens // partial)
+    return PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
 
 
 class LatencyBudget:
@@ -138,14 +131,12 @@ class PartialPrefillLimits:
         inner: says how much of what is left to each.
         max_partial: prompts that may be partly computed after a step.
         max_long: those of them that may be long.
-        threshold: a request that lags behind by more tokens is long.
-        long_chunk: most tokens of a long one in a step.
+        threshold: a request that lags behind by more tokens is long, and gets no more of them in a step.
     """
 
-    def __init__(self, inner: BudgetPolicy, *, max_partial: int, max_long: int, threshold: int, long_chunk: int):
+    def __init__(self, inner: BudgetPolicy, max_partial: int, max_long: int, threshold: int) -> None:
         self.inner = inner
-        self._max_partial, self._max_long = max_partial, max_long
-        self._threshold, self._long_chunk = threshold, long_chunk
+        self._max_partial, self._max_long, self._threshold = max_partial, max_long, threshold
         self._partial = self._long = 0
 
     def begin(self, running: Sequence[Request]) -> None:
@@ -157,7 +148,7 @@ class PartialPrefillLimits:
     def grant(self, request: Request, lag: int, most: int) -> int:
         is_long = lag > self._threshold
         if is_long:
-            most = min(most, self._long_chunk)
+            most = min(most, self._threshold)
         counted = request.slot >= 0  # it runs, and `begin` has counted it
         if not counted:
             full = self._partial >= self._max_partial and most < lag

@@ -29,7 +29,7 @@ class Rig:
         self.config = EngineConfig.from_dict({**defaults, **options})
         self.core = EngineCore(self.config, PagedHashRunner(INFO, self.config.block_size, self.config.max_num_seqs))
         self.scheduler = self.core.scheduler
-        self.budget = self.scheduler.policies.budget = make_budget(self.config, INFO.max_model_len)
+        self.budget = self.scheduler.policies.budget = make_budget(self.config)
         self.cost, self.noise, self.rng = cost, noise, random.Random(seed)
         self.steps: list[tuple[SchedulerOutput, float]] = []
 
@@ -59,7 +59,7 @@ def has_decode(out: SchedulerOutput) -> bool:
 
 
 def test_the_static_budget_is_the_default():
-    assert isinstance(make_budget(EngineConfig(model="m"), 4096), StaticBudget)
+    assert isinstance(make_budget(EngineConfig(model="m")), StaticBudget)
 
 
 def test_a_long_prompt_keeps_running_streams_within_the_target():
@@ -188,7 +188,7 @@ def test_a_prompt_that_hits_the_cache_is_as_long_as_what_is_left_of_it():
 
 def test_limits_and_target_go_together():
     config = EngineConfig(model="m", itl_target_ms=20.0, max_num_partial_prefills=3)
-    budget = make_budget(config, 4096)
+    budget = make_budget(config)
     assert isinstance(budget, PartialPrefillLimits)
     assert isinstance(budget.inner, LatencyBudget)
     assert budget.inner.target == 0.02
