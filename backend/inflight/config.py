@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-__all__ = ["ConfigError", "EngineConfig", "parse_bytes"]
+__all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
 
 class ConfigError(ValueError):
@@ -24,6 +24,7 @@ class ConfigError(ValueError):
 
 
 _PositiveInt = Annotated[int, Meta(ge=1)]
+_PositiveFloat = Annotated[float, Meta(gt=0)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 _TRACED_STEPS = 4096  # of "step_trace": true
@@ -43,6 +44,30 @@ def parse_bytes(value: int | str) -> int:
     if match is None:
         raise ConfigError(f'cannot read {value!r} as a size: give bytes or a text like "4GiB"')
     return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
+
+
+class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant gets.
+
+    Attributes:
+        weight: its share of the tokens, against the weights of the others that have work waiting.
+        max_running: most of its sequences in one step; `None` for no cap.
+        max_queued: most of its sequences waiting; one more is refused with UNAVAILABLE. `None` for no cap.
+    """
+
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    max_running: _PositiveInt | None = None
+    max_queued: _PositiveInt | None = None
+
+
+class PriorityClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What holds for one class of `request_priority`.
+
+    Attributes:
+        max_queue_size: most waiting sequences of the class; one more is refused with UNAVAILABLE.
+    """
+
+    max_queue_size: _PositiveInt
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +103,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
         attention_backend: "auto", or the name of a kernel (see `attention/`).
         max_queue_size: most waiting sequences; one more is refused with UNAVAILABLE. 0 lifts it.
+        scheduling_policy: who is next of those that wait: "fcfs" (first come), "priority" (smaller
+            `request_priority` first, and running requests of a larger one give way), "sjf" (smaller `max_tokens`
+            first) or "edf" (earlier deadline first, from the request's timeout).
+        priority_aging_seconds: waiting that outweighs one class of `request_priority` under "priority".
+        sjf_aging_seconds: waiting that outweighs one token of `max_tokens` under "sjf".
+        edf_default_timeout: seconds until the deadline that "edf" assumes of a request without a timeout.
+        priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
+        tenants: weight and caps by tenant, "*" for those not named; turns on fair queueing across tenants:
+            {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
         default_max_tokens: `max_tokens` of a request that names none.
         seed: base of the seeds given to requests that name none; `None` draws it from the OS.
         cpu_threads: intra-op threads of torch in the engine process; `None` takes all cores.
@@ -115,6 +149,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     max_queue_size: Annotated[int, Meta(ge=0)] = 1024
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
+    priority_aging_seconds: _PositiveFloat = 300.0
+    sjf_aging_seconds: _PositiveFloat = 0.1
+    edf_default_timeout: _PositiveFloat = 60.0
+    priority_classes: dict[int, PriorityClass] = {}
+    tenants: dict[str, TenantOptions] = {}
     default_max_tokens: _PositiveInt = 16
     seed: int | None = None
     cpu_threads: _PositiveInt | None = None
@@ -174,7 +214,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if "model" not in values:
             raise ConfigError(f'{source}: "model" is missing; name a checkpoint directory or a hub id')
         try:
-            return msgspec.convert(values, cls)
+            return msgspec.convert(values, cls, str_keys=True)
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
             came = f"{at[1]}={values.get(at[1])!r}: " if at else ""

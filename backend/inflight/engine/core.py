@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.policies import make_policies
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -95,7 +96,8 @@ class EngineCore:
         self.runner = runner
         self.info = runner.info
         self.pool = KVPool(self.info.num_blocks, config.block_size)
-        self.scheduler = Scheduler(SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), self.pool)
+        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(limits, self.pool, make_policies(config))
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
         # One thread executes, so that steps run in the order in which they were made.
@@ -142,6 +144,10 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
+        free = self.config.max_num_seqs - len(self.scheduler.running)
+        refusal = self.scheduler.waiting.refusal(sequences[0], free)
+        if refusal is not None:
+            return RequestFailed(message.request_id, "UNAVAILABLE", refusal)
         sequences[0].children = sequences[1:]
         self._live[message.request_id] = sequences
         self.scheduler.add(sequences[0])

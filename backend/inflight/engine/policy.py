@@ -31,7 +31,13 @@ __all__ = [
 
 
 class OrderPolicy(Protocol):
-    """Holds the waiting requests and says which are next; called by the scheduler alone."""
+    """Holds the waiting requests and says which are next; called by the scheduler alone.
+
+    Attributes:
+        preempts: whether a waiting request may ever outrank a running one.
+    """
+
+    preempts: bool
 
     def __len__(self) -> int:
         """Requests waiting."""
@@ -39,8 +45,11 @@ class OrderPolicy(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests, in any order."""
 
-    def refusal(self, request: Request) -> str | None:
-        """Why this request may not wait here (a queue's limit is reached), or None.  Before `add`."""
+    def refusal(self, request: Request, free: int) -> str | None:
+        """Why this request may not wait here (a queue's limit is reached), or None.  Before `add`.
+
+        `free` sequences could start at once, and are in nobody's way.
+        """
 
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
@@ -54,17 +63,23 @@ class OrderPolicy(Protocol):
     def remove(self, request: Request) -> None:
         """Take a request out: it is admitted or aborted."""
 
+    def position(self, request: Request, running: Sequence[Request]) -> int:
+        """Where in `running` it goes: who stands there first has the first tokens of a step."""
+
+    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """The running request that gives way to the waiting `request` where room is lacking, if any.
+
+        The relation has no cycles, and after giving way a request is next only after `request`.
+        """
+
     def admitted(self, request: Request) -> None:
-        """It runs from now on."""
+        """It runs from now on; `num_computed_tokens` is what it need not compute."""
 
     def left(self, request: Request) -> None:
-        """It no longer runs: finished, aborted or preempted."""
-
-    def served(self, out: SchedulerOutput) -> None:
-        """A step was made: `out` says how many tokens each request got."""
+        """It no longer runs: finished, aborted or preempted; `num_computed_tokens` is what it was."""
 
 
-# Who gives up its blocks, of requests (in order of admission) that are not yet in this step.
+# Who gives up its blocks, of requests (in the order of `OrderPolicy.position`) not yet in this step.
 VictimPolicy = Callable[[Sequence[Request]], Request]
 
 
@@ -95,6 +110,8 @@ class BudgetPolicy(Protocol):
 class FcfsOrder:
     """First come, first served."""
 
+    preempts = False
+
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
 
@@ -104,7 +121,7 @@ class FcfsOrder:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request, free: int) -> str | None:
         return None
 
     def add(self, request: Request) -> None:
@@ -122,13 +139,16 @@ class FcfsOrder:
         else:
             self._queue.remove(request)
 
+    def position(self, request: Request, running: Sequence[Request]) -> int:
+        return len(running)
+
+    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+        return None
+
     def admitted(self, request: Request) -> None:
         pass
 
     def left(self, request: Request) -> None:
-        pass
-
-    def served(self, out: SchedulerOutput) -> None:
         pass
 
 

@@ -76,15 +76,16 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Form the next batch.
 
-        Running requests come first, in the order of their admission, then waiting ones while
-        budget, slots and blocks last.  Every scheduled token has its block.
+        Running requests come first, in the order policy's order, then waiting ones while budget,
+        slots and blocks last.  Every scheduled token has its block.
         """
         out = SchedulerOutput()
         self.policies.budget.begin(self.running)
-        self._schedule_running(out)
-        if not out.preempted:  # else blocks are scarce: admitting now would preempt again
+        kept = self._make_way(out) if self.waiting.preempts else 0
+        made_way = len(out.preempted)
+        self._schedule_running(out, kept)
+        if len(out.preempted) == made_way:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
-        self.waiting.served(out)
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
@@ -123,10 +124,31 @@ class Scheduler:
             self.running = [request for request in self.running if request.status is _RUNNING]
         return deltas
 
-    def _schedule_running(self, out: SchedulerOutput) -> None:
+    def _make_way(self, out: SchedulerOutput) -> int:
+        """Preempt running requests for those next in line that outrank them and find no room.
+
+        Returns:
+            Tokens that lagging running requests leave to those next in line.
+        """
+        kept = 0
+        for ahead, request in enumerate(self.waiting.next_requests(_LOOK_AHEAD)):
+            while (victim := self.waiting.outranked_by(request, self.running)) is not None:
+                prefix = self.pool.find_prefix(request)
+                if len(self._free_slots) > ahead and self.policies.admission.admits(
+                    request, prefix, self.running, self.pool
+                ):
+                    kept += request.num_tokens - len(prefix) * self.pool.block_size
+                    break
+                self._preempt(victim, out)
+            else:
+                break
+        return kept
+
+    def _schedule_running(self, out: SchedulerOutput, kept: int) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.
 
-        A request that lags by more than one token leaves one to each that runs behind it.
+        A request that lags by more than one token leaves one to each that runs behind it, and
+        `kept` to those that wait.
         """
         running, block_size = self.running, self.pool.block_size
         left = self.limits.max_num_batched_tokens
@@ -137,7 +159,7 @@ class Scheduler:
             total = request.num_tokens + request.num_pending_tokens
             num_tokens = total - computed
             if num_tokens > 1:
-                num_tokens = self._share(request, num_tokens, left, len(running) - index - 1)
+                num_tokens = self._share(request, num_tokens, left - kept, len(running) - index - 1)
             if total >= request.max_total_tokens or num_tokens <= 0:
                 index += 1  # its last token is in flight, or the budget passes it over
                 continue
@@ -194,7 +216,7 @@ class Scheduler:
         assert blocks is not None  # the admission policy saw room for all of it
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        self.running.append(request)
+        self.running.insert(self.waiting.position(request, self.running), request)
         self.waiting.admitted(request)
         row = NewRow(
             request.slot,
@@ -264,10 +286,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """What a running request holds goes back; it is WAITING or FINISHED next."""
+        self.waiting.left(request)
         self.pool.release(request)
         self._free_slots.append(request.slot)
         request.slot = -1
-        self.waiting.left(request)
 
     def check_integrity(self) -> None:
         """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""

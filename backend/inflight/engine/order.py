@@ -1,0 +1,148 @@
+"""Answers to "who is next?" beyond first come, first served.  Pure Python, no torch.
+
+Every `scheduling_policy` gives each request a patience, in seconds.  A request is *due* when its
+patience after its arrival is over, and whoever is due first goes first:
+
+    policy      patience of a request
+    fcfs        0
+    priority    its class * priority_aging_seconds                      (a smaller class is sooner)
+    sjf         the most output tokens it may take * sjf_aging_seconds  (shortest job first)
+    edf         from arrival to its deadline, or edf_default_timeout    (earliest deadline first)
+
+Due times never change.  The queue is therefore a sorted list that no step has to look through, and
+nothing starves: of what arrives after a request r, only a request s that arrives less than
+patience(r) - patience(s) after it can overtake it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from inflight.config import EngineConfig
+from inflight.engine.request import Request
+
+__all__ = ["ClassLimits", "DueOrder", "Patience", "make_patience"]
+
+Patience = Callable[[Request], float]
+
+
+def make_patience(config: EngineConfig) -> Patience:
+    """Seconds after a request's arrival until it is due, under `scheduling_policy`."""
+    aging, per_token, default = config.priority_aging_seconds, config.sjf_aging_seconds, config.edf_default_timeout
+
+    def until_deadline(request: Request) -> float:
+        return default if request.deadline is None else request.deadline - request.arrival_time
+
+    patiences: dict[str, Patience] = {
+        "fcfs": lambda request: 0.0,
+        "priority": lambda request: request.priority * aging,
+        "sjf": lambda request: (request.max_total_tokens - request.num_prompt_tokens) * per_token,
+        "edf": until_deadline,
+    }
+    return patiences[config.scheduling_policy]
+
+
+class ClassLimits:
+    """Counts the waiting requests of each priority class that has a queue limit.
+
+    Args:
+        limits: class -> most waiting sequences.
+    """
+
+    def __init__(self, limits: Mapping[int, int]) -> None:
+        self._limits = dict(limits)
+        self._waiting: Counter[int] = Counter()
+
+    def count(self, request: Request, change: int) -> None:
+        """`request` joined (+1) or left (-1) the waiting."""
+        if request.priority in self._limits:
+            self._waiting[request.priority] += change
+
+    def refusal(self, request: Request, free: int) -> str | None:
+        """Why one more of its class may not wait, given that `free` sequences could start at once."""
+        most = self._limits.get(request.priority)
+        if most is None or self._waiting[request.priority] - free < most:
+            return None
+        return (
+            f"the queue of priority class {request.priority} is full: {most} sequences are waiting "
+            f"(priority_classes: max_queue_size={most}); try again later"
+        )
+
+
+class DueOrder:
+    """Whoever is due first goes first; ties go by request id and index.
+
+    `preempts` lets a waiting request take the place of a running one that is of a *strictly lower
+    class and due later*.  Both orders are fixed for good, so two requests never push each other
+    out in turn, and one that has waited out its patience is pushed out no more.
+
+    Args:
+        patience: seconds after a request's arrival until it is due; constant for a request.
+        preempts: whether classes push one another out (`scheduling_policy` "priority").
+        limits: queue limits of the classes.
+    """
+
+    def __init__(self, patience: Patience, *, preempts: bool = False, limits: ClassLimits | None = None) -> None:
+        self.preempts = preempts
+        self._patience = patience
+        self._limits = limits if limits is not None else ClassLimits({})
+        self._queue: list[tuple[float, int, int, Request]] = []  # sorted; (request_id, index) is unique
+        self._entries: dict[Request, tuple[float, int, int, Request]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._entries)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entries
+
+    def __getitem__(self, index: int) -> Request:
+        """The `index`-th in line."""
+        return self._queue[index][3]
+
+    def due(self, request: Request) -> float:
+        """When the request's patience is over, on the clock of its arrival time."""
+        return request.arrival_time + self._patience(request)
+
+    def refusal(self, request: Request, free: int) -> str | None:
+        return self._limits.refusal(request, free)
+
+    def add(self, request: Request) -> None:
+        entry = (self.due(request), request.request_id, request.index, request)
+        self._entries[request] = entry
+        insort(self._queue, entry)
+        self._limits.count(request, 1)
+
+    def add_first(self, request: Request) -> None:
+        """It goes back to where it stood: its arrival, and so its due time, is what it was."""
+        self.add(request)
+
+    def next_requests(self, limit: int) -> list[Request]:
+        return [entry[3] for entry in self._queue[:limit]]
+
+    def remove(self, request: Request) -> None:
+        del self._queue[bisect_left(self._queue, self._entries.pop(request))]
+        self._limits.count(request, -1)
+
+    def position(self, request: Request, running: Sequence[Request]) -> int:
+        """Running requests keep the order of the queue: the last ones give way first."""
+        return bisect_right(running, self.due(request), key=self.due)
+
+    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+        due = self.due(request)
+        for other in reversed(running):
+            if self.due(other) <= due:
+                return None
+            if other.priority > request.priority:
+                return other
+        return None
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def left(self, request: Request) -> None:
+        pass
