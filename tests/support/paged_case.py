@@ -76,8 +76,8 @@ class PagedCase:
     def filled_cache(self, backend: AttentionBackend) -> KVCache:
         num_blocks = sum(self._blocks(n) for n in self.lens) + 2
         cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device("cpu"))
-        cache.key.fill_(torch.nan)
-        cache.value.fill_(torch.nan)
+        for pool in (cache.key, cache.value):
+            pool.fill_(torch.nan if pool.is_floating_point() else -1)  # of a scale's bytes, that is NaN
         # Two writes, so that a block is written in pieces; all requests in one batch.
         cuts = [n // 3 for n in self.lens]
         for begins, ends in (([0] * len(cuts), cuts), (cuts, self.lens)):

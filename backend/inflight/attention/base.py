@@ -24,6 +24,7 @@ __all__ = [
     "LayerSpec",
     "current_metadata",
     "forward_context",
+    "kv_dtype_lacks",
 ]
 
 
@@ -31,6 +32,12 @@ __all__ = [
 KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bytes of the scale that a token's key of one head carries, and its value another.
 _SCALE_BYTES = {torch.int8: 2}
+
+
+def kv_dtype_lacks(asked: torch.dtype | None, *has: str) -> str:
+    """What `AttentionBackend.unsupported` says of a `kv_cache_dtype` that a kernel lacks."""
+    name = next(name for name, dtype in KV_DTYPES.items() if dtype == asked)
+    return f"kv_cache_dtype={name!r} (it has {' and '.join(map(repr, has))})"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Compile the CPU attention kernel: at install by the build hook, or by hand.
+"""Compile the CPU kernels: at install by the build hook, at the first load after an update, or by hand.
 
     python -m inflight.attention.build
 
-needs a C++17 compiler (`CXX`, else g++ or clang++) and writes `_cpu_attention.so` beside this file.
-Imports nothing but the standard library: the build hook runs it where no dependency is installed.
+needs a C++17 compiler (`CXX`, else g++ or clang++) and writes `_cpu_attention.so` beside this file.  The
+library carries a digest of its sources, so that one made of others is known by it, whatever the files'
+times.  Imports nothing but the standard library: the build hook runs it where no dependency is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import platform
 import shlex
@@ -15,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 __all__ = ["LIBRARY", "BuildError", "build", "is_current"]
@@ -23,12 +27,17 @@ __all__ = ["LIBRARY", "BuildError", "build", "is_current"]
 _HERE = Path(__file__).resolve().parent
 LIBRARY = _HERE / "_cpu_attention.so"
 
+# Sources compiled once, and sources compiled for every instruction set.
+_ONCE = [_HERE / "cpu_attention.cpp"]
+_PER_SET = [_HERE / "cpu_kernels.cpp"]
+_FOLDERS = [_HERE]  # all that holds sources or headers of these
+
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 _WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # Instruction set -> compiler flags; which one runs is decided at run time.
 _X86: dict[str, list[str]] = {
-    "avx512bf16": [*_AVX512, "-mavx512bf16"],
+    "avx512bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
@@ -39,40 +48,77 @@ class BuildError(RuntimeError):
 
 
 def is_current() -> bool:
-    """Whether the library is there and no older than its sources."""
-    return LIBRARY.exists() and LIBRARY.stat().st_mtime >= max(file.stat().st_mtime for file in _sources())
+    """Whether the library is there and made of the sources that are there."""
+    return LIBRARY.exists() and (not _sources() or _digest().encode() in LIBRARY.read_bytes())
 
 
-def build() -> Path:
-    """Compile and link; returns the library's path.
+def build(force: bool = False) -> Path:
+    """Compile and link what is not current, or all with `force`; returns the library's path.
+
+    Processes that call this at once wait for one of them.
 
     Raises:
-        BuildError: no compiler, or it fails (with the end of what it says).
+        BuildError: no compiler, or it fails (with the end of what it says), or the folder cannot be written.
     """
     if sys.platform != "linux":
-        raise BuildError(f"the CPU attention kernel is built on Linux only, not on {sys.platform}")
+        raise BuildError(f"the CPU kernels are built on Linux only, not on {sys.platform}")
+    if not os.access(_HERE, os.W_OK):
+        raise BuildError(f"{_HERE} cannot be written")
     compiler = _compiler()
-    isas = {**(_X86 if platform.machine().lower() in ("x86_64", "amd64") else {}), "portable": []}
+    with _only_one_builds():
+        if force or not is_current():
+            _build(compiler)
+    return LIBRARY
+
+
+def _build(compiler: list[str]) -> None:
+    isas = {"portable": [], **(_X86 if platform.machine().lower() in ("x86_64", "amd64") else {})}
+    defines = {"cpu_attention": [f'-DINFLIGHT_SOURCES="{_digest()}"']}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        entry = pool.submit(_compile, compiler, "cpu_attention.cpp", Path(folder) / "entry.o", [])
-        kernels = {
-            isa: pool.submit(
-                _compile, compiler, "cpu_kernels.cpp", Path(folder) / f"{isa}.o", [f"-DINFLIGHT_ISA={isa}", *flags]
-            )
+
+        def compile_to(name: str, source: Path, flags: list[str]) -> Future[Path]:
+            return pool.submit(_compile, compiler, source, Path(folder) / f"{name}.o", flags)
+
+        once = [compile_to(source.stem, source, defines.get(source.stem, [])) for source in _ONCE]
+        sets = {
+            isa: [compile_to(f"{source.stem}.{isa}", source, [f"-DINFLIGHT_ISA={isa}", *flags]) for source in _PER_SET]
             for isa, flags in isas.items()
         }
-        objects = [entry.result(), kernels.pop("portable").result()]
-        # An old compiler may not know a set; the others do.
-        objects += [kernel.result() for kernel in kernels.values() if not isinstance(kernel.exception(), BuildError)]
+        objects = [unit.result() for unit in (*once, *sets.pop("portable"))]
+        for units in sets.values():
+            # An old compiler may not know a set; the others do.
+            with contextlib.suppress(BuildError):
+                objects += [unit.result() for unit in units]
         # Under another name first, so that a process that has the old library mapped keeps it.
         linked = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
         _run([*compiler, "-shared", "-o", str(linked), *map(str, objects)])
         linked.replace(LIBRARY)
-    return LIBRARY
+
+
+@contextlib.contextmanager
+def _only_one_builds() -> Iterator[None]:
+    """Holds a lock on the folder itself, which leaves no file behind; goes on where there are no locks."""
+    import fcntl  # not everywhere, and the build hook reads this file everywhere
+
+    folder = os.open(_HERE, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _sources() -> list[Path]:
-    return [*_HERE.glob("cpu_*.cpp"), *_HERE.glob("cpu_*.h")]
+    return sorted(file for folder in _FOLDERS for pattern in ("cpu_*.cpp", "cpu_*.h") for file in folder.glob(pattern))
+
+
+def _digest() -> str:
+    """Of the sources and of what they are compiled with."""
+    digest = hashlib.sha256(repr((_FLAGS, _X86)).encode())
+    for file in _sources():
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"inflight-sources:{digest.hexdigest()[:32]}"
 
 
 def _compiler() -> list[str]:
@@ -84,8 +130,8 @@ def _compiler() -> list[str]:
     raise BuildError("no C++ compiler found: install g++ (Debian, Ubuntu: apt install g++) or set CXX")
 
 
-def _compile(compiler: list[str], source: str, to: Path, flags: list[str]) -> Path:
-    _run([*compiler, *_FLAGS, *_WARNINGS, *flags, "-c", str(_HERE / source), "-o", str(to)])
+def _compile(compiler: list[str], source: Path, to: Path, flags: list[str]) -> Path:
+    _run([*compiler, *_FLAGS, *_WARNINGS, *flags, "-c", str(source), "-o", str(to)])
     return to
 
 
@@ -100,6 +146,6 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(build())
+        print(build(force=True))
     except BuildError as error:
         sys.exit(str(error))

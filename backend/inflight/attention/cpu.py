@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, kv_dtype_lacks
 from inflight.attention.build import LIBRARY
+from inflight.attention.int8 import SCALE_BYTES
 
 __all__ = ["CpuAttention", "instruction_set", "unavailable", "use_instruction_set"]
 
-_ABI = 2  # of cpu_attention.cpp
+_ABI = 3  # of cpu_attention.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KV_DTYPES = {**_DTYPES, torch.int8: 3}
 _GROUP = 16  # slots of a packed panel
 _MAX_HEAD_SIZE = 1024
 _SLACK = 64  # bytes that the kernel may read past the end of the pool
@@ -128,8 +130,8 @@ class CpuAttention:
         self._tensors: tuple[Tensor, ...] = ()
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if spec.kv_cache_dtype is not None:
-            return "kv_cache_dtype other than 'auto'"
+        if spec.kv_cache_dtype not in (None, torch.int8):
+            return kv_dtype_lacks(spec.kv_cache_dtype, "auto", "int8")
         if dtype not in _DTYPES:
             return f"dtype {str(dtype).removeprefix('torch.')} (it has float32, bfloat16 and float16)"
         for size in (spec.key_head_size, spec.value_head_size):
@@ -143,13 +145,15 @@ class CpuAttention:
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         panel_slots = _GROUP if block_size % _GROUP == 0 else 1
-        key_elements = panel_slots * spec.key_head_size
+        stored = spec.kv_cache_dtype or dtype
+        scales = 2 * SCALE_BYTES if stored == torch.int8 else 0  # of a slot; they stand before the keys
+        key_elements = panel_slots * (spec.key_head_size + scales)
         elements = key_elements + panel_slots * spec.value_head_size
-        pool = allocate(num_blocks, block_size // panel_slots, spec.num_kv_heads, elements, dtype=dtype)
+        pool = allocate(num_blocks, block_size // panel_slots, spec.num_kv_heads, elements, dtype=stored)
         layer = _Layer(
             pool=pool.data_ptr(),
             block_size=block_size,
-            dtype=_DTYPES[dtype],
+            dtype=_KV_DTYPES[stored],
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             key_size=spec.key_head_size,

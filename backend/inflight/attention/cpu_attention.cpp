@@ -37,7 +37,9 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -232,7 +234,12 @@ using namespace inflight;
 extern "C" {
 
 // Raised whenever a struct or a signature changes; Python refuses another number.
-int inflight_attention_abi() { return 2; }
+int inflight_attention_abi() { return 3; }
+
+// What it was built of; build.py reads it from the file.
+#if defined(INFLIGHT_SOURCES)
+const char* inflight_attention_sources() { return INFLIGHT_SOURCES; }
+#endif
 
 const char* inflight_attention_isa() { return chosen != nullptr ? chosen->name : ""; }
 

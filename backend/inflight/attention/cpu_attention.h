@@ -19,18 +19,21 @@ constexpr int kChunk = 512;
 constexpr int kRowsPerItem = 36;  // query rows (tokens times heads of a group) that share a pass over the keys
 constexpr int kRowsOfHeads = 64;  // the same over all heads of an item that has more than one
 
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };  // kInt8: pools only
 
-inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : dtype == kInt8 ? 1 : 2; }
 
 // One layer.  The pool is cut into *panels*: some consecutive slots' keys of one KV head, then their
 // values; the panels of all heads for the same slots lie side by side.  With block_size a multiple of
 // kGroup a panel holds a group, packed:
 //   float32, float16   keys [key_size][16]         values [16][value_size]
 //   bfloat16           keys [key_size / 2][16][2]  values [8][value_size][2]
-// that is, keys lie across the lanes of a vector for the scores, and bfloat16 elements that one
-// instruction multiplies and adds lie in pairs.  With another block_size a panel holds one slot's rows,
-// and groups are packed while they are read.  The pool is readable 64 bytes past its end.
+//   int8               keys [key_size / 4][16][4]  values [4][value_size][4]
+// that is, keys lie across the lanes of a vector for the scores, and elements that one instruction
+// multiplies and adds lie side by side: of four bytes in the order 0, 2, 1, 3, because sign extension in
+// place then gives the pairs (0, 1) and (2, 3).  In front of an int8 panel's keys are the slots' bfloat16
+// scales, of all keys, then of all values.  With another block_size a panel holds one slot's rows, and
+// groups are packed while they are read.  The pool is readable 64 bytes past its end.
 struct Layer {
   char* pool;
   int64_t block_size;
@@ -48,11 +51,13 @@ struct Layer {
   int64_t panel_slots() const { return packed() ? kGroup : 1; }
   int64_t key_bytes() const { return key_size * element_size(dtype); }
   int64_t value_bytes() const { return value_size * element_size(dtype); }
-  int64_t panel_bytes() const { return panel_slots() * (key_bytes() + value_bytes()); }
+  int64_t scale_bytes() const { return dtype == kInt8 ? 4 : 0; }  // of a slot
+  int64_t panel_bytes() const { return panel_slots() * (scale_bytes() + key_bytes() + value_bytes()); }
   char* panel(int64_t slot, int64_t head) const {
     return pool + (slot / panel_slots() * num_kv_heads + head) * panel_bytes();
   }
-  char* values_of(char* panel) const { return panel + panel_slots() * key_bytes(); }
+  char* keys_of(char* panel) const { return panel + panel_slots() * scale_bytes(); }
+  char* values_of(char* panel) const { return keys_of(panel) + panel_slots() * key_bytes(); }
 };
 
 // One step's ragged batch; see AttentionMetadata.

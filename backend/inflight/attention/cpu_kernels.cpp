@@ -37,6 +37,7 @@ INFLIGHT_INLINE float finite(float maximum) { return maximum == -INFINITY ? 0.0f
 
 // Where the groups first .. last of a tile lie, in the panels of an item's first head.
 struct Tile {
+  const char* panels[kTileGroups];
   const char* keys[kTileGroups];
   const char* values[kTileGroups];
   int first, last;
@@ -58,12 +59,17 @@ class ItemKernel {
     query_elems_ = padded(padded_rows(rows_) * layer_.key_size, 32);
 
     queries_ = take<Elem>(scratch, query_elems_ * item.num_heads);
+    query_scales_ = take<float>(scratch, padded_rows(rows_) * item.num_heads);
     rescale_ = take<float>(scratch, padded_rows(rows_));
+    weight_scales_ = take<float>(scratch, padded_rows(rows_));
+    key_scales_ = take<float>(scratch, kTile);
+    value_scales_ = take<float>(scratch, kTile);
     scores_ = take<float>(scratch, padded_rows(rows_) * kTile);
     weights_ = take<Elem>(scratch, padded_rows(rows_) * kTile);
     total_ = take<float>(scratch, state_floats_ * item.num_heads);
     part_ = take<float>(scratch, state_floats_ * item.num_heads);
-    row_ = take<float>(scratch, layer_.key_size + padded_value_size(layer_));
+    row_ = take<float>(scratch, padded(layer_.key_size, kGroup) + padded_value_size(layer_));
+    packed_row_ = take<Elem>(scratch, padded(layer_.key_size, kGroup));
     packed_keys_ = take<char>(scratch, kTile * layer_.key_bytes());
     packed_values_ = take<char>(scratch, kTile * layer_.value_bytes() + 64);
     end_ = scratch;
@@ -121,26 +127,35 @@ class ItemKernel {
     for (int m = 0; m < rows_;) {
       const int block = next_row_block(rows_ - m);
       for (int i = 0; i < block; ++i) {
-        auto* row = reinterpret_cast<Elem*>(row_);
         if (m + i < rows_) {
           const int64_t token = first_token_ + (m + i) / group_, head = query_head(kv_head, m + i);
           const char* from = query.data + (token * query.token_stride + head * query.head_stride) *
                                               element_size(query.dtype);
-          if (sizeof(Elem) == 2) {
-            std::memcpy(row, from, layer_.key_size * 2);
-          } else {
-            row_to_floats(from, query.dtype, row_, layer_.key_size);
-          }
+          query_scales_[kv_head * padded_rows(rows_) + m + i] = convert_query(from);
         } else {
-          std::memset(row, 0, layer_.key_size * sizeof(Elem));
+          std::memset(packed_row_, 0, layer_.key_size * sizeof(Elem));
         }
         for (int d = 0; d < layer_.key_size; d += Op::kDepth) {
-          std::memcpy(to + d * block + i * Op::kDepth, row + d, Op::kDepth * sizeof(Elem));
+          std::memcpy(to + d * block + i * Op::kDepth, packed_row_ + d, Op::kDepth * sizeof(Elem));
         }
       }
       to += block * layer_.key_size;
       m += block;
     }
+  }
+
+  // A query's row to `packed_row_`; returns what its products are multiplied by.
+  float convert_query(const char* from) {
+    const int32_t dtype = call_.query.dtype;
+    if constexpr (Op::kQuantized) {
+      row_to_floats(from, dtype, row_, layer_.key_size);
+      return quantize_query(row_, packed_row_, layer_.key_size);
+    } else if constexpr (sizeof(Elem) == 2) {
+      std::memcpy(packed_row_, from, layer_.key_size * 2);
+    } else {
+      row_to_floats(from, dtype, packed_row_, layer_.key_size);
+    }
+    return 1.0f;
   }
 
   // The groups around keys begin .. end, all in one tile.
@@ -152,7 +167,8 @@ class ItemKernel {
     for (int g = tile.first; g < tile.last; ++g) {
       if (layer_.packed()) {
         char* panel = panel_of(start + g * kGroup, 0);
-        tile.keys[g] = panel;
+        tile.panels[g] = panel;
+        tile.keys[g] = layer_.keys_of(panel);
         tile.values[g] = layer_.values_of(panel);
       } else {
         tile.keys[g] = packed_keys_ + g * kGroup * layer_.key_bytes();
@@ -172,10 +188,31 @@ class ItemKernel {
     for (int position = begin / kGroup * kGroup; position < end; ++position) {
       char* panel = panel_of(position, head);
       const int g = position % kTile / kGroup, at = position % kGroup;
-      place_key(packed_keys_ + g * kGroup * layer_.key_bytes(), at, panel, layer_.dtype, layer_.key_size);
+      place_key(packed_keys_ + g * kGroup * layer_.key_bytes(), at, layer_.keys_of(panel), layer_.dtype,
+                layer_.key_size);
       place_value(packed_values_ + g * kGroup * layer_.value_bytes(), at, layer_.values_of(panel), layer_.dtype,
                   layer_.value_size);
     }
+  }
+
+  // A head's scales of keys begin .. end, all in one tile; a value's is 0 in the rest of their groups.
+  void load_scales(const Tile& tile, int head, int begin, int end) {
+    const int start = begin / kTile * kTile;
+    if (layer_.packed()) {
+      for (int g = tile.first; g < tile.last; ++g) {
+        const auto* scales = reinterpret_cast<const uint16_t*>(tile.panels[g] + head * layer_.panel_bytes());
+        for (int i = 0; i < kGroup; ++i) key_scales_[g * kGroup + i] = bfloat_to_float(scales[i]);
+        for (int i = 0; i < kGroup; ++i) value_scales_[g * kGroup + i] = bfloat_to_float(scales[kGroup + i]);
+      }
+    } else {
+      for (int position = begin; position < end; ++position) {
+        const auto* scales = reinterpret_cast<const uint16_t*>(panel_of(position, head));
+        key_scales_[position - start] = bfloat_to_float(scales[0]);
+        value_scales_[position - start] = bfloat_to_float(scales[1]);
+      }
+    }
+    for (int i = tile.first * kGroup; i < begin - start; ++i) value_scales_[i] = 0.0f;
+    for (int i = end - start; i < tile.last * kGroup; ++i) value_scales_[i] = 0.0f;
   }
 
   // Attention to keys begin .. end, all in one chunk, into `states`.
@@ -186,6 +223,7 @@ class ItemKernel {
       const Tile tile = locate(from, stop);
       for (int head = 0; head < item_.num_heads; ++head) {
         if (!layer_.packed()) pack(head, from, stop);
+        if constexpr (Op::kScaled) load_scales(tile, head, from, stop);
         reduce_tile(tile, from / kTile * kTile, stop, head, state(states, head));
       }
     }
@@ -201,11 +239,22 @@ class ItemKernel {
     }
     score_tile<Op>(queries_ + head * query_elems_, rows_, keys, offset, vectors, layer_.key_size / Op::kDepth,
                    scores_ + first);
-    for (int row = 0; row < rows_; ++row) softmax(row, start, first, tile.last * kGroup, state);
-    const ValueTile values = {tile.values + tile.first, offset, stop - start - first,
+    for (int row = 0; row < rows_; ++row) {
+      if constexpr (Op::kScaled) {
+        scale_scores(row, first, tile.last * kGroup, query_scales_[head * padded_rows(rows_) + row]);
+      }
+      softmax(row, start, first, tile.last * kGroup, state);
+    }
+    const ValueTile values = {tile.values + tile.first, offset,
+                              (Op::kScaled ? tile.last * kGroup : stop - start) - first,
                               int64_t(layer_.value_size) * Op::kLaneBytes};
-    value_tile<Op>(weights_ + first, rows_, values, (layer_.value_size + kLanes - 1) / kLanes, rescale_, state.values,
-                   padded_value_size(layer_));
+    value_tile<Op>(weights_ + first, rows_, values, (layer_.value_size + kLanes - 1) / kLanes,
+                   {rescale_, weight_scales_}, state.values, padded_value_size(layer_));
+  }
+
+  void scale_scores(int row, int begin, int end, float factor) {
+    float* scores = scores_ + int64_t(row) * kTile;
+    for (int i = begin; i < end; i += kLanes) store(scores + i, load(scores + i) * (load(key_scales_ + i) * factor));
   }
 
   // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.
@@ -217,6 +266,7 @@ class ItemKernel {
     Elem* weights = weights_ + int64_t(row) * kTile;
     if (first >= last) {
       rescale_[row] = 1.0f;
+      weight_scales_[row] = 0.0f;
       std::memset(weights + begin, 0, (end - begin) * sizeof(Elem));
       return;
     }
@@ -230,10 +280,21 @@ class ItemKernel {
     const float now = highest > old ? highest : old;
     const Vec scale = splat(scale_), shift = splat(finite(now));
     Vec sum = {};
+    [[maybe_unused]] UintVec peak = {};
     for (int i = begin; i < end; i += kLanes) {
-      const Vec weight = exp2<sizeof(Elem) == 4>(load(scores + i) * scale - shift);
+      Vec weight = exp2<sizeof(Elem) == 4>(load(scores + i) * scale - shift);
       sum += weight;
-      store_weights(weights + i, weight);
+      if constexpr (Op::kScaled) weight *= load(value_scales_ + i);
+      if constexpr (Op::kQuantized) {
+        peak = maximum_bits(peak, weight);
+        store(scores + i, weight);
+      } else {
+        store_weights(weights + i, weight);
+      }
+    }
+    if constexpr (Op::kQuantized) {
+      weight_scales_[row] =
+          quantize_words(scores + begin, weights + begin, end - begin, reduce_max_bits(peak), kWordLevels);
     }
     rescale_[row] = now == old ? 1.0f : exp2f(old - finite(now));
     state.maximum[row] = now;
@@ -286,8 +347,8 @@ class ItemKernel {
   const int32_t* blocks_;
   int64_t state_floats_, query_elems_;  // of one head
   float scale_;  // from a score to the logarithm, base 2, of its weight
-  Elem *queries_, *weights_;
-  float *rescale_, *scores_, *total_, *part_, *row_;
+  Elem *queries_, *weights_, *packed_row_;
+  float *query_scales_, *rescale_, *weight_scales_, *key_scales_, *value_scales_, *scores_, *total_, *part_, *row_;
   char *packed_keys_, *packed_values_;
   const char* end_;
 };
@@ -298,6 +359,16 @@ void with_kernel(const Call& call, const Item& item, char* scratch, Function fun
   switch (call.layer->dtype) {
     case kFloat32: function(ItemKernel<Float32>(call, item, scratch)); return;
     case kFloat16: function(ItemKernel<Float16>(call, item, scratch)); return;
+    case kInt8:
+#if defined(__AVX2__)
+      // A float32 model keeps float32's arithmetic.
+      if (call.query.dtype != kFloat32) {
+        function(ItemKernel<Int8Dot>(call, item, scratch));
+        return;
+      }
+#endif
+      function(ItemKernel<Int8>(call, item, scratch));
+      return;
   }
 #if defined(__AVX512BF16__)
   if (call.query.dtype == kBfloat16) {
@@ -323,13 +394,18 @@ void merge(const Call& call, const Item& item, char* scratch, const Partials& pa
   with_kernel(call, item, scratch, [&](auto kernel) { kernel.merge(partials); });
 }
 
-// One row of `rows`, in the pool's dtype; `floats` and `words` hold `size` elements each.
+// One row of `rows` in the pool's dtype, and its scale where that has scales; `floats` and `words` hold
+// `size` elements each.
 const char* row_as(const Rows& rows, int64_t token, int32_t head, int32_t dtype, int64_t size, float* floats,
-                   char* words) {
+                   char* words, uint16_t* scale) {
   const char* from = rows.data + (token * rows.token_stride + head * rows.head_stride) * element_size(rows.dtype);
   if (rows.dtype == dtype) return from;
   row_to_floats(from, rows.dtype, floats, size);
-  row_from_floats(floats, dtype, words, size);
+  if (dtype == kInt8) {
+    *scale = quantize_row(floats, reinterpret_cast<int8_t*>(words), size);
+  } else {
+    row_from_floats(floats, dtype, words, size);
+  }
   return words;
 }
 
@@ -338,24 +414,27 @@ void write(const Layer& layer, const Batch& batch, const Rows& key, const Rows& 
   constexpr int kMaxSize = 1024;
   float floats[kMaxSize];
   char words[kMaxSize * 4];
+  uint16_t scale = 0;
   for (int32_t head = first_head; head < last_head; ++head) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = batch.slot_mapping[token];
       if (slot < 0) continue;
-      const int at = layer.packed() ? int(slot % kGroup) : 0;
+      const int64_t at = slot % layer.panel_slots();
       char* panel = layer.panel(slot, head);
-      const char* row = row_as(key, token, head, layer.dtype, layer.key_size, floats, words);
+      const char* row = row_as(key, token, head, layer.dtype, layer.key_size, floats, words, &scale);
       if (layer.packed()) {
-        place_key(panel, at, row, layer.dtype, layer.key_size);
+        place_key(layer.keys_of(panel), int(at), row, layer.dtype, layer.key_size);
       } else {
-        std::memcpy(panel, row, layer.key_bytes());
+        std::memcpy(layer.keys_of(panel), row, layer.key_bytes());
       }
-      row = row_as(value, token, head, layer.dtype, layer.value_size, floats, words);
+      if (layer.dtype == kInt8) std::memcpy(panel + at * 2, &scale, 2);
+      row = row_as(value, token, head, layer.dtype, layer.value_size, floats, words, &scale);
       if (layer.packed()) {
-        place_value(layer.values_of(panel), at, row, layer.dtype, layer.value_size);
+        place_value(layer.values_of(panel), int(at), row, layer.dtype, layer.value_size);
       } else {
         std::memcpy(layer.values_of(panel), row, layer.value_bytes());
       }
+      if (layer.dtype == kInt8) std::memcpy(panel + (layer.panel_slots() + at) * 2, &scale, 2);
     }
   }
 }

@@ -1,7 +1,7 @@
 // Elements and rows: conversion between dtypes, and where a token's row lies in a packed group.
 #pragma once
 
-#include "cpu_simd.h"
+#include "cpu_int8.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -34,6 +34,13 @@ inline void row_from_floats(const float* from, int32_t dtype, char* to, int64_t 
 
 // Token `slot` (0..15) of a packed group of keys, from a row of the pool's dtype.
 inline void place_key(char* group, int slot, const char* row, int32_t dtype, int size) {
+  if (dtype == kInt8) {
+    for (int i = 0; i < size; i += 4) {
+      const char word[4] = {row[i], row[i + 2], row[i + 1], row[i + 3]};
+      std::memcpy(group + (i / 4 * kGroup + slot) * 4, word, 4);
+    }
+    return;
+  }
   if (dtype == kFloat16) {
     for (int i = 0; i < size; ++i) std::memcpy(group + (i * kGroup + slot) * 2, row + i * 2, 2);
     return;
@@ -44,6 +51,12 @@ inline void place_key(char* group, int slot, const char* row, int32_t dtype, int
 
 // The same for values.
 inline void place_value(char* group, int slot, const char* row, int32_t dtype, int size) {
+  if (dtype == kInt8) {
+    constexpr int kPlace[4] = {0, 2, 1, 3};
+    char* to = group + slot / 4 * size * 4 + kPlace[slot % 4];
+    for (int i = 0; i < size; ++i) to[i * 4] = row[i];
+    return;
+  }
   if (dtype != kBfloat16) {
     std::memcpy(group + slot * size * element_size(dtype), row, size * element_size(dtype));
     return;

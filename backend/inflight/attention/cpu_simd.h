@@ -174,16 +174,23 @@ INFLIGHT_INLINE uint16_t float_to_bfloat(float value) {
 
 // Operands: how one step of a matrix product reads a lane's elements from the packed layout.
 //   Elem       what queries and weights are packed as
-//   kDepth     elements of the summed dimension in a step
+//   Sum        lanes of a running sum
+//   kDepth     elements of the summed dimension in a step, multiplied in kParts equal parts
 //   kLaneBytes bytes of a lane in memory
 //   Left       elements of a row, broadcast to all lanes; Right: kLanes columns
+//   kScaled    a token's elements have a scale, kept apart (cpu_int8.h)
+//   kQuantized Elem is an integer, and rows of queries and weights have scales, too
 
 struct Float32 {
   using Elem = float;
+  using Sum = Vec;
   using Left = Vec;
   using Right = Vec;
   static constexpr int kDepth = 1;
+  static constexpr int kParts = 1;
   static constexpr int kLaneBytes = 4;
+  static constexpr bool kScaled = false;
+  static constexpr bool kQuantized = false;
   static INFLIGHT_INLINE Left broadcast(const float* a) { return splat(*a); }
   static INFLIGHT_INLINE Right right(const char* b) { return load(reinterpret_cast<const float*>(b)); }
   static INFLIGHT_INLINE Right first_of_pair(Right b) { return b; }
@@ -213,10 +220,14 @@ struct Bfloat16 {
     Vec first, second;
   };
   using Elem = float;
+  using Sum = Vec;
   using Left = Pair;
   using Right = Pair;
   static constexpr int kDepth = 2;
+  static constexpr int kParts = 1;
   static constexpr int kLaneBytes = 4;
+  static constexpr bool kScaled = false;
+  static constexpr bool kQuantized = false;
   static INFLIGHT_INLINE Left broadcast(const float* a) { return {splat(a[0]), splat(a[1])}; }
   static INFLIGHT_INLINE Right right(const char* b) {
     UintVec bits;
@@ -234,10 +245,14 @@ struct Bfloat16 {
 // bfloat16 pairs, multiplied and added by one instruction; queries and weights are bfloat16, too.
 struct Bfloat16Dot {
   using Elem = uint16_t;
+  using Sum = Vec;
   using Left = __m512i;
   using Right = __m512i;
   static constexpr int kDepth = 2;
+  static constexpr int kParts = 1;
   static constexpr int kLaneBytes = 4;
+  static constexpr bool kScaled = false;
+  static constexpr bool kQuantized = false;
   static INFLIGHT_INLINE Left broadcast(const uint16_t* a) {
     int32_t pair;
     __builtin_memcpy(&pair, a, 4);

@@ -2,7 +2,7 @@
 // out = out * rescale + weights x values.  Row blocks have 6, 4, 2 or 1 rows.
 #pragma once
 
-#include "cpu_simd.h"
+#include "cpu_int8.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -32,15 +32,31 @@ INFLIGHT_INLINE typename Op::Right read(const char* from) {
   return Op::right(from);
 }
 
+INFLIGHT_INLINE Vec to_floats(Vec sum) { return sum; }
+INFLIGHT_INLINE Vec to_floats(IntVec sum) { return __builtin_convertvector(sum, Vec); }
+
 // One step: sums[m][n] += a[m] * b[n].
 template <class Op, int kRows, int kWidth>
-INFLIGHT_INLINE void multiply_add(Vec (&sums)[kRows][kWidth], const typename Op::Elem* a, int a_stride,
+INFLIGHT_INLINE void multiply_add(typename Op::Sum (&sums)[kRows][kWidth], const typename Op::Elem* a, int a_stride,
                                   const typename Op::Right (&b)[kWidth]) {
+  if constexpr (Op::kParts == 1) {
 #pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m) {
-    const typename Op::Left left = Op::broadcast(a + m * a_stride);
+    for (int m = 0; m < kRows; ++m) {
+      const auto left = Op::broadcast(a + m * a_stride);
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidth; ++n) sums[m][n] = Op::fma(sums[m][n], left, b[n]);
+      for (int n = 0; n < kWidth; ++n) sums[m][n] = Op::fma(sums[m][n], left, b[n]);
+    }
+  } else {
+    // Column after column: what is unpacked of one takes few registers.
+#pragma GCC unroll 32
+    for (int i = 0; i < kWidth * Op::kParts; ++i) {
+      const int n = i / Op::kParts, j = i % Op::kParts;
+      const auto right = Op::part(b[n], j);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        sums[m][n] = Op::fma(sums[m][n], Op::broadcast(a + m * a_stride + j * (Op::kDepth / Op::kParts)), right);
+      }
+    }
   }
 }
 
@@ -49,7 +65,7 @@ INFLIGHT_INLINE void multiply_add(Vec (&sums)[kRows][kWidth], const typename Op:
 template <class Op, int kRows, int kWidth>
 inline void score_block(const typename Op::Elem* queries, const char* const* keys, int64_t offset,
                         int steps, float* scores) {
-  Vec sums[kRows][kWidth] = {};
+  typename Op::Sum sums[kRows][kWidth] = {};
   for (int64_t step = 0; step < steps; ++step, offset += kGroup * Op::kLaneBytes) {
     typename Op::Right b[kWidth];
 #pragma GCC unroll 8
@@ -59,7 +75,7 @@ inline void score_block(const typename Op::Elem* queries, const char* const* key
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidth; ++n) store(scores + m * kTile + n * kLanes, sums[m][n]);
+    for (int n = 0; n < kWidth; ++n) store(scores + m * kTile + n * kLanes, to_floats(sums[m][n]));
   }
 }
 
@@ -110,21 +126,32 @@ inline void score_tile(const typename Op::Elem* queries, int rows, const char* c
 struct ValueTile {
   const char* const* groups;
   int64_t offset;     // added to each
-  int keys;           // how many of the groups' tokens count; what lies behind is not read as a number
+  int keys;           // how many of the groups' tokens count; what lies behind is not read as a number:
+                      // all of the groups' where elements are bytes, which are always numbers
   int64_t row_bytes;  // from one step to the next
 };
 
-// weights [kRows][kTile]; out: row stride `out_stride`; rescale [kRows].  The groups take turns, step by
-// step, since memory delivers them faster so; the order of a sum is the same for every tile.
+// What a product does with the sums of before: out = out * rescale + product * scale.
+struct Scaling {
+  const float* rescale;  // [rows]
+  const float* scale;    // [rows]; read for integer weights only
+
+  Scaling from(int row) const { return {rescale + row, scale + row}; }
+};
+
+// weights [kRows][kTile]; out: row stride `out_stride`.  The groups take turns, step by step, since
+// memory delivers them faster so; the order of a sum is the same for every tile.
 template <class Op, int kRows, int kWidth>
 inline void value_block(const typename Op::Elem* weights, const ValueTile& tile, int64_t column_bytes,
-                        const float* rescale, float* out, int64_t out_stride) {
-  Vec sums[kRows][kWidth];
+                        const Scaling& scaling, float* out, int64_t out_stride) {
+  typename Op::Sum sums[kRows][kWidth] = {};
   typename Op::Right b[kWidth];
+  if constexpr (!Op::kQuantized) {
 #pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m) {
+    for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidth; ++n) sums[m][n] = load(out + m * out_stride + n * kLanes) * rescale[m];
+      for (int n = 0; n < kWidth; ++n) sums[m][n] = load(out + m * out_stride + n * kLanes) * scaling.rescale[m];
+    }
   }
   const int groups = (tile.keys + kGroup - 1) / kGroup, rest = tile.keys - (groups - 1) * kGroup;
   const int last_steps = rest / Op::kDepth;  // whole ones, in the last group
@@ -136,9 +163,10 @@ inline void value_block(const typename Op::Elem* weights, const ValueTile& tile,
       asm("" : "+r"(from));  // one register for all vectors, not one for each, which GCC would spill
 #pragma GCC unroll 8
       for (int n = 0; n < kWidth; ++n) b[n] = read<Op>(from + n * kLanes * Op::kLaneBytes);
-        multiply_add<Op, kRows, kWidth>(sums, weights + g * kGroup + step * Op::kDepth, kTile, b);
+      multiply_add<Op, kRows, kWidth>(sums, weights + g * kGroup + step * Op::kDepth, kTile, b);
     }
-    if (Op::kDepth == 2 && rest % 2 && step == last_steps) {
+    if constexpr (Op::kDepth == 2) {
+      if (rest % 2 == 0 || step != last_steps) continue;
       const char* from = tile.groups[count] + offset;
 #pragma GCC unroll 8
       for (int n = 0; n < kWidth; ++n) b[n] = Op::first_of_pair(Op::right(from + n * kLanes * Op::kLaneBytes));
@@ -148,43 +176,50 @@ inline void value_block(const typename Op::Elem* weights, const ValueTile& tile,
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidth; ++n) store(out + m * out_stride + n * kLanes, sums[m][n]);
+    for (int n = 0; n < kWidth; ++n) {
+      float* to = out + m * out_stride + n * kLanes;
+      if constexpr (Op::kQuantized) {
+        store(to, load(to) * scaling.rescale[m] + to_floats(sums[m][n]) * scaling.scale[m]);
+      } else {
+        store(to, sums[m][n]);
+      }
+    }
   }
 }
 
 template <class Op, int kRows>
 inline void value_row_block(const typename Op::Elem* weights, const ValueTile& tile, int vectors,
-                            const float* rescale, float* out, int64_t out_stride) {
+                            const Scaling& scaling, float* out, int64_t out_stride) {
   constexpr int kWidth = block_width(kRows);
   constexpr int64_t kVectorBytes = kLanes * Op::kLaneBytes;
   int v = 0;
   for (; v + kWidth <= vectors; v += kWidth) {
-    value_block<Op, kRows, kWidth>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+    value_block<Op, kRows, kWidth>(weights, tile, v * kVectorBytes, scaling, out + v * kLanes, out_stride);
   }
   if (kWidth > 4 && v + 4 <= vectors) {
-    value_block<Op, kRows, 4>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+    value_block<Op, kRows, 4>(weights, tile, v * kVectorBytes, scaling, out + v * kLanes, out_stride);
     v += 4;
   }
   if (kWidth > 2 && v + 2 <= vectors) {
-    value_block<Op, kRows, 2>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+    value_block<Op, kRows, 2>(weights, tile, v * kVectorBytes, scaling, out + v * kLanes, out_stride);
     v += 2;
   }
-  if (v < vectors) value_block<Op, kRows, 1>(weights, tile, v * kVectorBytes, rescale, out + v * kLanes, out_stride);
+  if (v < vectors) value_block<Op, kRows, 1>(weights, tile, v * kVectorBytes, scaling, out + v * kLanes, out_stride);
 }
 
-// out [rows][out_stride] = out * rescale + weights [rows][kTile] x values, `vectors` vectors wide.
+// out [rows][out_stride] = out * rescale + weights [rows][kTile] x values * scale, `vectors` vectors wide.
 template <class Op>
 inline void value_tile(const typename Op::Elem* weights, int rows, const ValueTile& tile, int vectors,
-                       const float* rescale, float* out, int64_t out_stride) {
+                       const Scaling& scaling, float* out, int64_t out_stride) {
   for (int m = 0; m < rows;) {
     const int block = next_row_block(rows - m);
     const typename Op::Elem* from = weights + int64_t(m) * kTile;
     float* to = out + m * out_stride;
     switch (block) {
-      case 6: value_row_block<Op, 6>(from, tile, vectors, rescale + m, to, out_stride); break;
-      case 4: value_row_block<Op, 4>(from, tile, vectors, rescale + m, to, out_stride); break;
-      case 2: value_row_block<Op, 2>(from, tile, vectors, rescale + m, to, out_stride); break;
-      default: value_row_block<Op, 1>(from, tile, vectors, rescale + m, to, out_stride);
+      case 6: value_row_block<Op, 6>(from, tile, vectors, scaling.from(m), to, out_stride); break;
+      case 4: value_row_block<Op, 4>(from, tile, vectors, scaling.from(m), to, out_stride); break;
+      case 2: value_row_block<Op, 2>(from, tile, vectors, scaling.from(m), to, out_stride); break;
+      default: value_row_block<Op, 1>(from, tile, vectors, scaling.from(m), to, out_stride);
     }
     m += block;
   }

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention import int8
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, kv_dtype_lacks
 
 __all__ = ["ReferenceAttention"]
 
@@ -20,20 +21,24 @@ class ReferenceAttention:
     name = "reference"
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if spec.kv_cache_dtype is not None:
-            return "kv_cache_dtype other than 'auto'"
+        if spec.kv_cache_dtype not in (None, torch.int8):
+            return kv_dtype_lacks(spec.kv_cache_dtype, "auto", "int8")
         return None
 
     def new_cache(
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
+        stored = spec.kv_cache_dtype or dtype
+        scale = int8.SCALE_BYTES if stored == torch.int8 else 0
         shape = (num_blocks, block_size, spec.num_kv_heads)
         return KVCache(
-            torch.empty(*shape, spec.key_head_size, dtype=dtype, device=device),
-            torch.empty(*shape, spec.value_head_size, dtype=dtype, device=device),
+            torch.empty(*shape, spec.key_head_size + scale, dtype=stored, device=device),
+            torch.empty(*shape, spec.value_head_size + scale, dtype=stored, device=device),
         )
 
     def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+        if cache.key.dtype == torch.int8:
+            key, value = int8.pack(key), int8.pack(value)
         cache.key.flatten(0, 1).index_copy_(0, metadata.slot_mapping, key)
         cache.value.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
 
@@ -54,6 +59,8 @@ class ReferenceAttention:
             visible = slice(skip, skip + seq_len - first)
             key = cache.key[blocks].flatten(0, 1)[visible]
             value = cache.value[blocks].flatten(0, 1)[visible]
+            if key.dtype == torch.int8:
+                key, value = int8.unpack(key, query.dtype), int8.unpack(value, query.dtype)
             out[start:end] = _attend_one(query[start:end], key, value, spec, sinks)
         return out
 

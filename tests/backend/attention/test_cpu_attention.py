@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,13 +91,15 @@ def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype
 
 
 LLAMA = LayerSpec(num_heads=6, num_kv_heads=2, key_head_size=64, value_head_size=64, scaling=0.125)
+LLAMA_INT8 = replace(LLAMA, kv_cache_dtype=torch.int8)
+EVERY_FEATURE = LayerSpec(4, 2, 64, 32, 0.1, sliding_window=90, softcap=30.0, has_sinks=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "spec",
-    [LLAMA, LayerSpec(4, 2, 64, 32, 0.1, sliding_window=90, softcap=30.0, has_sinks=True)],
-    ids=["plain", "every feature"],
+    [LLAMA, LLAMA_INT8, EVERY_FEATURE, replace(EVERY_FEATURE, kv_cache_dtype=torch.int8)],
+    ids=["plain", "plain int8", "every feature", "every feature int8"],
 )
 class TestBitwise:
     """A token's result depends on nothing but the tokens that it sees."""
