@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 
 _PositiveInt = Annotated[int, Meta(ge=1)]
-_PositiveFloat = Annotated[float, Meta(gt=0)]
+_Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 _TRACED_STEPS = 4096  # of "step_trace": true
@@ -44,6 +44,13 @@ def parse_bytes(value: int | str) -> int:
     if match is None:
         raise ConfigError(f'cannot read {value!r} as a size: give bytes or a text like "4GiB"')
     return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
+
+
+def _choices(hint: Any, error: str) -> tuple[Any, ...]:
+    """What the error's value could have been: the values of a `Literal`, the keys of a nested object."""
+    if "enum" in error:
+        return get_args(hint)
+    return get_args(hint)[1].__struct_fields__ if "unknown field" in error else ()
 
 
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,9 +157,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_backend: str = "auto"
     max_queue_size: Annotated[int, Meta(ge=0)] = 1024
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
-    priority_aging_seconds: _PositiveFloat = 300.0
-    sjf_aging_seconds: _PositiveFloat = 0.1
-    edf_default_timeout: _PositiveFloat = 60.0
+    priority_aging_seconds: _Seconds = 300.0
+    sjf_aging_seconds: _Seconds = 0.1
+    edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[int, PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
     default_max_tokens: _PositiveInt = 16
@@ -218,7 +225,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
             came = f"{at[1]}={values.get(at[1])!r}: " if at else ""
-            choices = get_args(get_type_hints(cls)[at[1]]) if at and "enum" in str(error) else ()
+            choices = _choices(get_type_hints(cls)[at[1]], str(error)) if at else ()
             allowed = f"; allowed are {', '.join(map(repr, choices))}" if choices else ""
             raise ConfigError(f"{source}: {came}{str(error).split(' - at ')[0]}{allowed}") from None
 

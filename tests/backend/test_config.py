@@ -29,6 +29,16 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
         ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: it must be more than 0 bytes"),
         (["model"], "expected a JSON object, got list"),
+        ({"model": "x", "scheduling_policy": "lifo"}, "'lifo'.*allowed are 'fcfs', 'priority', 'sjf', 'edf'"),
+        ({"model": "x", "priority_aging_seconds": 0}, "priority_aging_seconds=0: Expected `float` > 0"),
+        ({"model": "x", "priority_aging_seconds": float("inf")}, "priority_aging_seconds=inf"),
+        ({"model": "x", "priority_classes": {"P0": {"max_queue_size": 3}}}, "'P0'.*Expected `int`, got `str`"),
+        ({"model": "x", "priority_classes": {"0": {"max_queue_size": 0}}}, "Expected `int` >= 1"),
+        (
+            {"model": "x", "tenants": {"a": {"wieght": 3}}},
+            "'wieght'.*allowed are 'weight', 'max_running', 'max_queued'",
+        ),
+        ({"model": "x", "tenants": {"a": {"weight": 0}}}, r"tenants=\{'a': \{'weight': 0\}\}: Expected `float` > 0"),
     ],
 )
 def test_what_cannot_be_meant_is_named(values: dict, message: str) -> None:
