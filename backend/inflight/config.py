@@ -96,8 +96,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_partial_prefills: prompts that may be partly computed at once.
         max_long_partial_prefills: those of them that may be long, so that short ones pass.
         long_prefill_token_threshold: a prompt is long that has more tokens to compute, and a step computes no
-            more of it than this. 0: nothing is capped; with `max_num_partial_prefills` above 1, 4% of the
-            context is long, and a long prompt gets its share of a step.
+            more of it than this. 0: nothing is long, or with `max_num_partial_prefills` above 1 what needs more
+            than max_num_batched_tokens / max_num_partial_prefills.
         async_scheduling: make step n + 1 while step n runs. Outputs are the same; a request that stops at a
             token computes one row in vain, and a request that arrives waits for one step more.
         block_size: tokens in one KV block.
@@ -107,7 +107,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_dtype: what the KV pool stores: "auto" is the model's dtype, "int8" halves bfloat16's bytes
             and doubles the tokens that a pool holds.  A kernel that lacks it is refused at load.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
-        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        watermark: share of the KV blocks that admission leaves free for the requests that run, so that one more
+            does not preempt at once. It never keeps out a request that would run alone.
+        swap_space: host memory for KV blocks of preempted requests, in GiB (4 or 0.5) or as a size ("512MiB");
+            0 has none, and they are computed again.
+        preemption_mode: with `swap_space`, "auto" swaps or recomputes each victim, by what is cheaper as measured;
+            "swap" and "recompute" always do that.
+        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
+            nobody can tell by a first token's time what another tenant asked.
         attention_backend: "auto", or the name of a kernel (see `attention/`).
         max_queue_size: most waiting sequences; one more is refused with UNAVAILABLE. 0 lifts it.
         scheduling_policy: who is next of those that wait: "fcfs" (first come), "priority" (smaller
@@ -119,6 +126,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and caps by tenant, "*" for those not named; turns on fair queueing across tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
+        stream_interval: new tokens that a streaming response waits for, after a request's first one. A response
+            costs server, backend and client about 0.5 ms of CPU together: on few cores with a small model 4 or 8
+            leave more to the engine.
         default_max_tokens: `max_tokens` of a request that names none.
         seed: base of the seeds given to requests that name none; `None` draws it from the OS.
         cpu_threads: intra-op threads of torch in the engine process; `None` takes all cores.
@@ -153,6 +163,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     num_gpu_blocks_override: _PositiveInt | None = None
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    swap_space: Annotated[float, Meta(ge=0)] | str = 0
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     max_queue_size: Annotated[int, Meta(ge=0)] = 1024
@@ -162,6 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[int, PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
+    stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
     seed: int | None = None
     cpu_threads: _PositiveInt | None = None
@@ -182,6 +196,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: it must be more than 0 bytes")
+        if not self.swap_bytes and self.preemption_mode == "swap":
+            raise ConfigError('preemption_mode="swap" needs host memory for the blocks: set swap_space, to 4 (GiB) say')
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills={self.max_long_partial_prefills} is more than "
@@ -192,6 +208,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "
                 f"max_model_len={self.max_model_len}: no prompt is that long; lower it, or set 0 to turn it off"
             )
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes of host memory for swapped KV blocks."""
+        if isinstance(self.swap_space, str):
+            return parse_bytes(self.swap_space)
+        return int(self.swap_space * 2**30)
 
     @property
     def num_traced_steps(self) -> int:

@@ -69,7 +69,12 @@ class TritonPythonModel:
         )
         most = config.max_queue_size and config.max_num_seqs + config.max_queue_size
         self._streams = Streams(
-            tokenizer, self._supervisor, self._metrics, lambda line: bridge.log("error", line), most
+            tokenizer,
+            self._supervisor,
+            self._metrics,
+            lambda line: bridge.log("error", line),
+            max_sequences=most,
+            interval=config.stream_interval,
         )
         self._metrics.start()
         self._streams.start()

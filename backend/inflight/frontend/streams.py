@@ -84,8 +84,12 @@ class Stream:
         first_token_time, end_time: `time.monotonic()`, None until then.
     """
 
-    def __init__(self, request_id: int, request: GenerationRequest, responder: Responder, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request_id: int, request: GenerationRequest, responder: Responder, tokenizer: Tokenizer, interval: int
+    ) -> None:
         self.request_id = request_id
+        self._interval = interval
+        self._num_sent_tokens = 0
         self.request = request
         self.responder = responder
         self.sequences = [SequenceOutput(request, tokenizer) for _ in range(request.params.n)]
@@ -111,7 +115,13 @@ class Stream:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt_token_ids):
             return False  # they go on the first response, whole
+        if self._num_sent_tokens and self.num_output_tokens - self._num_sent_tokens < self._interval:
+            return False
         return any(s.text or (self._sends_tokens and s.new_token_ids) for s in self.sequences)
+
+    def sent(self) -> None:
+        """All that it has so far is on its way."""
+        self._num_sent_tokens = self.num_output_tokens
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Once, for the first response."""
@@ -127,6 +137,7 @@ class Streams:
         stats: takes step and request statistics.
         log_error: writes one line to the server's log.
         max_sequences: beyond as many open sequences a request is refused at once; 0 lifts it.
+        interval: new tokens that a streaming client's response waits for, after its first one.
     """
 
     def __init__(
@@ -136,6 +147,7 @@ class Streams:
         stats: StatsSink,
         log_error: Callable[[str], None],
         max_sequences: int = 0,
+        interval: int = 1,
         sweep_seconds: float = SWEEP_SECONDS,
     ) -> None:
         self._tokenizer = tokenizer
@@ -143,6 +155,7 @@ class Streams:
         self._stats = stats
         self._log_error = log_error
         self._max_sequences = max_sequences
+        self._interval = interval
         self._sweep_seconds = sweep_seconds
         self._streams: dict[int, Stream] = {}
         self._traces: dict[int, Responder] = {}  # who waits for the step trace; the sender thread's
@@ -180,7 +193,7 @@ class Streams:
             self._open_sequences += count
             self._next_id += 1
             request_id = self._next_id
-        stream = Stream(request_id, request, responder, self._tokenizer)
+        stream = Stream(request_id, request, responder, self._tokenizer, self._interval)
         self._events.put(partial(self._register, stream))
         try:
             self._engine.submit(request_id, request)
@@ -303,6 +316,7 @@ class Streams:
     def _send(self, stream: Stream, final: bool) -> None:
         outputs = response_outputs(stream.request, stream.sequences, self._tokenizer, stream.take_prompt_logprobs())
         stream.responder.send(outputs, final)
+        stream.sent()
 
     def _send_trace(self, message: TraceDump) -> None:
         self._engine.release(message.request_id)

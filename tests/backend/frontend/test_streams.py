@@ -107,6 +107,22 @@ def test_streaming_text_and_one_final(rig: Rig) -> None:
     assert rig.stats.num_tokens == len(IDS)
 
 
+def test_an_interval_gathers_tokens_after_the_first_response() -> None:
+    rig = Rig(interval=3)
+    client = rig.open("return_num_output_tokens", max_tokens=40)
+    ids = TOKENIZER.encode(4 * TEXT, add_special_tokens=False)
+    for position, token in enumerate(ids):
+        before = rig.stats.num_tokens
+        rig.step(SequenceDelta(1, 0, [token], "length" if position == len(ids) - 1 else None))
+        wait_for(lambda seen=before: rig.stats.num_tokens > seen)  # else the sender gathers them itself
+    client.wait()
+    rig.streams.stop("test over")
+    first, *more, _ = [int(response["num_output_tokens"][0]) for response in client.responses]
+    assert first < 3, "the first text is not kept back"
+    assert more and all(count >= 3 for count in more)
+    assert client.texts() == [4 * TEXT]
+
+
 def test_not_streaming_is_exactly_one_response_with_the_prompt(rig: Rig) -> None:
     client = rig.open("return_token_ids", stream=False)
     rig.feed(IDS)
