@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from inflight.config import EngineConfig
+from inflight.engine.admission import make_admission
+from inflight.engine.budget import make_budget
 from inflight.engine.fair_queue import FairQueue
 from inflight.engine.order import ClassLimits, DueOrder, make_patience
 from inflight.engine.policy import FcfsOrder, OrderPolicy, Policies
+from inflight.engine.victims import make_victim
 
 __all__ = ["make_policies"]
 
 
 def make_policies(config: EngineConfig) -> Policies:
     """One answer to each of the scheduler's questions."""
-    return Policies(order=_make_order(config))
+    return Policies(
+        order=_make_order(config),
+        victim=make_victim(config),
+        admission=make_admission(config),
+        budget=make_budget(config),
+    )
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:

@@ -29,7 +29,7 @@ class Rig:
         self.config = EngineConfig.from_dict({**defaults, **options})
         self.core = EngineCore(self.config, PagedHashRunner(INFO, self.config.block_size, self.config.max_num_seqs))
         self.scheduler = self.core.scheduler
-        self.budget = self.scheduler.policies.budget = make_budget(self.config)
+        self.budget = self.scheduler.policies.budget
         self.cost, self.noise, self.rng = cost, noise, random.Random(seed)
         self.steps: list[tuple[SchedulerOutput, float]] = []
 
