@@ -40,9 +40,9 @@ def checkpoint(dtype: str) -> str:
     return str(path)
 
 
-def workload(count: int) -> list[dict[str, Any]]:
+def workload(count: int | None, name: str = "b") -> list[dict[str, Any]]:
     """Requests `{id, prompt: token ids, out: tokens}`; prompts 16..2048, outputs lognormal(4.0, 0.8)."""
-    path = CACHE / "workload_b.json"
+    path = CACHE / f"workload_{name}.json"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, HERE / "make_workload.py", CACHE], check=True, stdout=subprocess.DEVNULL)

