@@ -25,9 +25,10 @@ The caller (the model runner) owns one `SamplingTable` with a row per slot and o
 - A slot that becomes free needs no call.
 - `set_row` raises `ValueError` for token ids outside the vocabulary, so check params against it
   when a request is taken.
-- On a GPU the call syncs with the host only where it must: for log probabilities, which it
-  returns as Python values, and once or a few times for rows with top_k, top_p or min_p, to see
-  whether ties or rejected winners are left.
+- On a GPU one kernel in the Triton language chooses for all rows, whatever their parameters, and
+  the host waits for nothing but log probabilities, which are returned as Python values.  Where that
+  language is not installed the groups of `choose.py` wait once or a few times for rows with top_k,
+  top_p or min_p.  `Sampler.warm_up` compiles the kernels before the first request.
 
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.
 

@@ -95,7 +95,12 @@ class SamplingMetadata:
         num_rows: R.
         vocab_size: V that the flat indices below count with; None without any.
         greedy_rows: int64[g], rows that take the argmax; None: all rows do.
-        random_groups: the other rows.
+        columns: int64[6, R] as uploaded, a column a row: greedy ones, those drawn plainly, those
+            narrowed by top_p or min_p, those with top_k.  Lines: row of the logits; its two int32
+            keys (`noise.row_keys`), the first in the low half; top_k; then as bits of float64
+            inverse temperature, top_p and min_p.  None when all rows are greedy.
+        first_columns: where the second, third and fourth of those kinds start.
+        random_groups: the same rows but the greedy ones, in groups drawn alike.
         bias_index, bias_values: int64[N] row * V + token id (distinct), float32[N] added there.
         banned_index: int64[N] row * V + token id, masked.
         penalties: repetition, frequency and presence penalties.
@@ -105,6 +110,8 @@ class SamplingMetadata:
     num_rows: int
     vocab_size: int | None = None
     greedy_rows: Tensor | None = None
+    columns: Tensor | None = None
+    first_columns: tuple[int, int, int] = (0, 0, 0)
     random_groups: list[RandomGroup] = field(default_factory=list)
     bias_index: Tensor | None = None
     bias_values: Tensor | None = None

@@ -22,12 +22,12 @@ __all__ = ["mix_seed", "negative_exponential", "row_keys", "token_hashes"]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
-_MULTIPLIER = 0x7FEB352D
+MULTIPLIER = 0x7FEB352D
 _LOW_BITS = 20
 _LOW_MASK = np.uint64(2**_LOW_BITS - 1)
 _LOW_MULTIPLIERS = (0x5A8D5, 0xB9C33, 0x3F4E9)
 # 31-bit hash -> (0, 1): the largest hash rounds to 2**31 in float32 and must stay below 1.
-_TO_UNIT = 2.0**-31 * (1.0 - 2.0**-24)
+TO_UNIT = 2.0**-31 * (1.0 - 2.0**-24)
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
@@ -83,8 +83,8 @@ def negative_exponential(hashes: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     x += keys[1]
     shifted = x >> 15
     x ^= shifted
-    x *= _MULTIPLIER
+    x *= MULTIPLIER
     x ^= torch.bitwise_right_shift(x, 16, out=shifted)  # sign bit now clear
     x |= 1  # u > 0
     # u is small where E is: log1p keeps the upper tail of the noise precise.
-    return x.to(torch.float32).mul_(-_TO_UNIT).log1p_()
+    return x.to(torch.float32).mul_(-TO_UNIT).log1p_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.sampling.choose import has_kernel
 from inflight.sampling.metadata import Penalties, SamplingMetadata
 
 __all__ = ["edit_logits"]
@@ -19,7 +20,11 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         flat[metadata.bias_index] += metadata.bias_values
     if metadata.banned_index is not None:
         flat[metadata.banned_index] = float("-inf")
-    if metadata.penalties is not None:
+    if metadata.penalties is not None and has_kernel(logits.device):
+        from inflight.sampling import triton_penalties
+
+        triton_penalties.penalise(edited, metadata.penalties)
+    elif metadata.penalties is not None:
         flat[metadata.penalties.index] = _penalised(flat[metadata.penalties.index], metadata.penalties)
     return edited
 

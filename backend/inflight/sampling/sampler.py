@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.engine.request import SamplingParams
 from inflight.sampling.candidates import argmax
-from inflight.sampling.choose import draw
+from inflight.sampling.choose import draw, has_kernel
 from inflight.sampling.logprobs import token_logprobs
-from inflight.sampling.metadata import SamplerOutput, SamplingMetadata
+from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.processors import edit_logits
+from inflight.sampling.table import sampling_metadata
 
 __all__ = ["Sampler"]
 
@@ -38,6 +41,21 @@ class Sampler:
             output.logprobs = dict(zip(rows, token_logprobs(logits[index], output.token_ids[index], tops)))
         return output
 
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Have the kernels for logits[R, vocab_size] of `dtype` compiled, so that no request waits for it."""
+        if not has_kernel(device):
+            return
+        params = SamplingParams(temperature=1.0, top_k=2, repetition_penalty=2.0)
+        row = SampleRow(params, seed=0, position=1, prompt_token_ids=_TOKEN, output_token_ids=_TOKEN[:0])
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        metadata = sampling_metadata([row], vocab_size, device)
+        self(logits, metadata)  # penalties are applied to a float32 copy
+        metadata.penalties = None
+        self(logits, metadata)
+
+
+_TOKEN = np.zeros(1, dtype=np.int32)
+
 
 def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if metadata.edits_logits:
@@ -45,6 +63,10 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     greedy = metadata.greedy_rows
     if greedy is None:
         return argmax(logits)
+    if has_kernel(logits.device):
+        from inflight.sampling import triton_sampler
+
+        return triton_sampler.choose(logits, metadata)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
         token_ids[greedy] = argmax(logits[greedy])

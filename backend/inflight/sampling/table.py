@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.request import SamplingParams
+from inflight.sampling.choose import has_kernel
 from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
 from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
@@ -49,6 +50,7 @@ class SamplingTable:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._one_kernel = has_kernel(self.device)
         self._flags = np.zeros(max_num_seqs, dtype=np.int32)
         self._bucket = np.zeros(max_num_seqs, dtype=np.int64)
         self._origin = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -167,9 +169,13 @@ class SamplingTable:
         packed[2] = top_k = self._top_k[by_bucket]
         top_p, min_p = self._top_p[by_bucket], self._min_p[by_bucket]
         packed[3:] = np.stack([self._inverse_temperature[by_bucket], top_p, min_p]).view(np.int64)
-        uploaded = self._upload(packed)
-        end = int(sizes[0])
-        metadata.greedy_rows = uploaded[0, :end]
+        metadata.columns = uploaded = self._upload(packed)
+        ends = np.cumsum(sizes)
+        metadata.first_columns = int(ends[0]), int(ends[_FULL]), int(ends[_NARROWED])
+        metadata.greedy_rows = uploaded[0, : ends[0]]
+        if self._one_kernel:
+            return
+        end = int(ends[0])
         for index in range(1, _NUM_BUCKETS):
             start, end = end, end + int(sizes[index])
             if start == end:
