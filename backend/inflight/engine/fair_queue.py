@@ -161,8 +161,11 @@ class FairQueue:
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """In order of admission, but before those of its tenant that are due later."""
         tenant = self._tenant(request)
-        own = tenant.queue.position(request, tenant.running)
-        return running.index(tenant.running[own]) if own < len(tenant.running) else len(running)
+        due = tenant.queue.due(request)
+        if not tenant.running or tenant.queue.due(tenant.running[-1]) <= due:
+            return len(running)
+        later = (i for i, other in enumerate(running) if other.tenant == tenant.name and tenant.queue.due(other) > due)
+        return next(later, len(running))
 
     def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
         tenant = self._tenant(request)

@@ -81,10 +81,13 @@ class Scheduler:
         """
         out = SchedulerOutput()
         self.policies.budget.begin(self.running)
-        kept = self._make_way(out) if self.waiting.preempts else 0
-        made_way = len(out.preempted)
-        self._schedule_running(out, kept)
-        if len(out.preempted) == made_way:  # else blocks are scarce: admitting now would preempt again
+        if self.waiting.preempts:
+            self._admit_urgent(out)
+        urgent = list(out.requests)
+        self._schedule_running(out)
+        for request in urgent:  # they have their tokens of this step
+            self.running.insert(self.waiting.position(request, self.running), request)
+        if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
         return out
 
@@ -124,34 +127,28 @@ class Scheduler:
             self.running = [request for request in self.running if request.status is _RUNNING]
         return deltas
 
-    def _make_way(self, out: SchedulerOutput) -> int:
-        """Preempt running requests for those next in line that outrank them and find no room.
+    def _admit_urgent(self, out: SchedulerOutput) -> None:
+        """Admit those next in line that outrank running requests, before these get their tokens.
 
-        Returns:
-            Tokens that lagging running requests leave to those next in line.
+        Where room is lacking, those outranked are preempted for it.  One token is left to each running.
         """
-        kept = 0
-        for ahead, request in enumerate(self.waiting.next_requests(_LOOK_AHEAD)):
-            while (victim := self.waiting.outranked_by(request, self.running)) is not None:
-                prefix = self.pool.find_prefix(request)
-                if len(self._free_slots) > ahead and self.policies.admission.admits(
-                    request, prefix, self.running, self.pool
-                ):
-                    kept += request.num_tokens - len(prefix) * self.pool.block_size
-                    break
+        for request in self.waiting.next_requests(_LOOK_AHEAD):
+            left = self.limits.max_num_batched_tokens - out.total_tokens
+            if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
+                return
+            while not (self._free_slots and self._start(out, request, max(1, left - len(self.running)))):
+                victim = self.waiting.outranked_by(request, self.running)
+                if victim is None:
+                    return
                 self._preempt(victim, out)
-            else:
-                break
-        return kept
 
-    def _schedule_running(self, out: SchedulerOutput, kept: int) -> None:
+    def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.
 
-        A request that lags by more than one token leaves one to each that runs behind it, and
-        `kept` to those that wait.
+        A request that lags by more than one token leaves one to each that runs behind it.
         """
         running, block_size = self.running, self.pool.block_size
-        left = self.limits.max_num_batched_tokens
+        left = self.limits.max_num_batched_tokens - out.total_tokens
         index = 0
         while index < len(running) and left > 0:
             request = running[index]
@@ -159,7 +156,7 @@ class Scheduler:
             total = request.num_tokens + request.num_pending_tokens
             num_tokens = total - computed
             if num_tokens > 1:
-                num_tokens = self._share(request, num_tokens, left - kept, len(running) - index - 1)
+                num_tokens = self._share(request, num_tokens, left, len(running) - index - 1)
             if total >= request.max_total_tokens or num_tokens <= 0:
                 index += 1  # its last token is in flight, or the budget passes it over
                 continue
@@ -198,14 +195,24 @@ class Scheduler:
             left = budget - out.total_tokens
             if left <= 0 or not self._free_slots:
                 return
-            prefix = self.pool.find_prefix(request)
-            if not self.policies.admission.admits(request, prefix, self.running, self.pool):
+            if not self._start(out, request, left):
                 return  # nobody overtakes it: it would never find room
-            cached = len(prefix) * self.pool.block_size
-            lag = request.num_tokens - cached
-            num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
-            if num_tokens > 0:
-                self._admit(out, request, prefix, num_tokens)
+            if request.status is _RUNNING:
+                self.running.insert(self.waiting.position(request, self.running), request)
+
+    def _start(self, out: SchedulerOutput, request: Request, left: int) -> bool:
+        """Admit a request with up to `left` tokens, unless the budget passes it over; False without blocks for it.
+
+        The caller puts it among the running.
+        """
+        prefix = self.pool.find_prefix(request)
+        if not self.policies.admission.admits(request, prefix, self.running, self.pool):
+            return False
+        lag = request.num_tokens - len(prefix) * self.pool.block_size
+        num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
+        if num_tokens > 0:
+            self._admit(out, request, prefix, num_tokens)
+        return True
 
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
         self.waiting.remove(request)
@@ -216,7 +223,6 @@ class Scheduler:
         assert blocks is not None  # the admission policy saw room for all of it
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        self.running.insert(self.waiting.position(request, self.running), request)
         self.waiting.admitted(request)
         row = NewRow(
             request.slot,
