@@ -1,0 +1,50 @@
+"""Simulations with known costs and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.engine.cost_model import StepCost
+from inflight.simulator.engine import SimulatedEngine, SimulatedInfo
+from inflight.simulator.profile import FitError, Profile
+from inflight.simulator.router import RoundRobin, Router
+from inflight.simulator.simulation import Outcome, Simulation
+from inflight.workload.prompts import IdPrompts
+from inflight.workload.scenarios import Job
+
+ONE_SECOND = StepCost(fixed=1.0)
+PROFILE = Profile(
+    name="made-up",
+    date="2026-01-01",
+    machine="none",
+    versions={},
+    checkpoint="none",
+    options={"block_size": 16, "max_num_seqs": 8, "dtype": "float32"},
+    max_model_len=1024,
+    vocab_size=100,
+    num_blocks=512,
+    bytes_per_block=1024,
+    device=StepCost(0.010, 1e-4, 5e-4, 1e-7, 1e-8),
+    host=StepCost(fixed=0.001),
+    fit=FitError(batches=1, mean=0.0, worst=0.0),
+)
+
+
+def engine(device: StepCost = ONE_SECOND, host: StepCost | None = None, **options: Any) -> SimulatedEngine:
+    config = EngineConfig.from_dict({"model": "none", "enable_prefix_caching": False, **options})
+    return SimulatedEngine(config, SimulatedInfo(4096, 100, 4096), device, host or StepCost())
+
+
+def job(index: int, prompt: int, output: int, due: float | None = None, **fields: Any) -> Job:
+    return Job(index, "test", prompt, output, due, **fields)
+
+
+def simulate(
+    replicas: list[SimulatedEngine], jobs: Iterable[Job], router: Router | None = None, users: int = 1000
+) -> Outcome:
+    outcome = Simulation(replicas, router or RoundRobin(), iter(jobs), IdPrompts(100, 1), users).run()
+    for replica in replicas:
+        replica.check_integrity()
+    return outcome
