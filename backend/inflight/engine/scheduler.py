@@ -136,7 +136,9 @@ class Scheduler:
             left = self.limits.max_num_batched_tokens - out.total_tokens
             if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
                 return
-            while not (self._free_slots and self._start(out, request, max(1, left - len(self.running)))):
+            # What is behind it gives way to it also later, when blocks run out: the others must have room.
+            ahead = [*out.requests, *self.running[: self.waiting.position(request, self.running)]]
+            while not (self._free_slots and self._start(out, request, ahead, max(1, left - len(self.running)))):
                 victim = self.waiting.outranked_by(request, self.running)
                 if victim is None:
                     return
@@ -195,18 +197,21 @@ class Scheduler:
             left = budget - out.total_tokens
             if left <= 0 or not self._free_slots:
                 return
-            if not self._start(out, request, left):
+            if not self._start(out, request, self.running, left):
                 return  # nobody overtakes it: it would never find room
             if request.status is _RUNNING:
                 self.running.insert(self.waiting.position(request, self.running), request)
 
-    def _start(self, out: SchedulerOutput, request: Request, left: int) -> bool:
-        """Admit a request with up to `left` tokens, unless the budget passes it over; False without blocks for it.
+    def _start(self, out: SchedulerOutput, request: Request, beside: list[Request], left: int) -> bool:
+        """Admit a request beside others, with up to `left` tokens, unless the budget passes it over.
 
         The caller puts it among the running.
+
+        Returns:
+            False where there is no room for it.
         """
         prefix = self.pool.find_prefix(request)
-        if not self.policies.admission.admits(request, prefix, self.running, self.pool):
+        if not self.policies.admission.admits(request, prefix, beside, self.pool):
             return False
         lag = request.num_tokens - len(prefix) * self.pool.block_size
         num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
