@@ -141,6 +141,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         step_trace: keep what the last steps did, for `inflight trace`; `true` keeps 4096 steps, a number
             as many. See docs/tracing.md.
         check_on_load: compare a small batch with transformers' own attention before serving.
+        native_forward: on a CPU, run decoders of the llama family as one native call and the linear layers of
+            others by the native kernel, on weights packed at load.
         engine_start_timeout: seconds the engine process has to load the checkpoint.
     """
 
@@ -187,6 +189,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     python_executable: str | None = None
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
+    native_forward: bool = True
     engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
 
     def __post_init__(self) -> None:

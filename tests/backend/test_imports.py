@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine.process": {"config", "engine.messages", "engine.core", "runner"},
     "attention": {"attention", "config"},
-    "ops": {"ops"},
+    "ops": {"ops", "attention"},
     "sampling": {"sampling", *_DATA},
     "runner": {"runner", "attention", "ops", "sampling", "config", *_DATA},
     "frontend": {"frontend", "config", "engine.messages", "engine.request"},

@@ -28,9 +28,10 @@ _HERE = Path(__file__).resolve().parent
 LIBRARY = _HERE / "_cpu_attention.so"
 
 # Sources compiled once, and sources compiled for every instruction set.
-_ONCE = [_HERE / "cpu_attention.cpp"]
-_PER_SET = [_HERE / "cpu_kernels.cpp"]
-_FOLDERS = [_HERE]  # all that holds sources or headers of these
+_OPS = _HERE.parent / "ops"
+_ONCE = [_HERE / "cpu_attention.cpp", _OPS / "cpu_ops.cpp", _OPS / "cpu_decoder.cpp"]
+_PER_SET = [_HERE / "cpu_kernels.cpp", _OPS / "cpu_ops_kernels.cpp"]
+_FOLDERS = [_HERE, _OPS]  # all that holds sources or headers of these
 
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 _WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"]

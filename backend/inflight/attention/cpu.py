@@ -172,7 +172,7 @@ class CpuAttention:
             value = value.contiguous()
         _library().inflight_attention_write(
             cache.address,
-            self._describe(metadata),
+            self.batch_address(metadata),
             key.data_ptr(),
             key.stride(0),
             key.stride(1),
@@ -194,7 +194,7 @@ class CpuAttention:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
         _library().inflight_attention_attend(
             cache.address,
-            self._describe(metadata),
+            self.batch_address(metadata),
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -205,8 +205,8 @@ class CpuAttention:
         )
         return out
 
-    def _describe(self, metadata: AttentionMetadata) -> int:
-        """Address of the kernel's view of the step's batch."""
+    def batch_address(self, metadata: AttentionMetadata) -> int:
+        """Address of the kernel's view of the step's batch, valid until the next step's is asked for."""
         if metadata is not self._step:
             starts, lens = metadata.query_start_loc.contiguous(), metadata.seq_lens.contiguous()
             table, slots = metadata.block_table.contiguous(), metadata.slot_mapping.contiguous()

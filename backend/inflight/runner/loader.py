@@ -23,8 +23,9 @@ from inflight.attention import select_backend
 from inflight.attention.base import KV_DTYPES, LayerAttention, LayerSpec
 from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_layers
 from inflight.config import ConfigError, EngineConfig, parse_bytes
+from inflight.runner.acceleration import accelerate
 from inflight.runner.memory import available_memory, format_bytes
-from inflight.runner.self_check import relative_error
+from inflight.runner.self_check import Reference, reference, relative_error
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
@@ -69,9 +70,10 @@ class CheckpointInfo:
 
 @dataclass
 class LoadedModel:
-    """A module ready for ragged batches: `model(input_ids[1, T], position_ids[1, T], ...)`."""
+    """Ready for ragged batches: `model(input_ids[1, T], position_ids[1, T], ...)`, transformers' module or what
+    stands for it."""
 
-    model: nn.Module
+    model: Any
     info: CheckpointInfo
     device: torch.device
     dtype: torch.dtype
@@ -103,9 +105,8 @@ def load(config: EngineConfig) -> LoadedModel:
     for module, spec in layers:
         cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
         module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
-    if config.check_on_load:
-        tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE.get(kv_dtype or dtype, 0.0))
-        _check_output(model, text_config, config, max_model_len, device, tolerance)
+    tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE.get(kv_dtype or dtype, 0.0))
+    forward = _checked(model, text_config, config, max_model_len, device, tolerance)
     info = CheckpointInfo(
         max_model_len=max_model_len,
         vocab_size=int(text_config.vocab_size),
@@ -117,7 +118,7 @@ def load(config: EngineConfig) -> LoadedModel:
         attention_backend=backend.name,
         load_seconds=time.perf_counter() - start,
     )
-    return LoadedModel(model, info, device, dtype)
+    return LoadedModel(forward, info, device, dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -267,21 +268,33 @@ def _activation_bytes(model: nn.Module, config: EngineConfig, device: torch.devi
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _check_output(
+def _checked(
     model: nn.Module,
     text_config: Any,
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
-    allowed: float,
-) -> None:
-    error = relative_error(model, int(text_config.vocab_size), config.block_size, max_model_len, device)
-    if not error <= allowed:
+    tolerance: float,
+) -> Any:
+    """The forward pass to serve with: the fastest that agrees with transformers' own attention."""
+    expected: Reference | None = None
+    if config.check_on_load:
+        expected = reference(model, int(text_config.vocab_size), max_model_len, device)
+
+    def error(forward: Any) -> float:
+        return 0.0 if expected is None else relative_error(forward, expected, config.block_size, device)
+
+    forward = model
+    if config.native_forward and device.type == "cpu":
+        forward = accelerate(model, lambda candidate: error(candidate) <= tolerance)
+    off = error(forward)
+    if not off <= tolerance:
         raise LoadError(
             f"model type {text_config.model_type!r} cannot be served: on a test batch its logits are off by "
-            f"{error:.1%} (allowed: {allowed:.1%}) from transformers' own attention, so it carries something that "
+            f"{off:.1%} (allowed: {tolerance:.1%}) from transformers' own attention, so it carries something that "
             "paged attention would drop; set check_on_load to false only if you know why they differ"
         )
+    return forward
 
 
 def _num_blocks(

@@ -8,6 +8,10 @@ each alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,33 +22,52 @@ from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.runner.batch_state import BatchState
 
-__all__ = ["relative_error"]
+__all__ = ["Reference", "reference", "relative_error"]
 
 _LENGTHS = (7, 12)
 _CHUNKS = (4, 64)  # tokens of each sequence in the first and the second step
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What transformers' own attention says: float32 logits [length, V] of each sequence of token ids."""
+
+    sequences: list[list[int]]
+    logits: list[Tensor]
+
+
 @torch.inference_mode()
-def relative_error(model: nn.Module, vocab_size: int, block_size: int, max_len: int, device: torch.device) -> float:
+def reference(model: nn.Module, vocab_size: int, max_len: int, device: torch.device) -> Reference:
+    """Run the test sequences, each alone, through eager attention."""
+    lengths = [min(length, max_len) for length in _LENGTHS]
+    sequences = [np.random.default_rng(seed).integers(0, vocab_size, n).tolist() for seed, n in enumerate(lengths)]
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        logits = [
+            model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
+            for sequence in sequences
+        ]
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    return Reference(sequences, logits)
+
+
+@torch.inference_mode()
+def relative_error(model: Callable[..., Any], expected: Reference, block_size: int, device: torch.device) -> float:
     """Largest relative error (Frobenius norms, over sequences) of the paged logits.
 
     Writes to the first blocks of the pool; call before any request.
     """
-    lengths = [min(length, max_len) for length in _LENGTHS]
-    sequences = [np.random.default_rng(seed).integers(0, vocab_size, n).tolist() for seed, n in enumerate(lengths)]
-    paged = _paged_logits(model, sequences, block_size, device)
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    try:
-        errors = []
-        for sequence, logits in zip(sequences, paged):
-            own = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
-            errors.append(((logits - own).norm() / own.norm().clamp_min(1e-9)).item())
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    paged = _paged_logits(model, expected.sequences, block_size, device)
+    errors = [
+        ((logits - own).norm() / own.norm().clamp_min(1e-9)).item() for logits, own in zip(paged, expected.logits)
+    ]
     return max(errors)
 
 
-def _paged_logits(model: nn.Module, sequences: list[list[int]], block_size: int, device: torch.device) -> list[Tensor]:
+def _paged_logits(
+    model: Callable[..., Any], sequences: list[list[int]], block_size: int, device: torch.device
+) -> list[Tensor]:
     """float32 logits [length, V] of each sequence, computed side by side in two chunks."""
     num_blocks = -(-max(map(len, sequences)) // block_size)
     state = BatchState(len(sequences), num_blocks * block_size, block_size, device)

@@ -1,0 +1,261 @@
+// A forward pass of the decoder as one parallel region: embedding to logits without going back to Python.
+//
+// Between two attentions everything is local to a token.  A long step is therefore cut into chunks of
+// tokens, each of which one thread takes from a layer's attention to the next one's:
+//
+//   attend 0 | output, norm, gate_up, down, norm, qkv | attend 1 | ...       chunks of tokens are shared out
+//
+// A short step cannot be cut so, since each thread would read all weights: there the panels of every
+// product are shared out, with a barrier after each.
+#include "cpu_decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace inflight {
+namespace {
+
+// Tokens whose activations stay in a core's second-level cache on their way through a layer.
+constexpr int64_t kChunkRows = 96;
+// Whole team on the same rows, or one thread alone on its own (`team` is null).
+template <class Function>
+void each(Team* team, int64_t count, Function function) {
+  if (team != nullptr) {
+    team->each(count, function);
+  } else if (count > 0) {
+    function(int64_t(0), count);
+  }
+}
+
+void multiply(Team* team, const Linear& linear, const Matrix& x, const Result& result) {
+  each(team, linear.num_panels(),
+       [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
+}
+
+class Arena {
+ public:
+  explicit Arena(char* memory) : at_(memory) {}
+  char* take(int64_t bytes) {
+    char* result = at_;
+    at_ += padded(bytes, 64);
+    return result;
+  }
+  const char* end() const { return at_; }
+
+ private:
+  char* at_;
+};
+
+// What one thread, or the team for a short step, needs between two attentions.
+struct Scratch {
+  char* normed;  // [rows, hidden_size] activations
+  char* middle;  // [rows, results of gate_up] activations
+};
+
+class Pass {
+ public:
+  Pass(const Decoder& decoder, const Tokens& tokens, Team& team)
+      : decoder_(decoder), tokens_(tokens), team_(team), kernels_(ops_kernels()), count_(tokens.batch->num_tokens) {
+    dtype_ = kernels_.activation_dtype(decoder.dtype);
+    element_ = element_size(dtype_);
+    const Layer& attention = *decoder.layers->attention;
+    query_width_ = int64_t(attention.num_heads) * attention.key_size;
+    key_width_ = int64_t(attention.num_kv_heads) * attention.key_size;
+    width_ = decoder.layers->qkv.out_features;
+    out_width_ = decoder.layers->output.in_features;
+    middle_width_ = decoder.layers->down.in_features;
+  }
+
+  // Returns: bytes of the workspace.
+  size_t lay_out(char* memory) {
+    Arena arena(memory);
+    const int64_t hidden_bytes = decoder_.hidden_size * sizeof(float);
+    hidden_ = reinterpret_cast<float*>(arena.take(count_ * hidden_bytes));
+    cos_ = reinterpret_cast<float*>(arena.take(count_ * decoder_.rotary_size / 2 * sizeof(float)));
+    sin_ = reinterpret_cast<float*>(arena.take(count_ * decoder_.rotary_size / 2 * sizeof(float)));
+    qkv_ = arena.take(count_ * width_ * element_);
+    attended_ = arena.take(count_ * out_width_ * element_);
+    kept_hidden_ = reinterpret_cast<float*>(arena.take(tokens_.num_kept * hidden_bytes));
+    kept_attended_ = arena.take(tokens_.num_kept * out_width_ * element_);
+    scratch_ = take_scratch(arena, kChunkRows * team_.size());
+    return arena.end() - memory;
+  }
+
+  size_t scratch_bytes() const {
+    Arena arena(nullptr);
+    take_scratch(arena, kChunkRows);
+    return reinterpret_cast<size_t>(arena.end());
+  }
+
+  // Every thread of the team calls this.
+  void run(bool leads) {
+    thread_local Buffer buffer;
+    Arena arena(buffer.get(scratch_bytes()));
+    const Scratch own = take_scratch(arena, kChunkRows);
+    embed();
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      over_rows(count_, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+        if (i > 0) after_attention(team, decoder_.layers[i - 1], {hidden_, attended_}, scratch, begin, end);
+        before_attention(team, decoder_.layers[i], scratch, begin, end);
+      });
+      attend(decoder_.layers[i], leads);
+    }
+    if (tokens_.num_kept > 0) finish(own);
+  }
+
+ private:
+  struct Stream {
+    float* hidden;
+    char* attended;
+  };
+
+  Scratch take_scratch(Arena& arena, int64_t rows) const {
+    char* normed = arena.take(rows * decoder_.hidden_size * element_);
+    return {normed, arena.take(rows * middle_width_ * element_)};
+  }
+
+  // Share out the rows in chunks, or do all of them together where they are few.
+  template <class Function>
+  void over_rows(int64_t rows, const Scratch& own, Function function) {
+    if (rows <= kChunkRows * team_.size()) {
+      function(&team_, scratch_, int64_t(0), rows);
+      return;
+    }
+    const int64_t unit = kChunkRows * team_.size(), chunks = (rows + unit - 1) / unit * team_.size();
+    team_.each(chunks, [&](int64_t first, int64_t last) {
+      for (int64_t chunk = first; chunk < last; ++chunk) {
+        function(static_cast<Team*>(nullptr), own, rows * chunk / chunks, rows * (chunk + 1) / chunks);
+      }
+    });
+  }
+
+  void embed() {
+    const int64_t size = decoder_.hidden_size, half = decoder_.rotary_size / 2;
+    team_.each(count_, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const char* row = decoder_.embedding + tokens_.input_ids[token] * size * element_size(decoder_.dtype);
+        kernels_.to_floats(row, decoder_.dtype, decoder_.embedding_factor, hidden_ + token * size, size);
+        const float position = float(tokens_.positions[token]);
+        for (int64_t i = 0; i < half; ++i) {
+          const float angle = position * decoder_.inverse_frequencies[i];
+          cos_[token * half + i] = std::cos(angle) * decoder_.rotary_scaling;
+          sin_[token * half + i] = std::sin(angle) * decoder_.rotary_scaling;
+        }
+      }
+    });
+  }
+
+  void norm(Team* team, const float* weight, const float* hidden, int64_t rows, char* out) {
+    const int64_t size = decoder_.hidden_size;
+    each(team, rows, [&](int64_t begin, int64_t end) {
+      kernels_.norm(hidden + begin * size, end - begin, size, weight, decoder_.eps, out + begin * size * element_,
+                    dtype_);
+    });
+  }
+
+  // Norm and projections of tokens begin .. end; their keys and values go to the pool.
+  void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
+    norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch.normed);
+    char* qkv = qkv_ + begin * width_ * element_;
+    multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin},
+             {Into::kActivations, qkv, width_, 1.0f});
+    const int64_t half = decoder_.rotary_size / 2;
+    const Layer& attention = *layer.attention;
+    const Rows keys = {qkv_ + query_width_ * element_, width_, attention.key_size, dtype_};
+    const Rows values = {keys.data + key_width_ * element_, width_, attention.value_size, dtype_};
+    each(team, end - begin, [&](int64_t first, int64_t last) {
+      for (int64_t token = begin + first; token < begin + last; ++token) {
+        const Angles angles = {cos_ + token * half, sin_ + token * half};
+        kernels_.place(decoder_, layer, angles, qkv_ + token * width_ * element_, dtype_);
+      }
+      attention_kernels().write(attention, *tokens_.batch, keys, values, begin + first, begin + last, 0,
+                                attention.num_kv_heads);
+    });
+  }
+
+  void attend(const DecoderLayer& layer, bool leads) {
+    const Rows query = {qkv_, width_, layer.attention->key_size, dtype_};
+    if (leads) attention_.plan({layer.attention, tokens_.batch, query, attended_, nullptr}, team_.size());
+    team_.barrier();
+    attention_.work();
+    team_.barrier();
+  }
+
+  // Output projection and MLP of rows begin .. end, added to their residual.
+  void after_attention(Team* team, const DecoderLayer& layer, const Stream& stream, const Scratch& scratch,
+                       int64_t begin, int64_t end) {
+    const int64_t size = decoder_.hidden_size, rows = end - begin;
+    float* hidden = stream.hidden + begin * size;
+    const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor};
+    multiply(team, layer.output, {stream.attended + begin * out_width_ * element_, out_width_, rows}, residual);
+    norm(team, layer.post_norm, hidden, rows, scratch.normed);
+    multiply(team, layer.gate_up, {scratch.normed, size, rows},
+             {Into::kActivations, scratch.middle, middle_width_, 1.0f});
+    multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual);
+  }
+
+  // The last layer's end and the logits, for the kept tokens only.
+  void finish(const Scratch& own) {
+    const int64_t size = decoder_.hidden_size, bytes = out_width_ * element_;
+    const Stream kept = {kept_hidden_, kept_attended_};
+    team_.each(tokens_.num_kept, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t token = tokens_.kept[i];
+        std::memcpy(kept.hidden + i * size, hidden_ + token * size, size * sizeof(float));
+        std::memcpy(kept.attended + i * bytes, attended_ + token * bytes, bytes);
+      }
+    });
+    const int64_t vocabulary = decoder_.head.out_features;
+    over_rows(tokens_.num_kept, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+      after_attention(team, decoder_.layers[decoder_.num_layers - 1], kept, scratch, begin, end);
+      norm(team, decoder_.final_norm, kept.hidden + begin * size, end - begin, scratch.normed);
+      multiply(team, decoder_.head, {scratch.normed, size, end - begin},
+               {Into::kFloats, reinterpret_cast<char*>(tokens_.logits + begin * vocabulary), vocabulary,
+                decoder_.logits_factor});
+    });
+  }
+
+  const Decoder& decoder_;
+  const Tokens& tokens_;
+  Team& team_;
+  const OpsKernels& kernels_;
+  const int64_t count_;
+  int32_t dtype_;
+  int64_t element_, query_width_, key_width_, width_, out_width_, middle_width_;
+  float *hidden_, *cos_, *sin_, *kept_hidden_;
+  char *qkv_, *attended_, *kept_attended_;
+  Scratch scratch_;
+  TeamAttention attention_;
+};
+
+}  // namespace
+
+void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype, char* out, int threads) {
+  const OpsKernels& kernels = ops_kernels();
+  const int32_t activations = kernels.activation_dtype(linear.dtype);
+  const int64_t size = linear.in_features, results = linear.num_results();
+  if (activations == dtype) {
+    Team team(threads);
+    team.run([&](bool) {
+      multiply(&team, linear, {x, size, rows}, {Into::kActivations, out, results, 1.0f});
+    });
+    return;
+  }
+  thread_local Buffer buffer;
+  char* floats = buffer.get((rows * (size + results)) * sizeof(float));
+  float *from = reinterpret_cast<float*>(floats), *to = from + rows * size;
+  kernels.to_floats(x, dtype, 1.0f, from, rows * size);
+  run_linear(linear, floats, rows, activations, reinterpret_cast<char*>(to), threads);
+  kernels.from_floats(to, dtype, out, rows * results);
+}
+
+void run_decoder(const Decoder& decoder, const Tokens& tokens, int threads) {
+  thread_local Buffer workspace;
+  Team team(threads);
+  Pass pass(decoder, tokens, team);
+  pass.lay_out(workspace.get(pass.lay_out(nullptr)));
+  team.run([&](bool leads) { pass.run(leads); });
+}
+
+}  // namespace inflight
