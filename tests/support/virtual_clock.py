@@ -1,0 +1,97 @@
+"""The real core on a virtual clock: a step takes one second, and tokens cost nothing to compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_rig import Info
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.request import Request, SamplingParams, Status
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+
+class RecordingRunner:
+    """Samples token 1 for every row that is due, and remembers the steps."""
+
+    def __init__(self, info: Info) -> None:
+        self.info = info
+        self.steps: list[SchedulerOutput] = []
+
+    def prepare(self, out: SchedulerOutput) -> None:
+        pass
+
+    def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
+        self.steps.append(out)
+        return StepOutput([1 if samples else -1 for samples in out.samples])
+
+
+class Clocked:
+    """An engine core whose requests arrive at `now`.
+
+    Attributes:
+        requests: every request's first sequence, by id.
+        started: step in which a request was first scheduled, by id; `first_token` likewise.
+    """
+
+    def __init__(self, num_blocks: int = 64, **options: Any) -> None:
+        config = EngineConfig.from_dict({"model": "none", "block_size": 4, "enable_prefix_caching": False, **options})
+        self.runner = RecordingRunner(Info(num_blocks=num_blocks))
+        self.core = EngineCore(config, self.runner)
+        self.scheduler = self.core.scheduler
+        self.now = 0
+        self.requests: dict[int, Request] = {}
+        self.started: dict[int, int] = {}
+        self.first_token: dict[int, int] = {}
+
+    def try_add(self, prompt: int, output: int, *, timeout: float | None = None, **fields: Any) -> RequestFailed | None:
+        """A request of `prompt` tokens that yields `output`, unless token 1 ends it (`stop`)."""
+        number = len(self.requests)
+        stops = [1] if fields.pop("stop", False) else []
+        params = SamplingParams(max_tokens=output, seed=0, stop_token_ids=stops, n=fields.pop("n", 1))
+        deadline = None if timeout is None else self.now + timeout
+        message = AddRequest(number, [2] * prompt, params, deadline=deadline, arrival=float(self.now), **fields)
+        failure = self.core.add_request(message)
+        if failure is None:
+            self.requests[number] = self.core._live[number][0]
+        return failure
+
+    def add(self, prompt: int, output: int, **fields: Any) -> Request:
+        failure = self.try_add(prompt, output, **fields)
+        assert failure is None, failure
+        return self.requests[len(self.requests) - 1]
+
+    def step(self) -> SchedulerOutput:
+        """Run one step and check the invariants."""
+        count = len(self.runner.steps)
+        self.core.step()
+        self.core.check_integrity()
+        out = self.runner.steps[-1] if len(self.runner.steps) > count else SchedulerOutput()
+        for request, samples in zip(out.requests, out.samples):
+            self.started.setdefault(request.request_id, self.now)
+            if samples:
+                self.first_token.setdefault(request.request_id, self.now)
+        self.now += 1
+        return out
+
+    def run(self, limit: int = 5000) -> None:
+        """Until nothing is left."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def order(self) -> list[int]:
+        """Ids in the order in which they were first scheduled."""
+        return sorted(self.started, key=self.started.__getitem__)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self.scheduler.waiting)
+
+    @property
+    def all_finished(self) -> bool:
+        return all(request.status is Status.FINISHED for request in self.requests.values())
