@@ -13,20 +13,23 @@ from inflight.attention.base import AttentionBackend, AttentionMetadata, KVCache
 VOID = 2**30  # block id of table entries that no one may follow
 
 
-def strided(shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, layout: str) -> Tensor:
+def strided(
+    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, layout: str, device: str = "cpu"
+) -> Tensor:
     """Random [tokens, heads, size] in one of the layouts that models hand over."""
+
+    def random_numbers(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device, dtype)
+
     tokens, heads, size = shape
     if layout == "heads first":  # after rotary: [1, heads, tokens, size], transposed
-        return torch.randn(heads, tokens, size, generator=generator).to(dtype).transpose(0, 1)
+        return random_numbers(heads, tokens, size).transpose(0, 1)
     if layout == "fused":  # a slice of one projection's rows
-        return (
-            torch.randn(tokens, 3 * heads * size + 8, generator=generator)
-            .to(dtype)[:, heads * size + 8 : 2 * heads * size + 8]
-            .unflatten(1, (heads, size))
-        )
+        rows = random_numbers(tokens, 3 * heads * size + 8)
+        return rows[:, heads * size + 8 : 2 * heads * size + 8].unflatten(1, (heads, size))
     if layout == "size strided":
-        return torch.randn(tokens, size, heads, generator=generator).to(dtype).transpose(1, 2)
-    return torch.randn(shape, generator=generator).to(dtype)
+        return random_numbers(tokens, size, heads).transpose(1, 2)
+    return random_numbers(tokens, heads, size)
 
 
 @dataclass
@@ -40,18 +43,23 @@ class PagedCase:
     dtype: torch.dtype = torch.float32
     layout: str = "heads first"
     seed: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         spec = self.spec
         heads, sizes = spec.num_kv_heads, (spec.key_head_size, spec.value_head_size)
-        self.keys = [strided((n, heads, sizes[0]), self.dtype, generator, self.layout) for n in self.lens]
-        self.values = [strided((n, heads, sizes[1]), self.dtype, generator, self.layout) for n in self.lens]
-        queries = [strided((n, spec.num_heads, sizes[0]), self.dtype, generator, self.layout) for n in self.lens]
+        self.keys = [strided((n, heads, sizes[0]), self.dtype, generator, self.layout, self.device) for n in self.lens]
+        self.values = [
+            strided((n, heads, sizes[1]), self.dtype, generator, self.layout, self.device) for n in self.lens
+        ]
+        queries = [
+            strided((n, spec.num_heads, sizes[0]), self.dtype, generator, self.layout, self.device) for n in self.lens
+        ]
         # A request's queries are the same whatever part of them is new.
         last = [query[n - count :] for query, n, count in zip(queries, self.lens, self.counts)]
         self.query = last[0] if len(last) == 1 else torch.cat(last)
-        self.sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
+        self.sinks = torch.randn(spec.num_heads, generator=generator).to(self.device) if spec.has_sinks else None
 
     def with_dtype(self, dtype: torch.dtype) -> PagedCase:
         """The same numbers in another dtype."""
@@ -75,7 +83,7 @@ class PagedCase:
 
     def filled_cache(self, backend: AttentionBackend) -> KVCache:
         num_blocks = sum(self._blocks(n) for n in self.lens) + 2
-        cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device("cpu"))
+        cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device(self.device))
         for pool in (cache.key, cache.value):
             pool.fill_(torch.nan if pool.is_floating_point() else -1)  # of a scale's bytes, that is NaN
         # Two writes, so that a block is written in pieces; all requests in one batch.
@@ -102,10 +110,10 @@ class PagedCase:
             for position in range(length - count, length)
         ]
         return AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            seq_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
+            block_table=table.to(self.device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
             query_starts=starts,
             lens=list(lens),
             max_query_len=max(counts),

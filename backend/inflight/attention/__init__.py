@@ -10,7 +10,6 @@ from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.cpu import CpuAttention
 from inflight.attention.reference import ReferenceAttention
 from inflight.attention.triton_backend import TritonAttention, interpreted
-from inflight.config import ConfigError
 
 __all__ = ["select_backend"]
 
@@ -38,6 +37,8 @@ def select_backend(
     Raises:
         ConfigError: no such kernel, none for this device, or it lacks a feature that a layer needs (named).
     """
+    from inflight.config import ConfigError  # kernels are benchmarked where there is nothing but torch
+
     if name != "auto" and name not in _BACKENDS:
         known = ", ".join(["auto", *_BACKENDS])
         raise ConfigError(f"attention_backend={name!r} is not known: allowed are {known}")

@@ -81,13 +81,20 @@ class _TritonKVCache(KVCache):
     scaled: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Layer:
-    """A kind of layer's compiled shapes."""
+    """A kind of layer's compiled shapes.
+
+    Attributes:
+        shapes: constants that the kernels of attention and reduction share.
+        attend: those of attention alone.
+        running: attention programs that the card runs at once.
+    """
 
     geometry: Geometry
-    shapes: dict[str, Any]  # constants that attend and reduce share
-    attend: dict[str, Any]  # those of attend alone
+    shapes: dict[str, Any]
+    attend: dict[str, Any]
+    running: int
 
 
 class TritonAttention:
@@ -128,6 +135,8 @@ class TritonAttention:
         for size in (spec.key_head_size, spec.value_head_size):
             if size > _MAX_HEAD_SIZE:
                 return f"head size {size} (it has up to {_MAX_HEAD_SIZE})"
+        if not spec.scaling > 0:
+            return f"a scaling of {spec.scaling} (it must be positive)"
         if (group := spec.num_heads // spec.num_kv_heads) > _MAX_GROUP:
             return f"{group} query heads per KV head (it has up to {_MAX_GROUP})"
         return None
@@ -193,8 +202,7 @@ class TritonAttention:
             self._step, self._plans = metadata, {}
         plan = self._plans.get(id(layer))
         if plan is None:
-            running = self.card.num_sms * (2 if is_decode else 1)
-            plan = self._plans[id(layer)] = plan_splits(layer.geometry, metadata, running)
+            plan = self._plans[id(layer)] = plan_splits(layer.geometry, metadata, layer.running)
         self._launch(out, query, cache, metadata, spec, sinks, layer, plan)
         return out
 
@@ -208,14 +216,15 @@ class TritonAttention:
         sinks: Tensor | None,
         layer: _Layer,
         plan: SplitPlan,
-    ) -> None:
+    ) -> Any:
+        """Returns Triton's handle of the attention kernel."""
         assert isinstance(cache, _TritonKVCache) and self._scratch is not None
         query = _aligned(query)
         kernels, tile = _kernels()[0], layer.geometry.tile
         num_requests = metadata.seq_lens.shape[0]
         num_blocks = layer.geometry.num_blocks(query.shape[0], num_requests)
         starts, lens = metadata.query_start_loc, metadata.seq_lens
-        kernels.attend_kernel[(spec.num_kv_heads, num_blocks, plan.num_splits)](
+        kernel = kernels.attend_kernel[(spec.num_kv_heads, num_blocks, plan.num_splits)](
             out,
             *self._scratch,
             query,
@@ -242,7 +251,8 @@ class TritonAttention:
             num_stages=tile.num_stages,
         )
         if plan.num_splits > 1:
-            kernels.reduce_kernel[(plan.slot_rows, spec.num_kv_heads, plan.slots)](
+            rows = min(plan.slot_rows, metadata.max_query_len * layer.geometry.group)
+            kernels.reduce_kernel[(rows, spec.num_kv_heads, plan.slots)](
                 out,
                 *self._scratch,
                 starts,
@@ -254,6 +264,7 @@ class TritonAttention:
                 int(plan.short_only),
                 **layer.shapes,
             )
+        return kernel
 
     def _layer(self, spec: LayerSpec, dtype: torch.dtype, block_size: int, is_decode: bool) -> _Layer:
         key = (spec, dtype, block_size, is_decode)
@@ -261,6 +272,7 @@ class TritonAttention:
         if layer is None:
             tile = tile_for(self.card, spec, dtype, is_decode)
             layer = self._layers[key] = _make_layer(spec, dtype, block_size, tile)
+            layer.running = self.card.num_sms  # until `_warm_up` knows better
         return layer
 
     def _warm_up(self, cache: _TritonKVCache, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
@@ -280,7 +292,9 @@ class TritonAttention:
             scaled, cache.scaled = cache.scaled, True
             self.write(key, value, cache, metadata)
             cache.scaled = scaled
-            self._launch(out, query, cache, metadata, spec, sinks, layer, split)
+            kernel = self._launch(out, query, cache, metadata, spec, sinks, layer, split)
+            taken = (layer.geometry.tile.num_warps, kernel.n_regs, kernel.metadata.shared)
+            layer.running = self.card.num_sms * self.card.programs_at_once(*taken)
 
 
 def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile) -> _Layer:
@@ -311,9 +325,10 @@ def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINKS=spec.has_sinks,
         HAS_SCALES=spec.kv_cache_dtype is not None,
+        ONE_LOOP=dtype == torch.float32,  # its products are unrolled: three loops would be 5000 instructions
         DOT=dot,
     )
-    return _Layer(geometry, shapes, attend)
+    return _Layer(geometry, shapes, attend, running=1)
 
 
 def _one_request(count: int, block_size: int, device: torch.device) -> AttentionMetadata:

@@ -41,6 +41,12 @@ class Card:
         seen = torch.cuda.get_device_properties(device)
         return cls((seen.major, seen.minor), seen.multi_processor_count, seen.shared_memory_per_block_optin)
 
+    def programs_at_once(self, num_warps: int, registers: int, shared: int) -> int:
+        """Programs that an SM runs at once, by what each takes (CUDA programming guide, compute capabilities)."""
+        by_registers = 65536 // (32 * num_warps * max(8, -(-registers // 8) * 8))
+        by_shared = (self.shared_memory + 1024) // (shared + 1024)  # the system takes 1 KiB of each
+        return max(1, min(by_registers, by_shared, 48 // num_warps))
+
     @property
     def family(self) -> str:
         """Row of the table: "hopper" (also Blackwell of data centres), "ampere" (A100) or "small"."""
@@ -70,8 +76,8 @@ _TILES: dict[tuple[str, bool], dict[int, Tile]] = {
 }
 # float32 has no tensor-core path without tf32: small tiles on plain arithmetic units.
 _FLOAT32_TILES: dict[bool, dict[int, Tile]] = {
-    True: {64: Tile(0, 32, 4, 2), 128: Tile(0, 32, 4, 1), 256: Tile(0, 16, 4, 1)},
-    False: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
+    True: {64: Tile(0, 32, 4, 1), 128: Tile(0, 32, 4, 1), 256: Tile(0, 16, 4, 1)},
+    False: {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(32, 16, 8, 1)},
 }
 
 

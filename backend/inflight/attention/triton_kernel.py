@@ -23,6 +23,9 @@ Keys and values lie as [num_blocks, num_kv_heads, block_size, head_size], so tha
 of a block is contiguous.
 """
 
+# A condition on constants stands alone, so that Triton compiles one side only.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 import triton
@@ -180,23 +183,24 @@ def _accumulate(
         next_ids = _block_ids(table, tile + 1, seq_len, BLOCK_SIZE, BLOCK_N)
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         present = position < seq_len
-        keys = _tile_pointers(
-            key_cache, ids, tile, kv_head, NUM_KV_HEADS, BLOCK_SIZE, KEY_SIZE, KEY_PADDED, BLOCK_N
-        )
+        keys = _tile_pointers(key_cache, ids, tile, kv_head, NUM_KV_HEADS, BLOCK_SIZE, KEY_SIZE, KEY_PADDED, BLOCK_N)
         k = _load_rows(keys, present, KEY_SIZE, KEY_PADDED, False).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        unit = scale
         if HAS_SOFTCAP:
             # softcap * tanh(x); tanh(x) = 1 - 2 / (1 + e^2x) overflows to the right limits.
-            scores = softcap * _LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / softcap))))
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E * scale / softcap)))
+            unit = softcap * _LOG2_E
         if MASKED:
             seen = position[None, :] <= row_position[:, None]
             if WINDOW > 0:
                 seen = seen & (row_position[:, None] - position[None, :] < WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # Scores have yet to be multiplied by `unit`, which is positive: with the shift that is one operation.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         # A row that has seen nothing yet has no maximum to subtract.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        p = tl.exp2(scores - shift[:, None])
+        p = tl.exp2(scores * unit - shift[:, None])
         decay = tl.exp2(row_max - shift)
         weights = weights * decay + tl.sum(p, 1)
         values = _tile_pointers(
@@ -281,7 +285,7 @@ def _attend_block(
         if HAS_SCALES:
             scale = scale * tl.load(key_scale + kv_head)
         if not HAS_SOFTCAP:
-            scale = scale * _LOG2_E
+            scale = scale * _LOG2_E  # softmax in base 2
 
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         weights = tl.zeros([ROWS], tl.float32)
@@ -373,6 +377,7 @@ def attend_kernel(
     SHORT_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Grid (NUM_KV_HEADS, query blocks, num_splits).
@@ -384,7 +389,8 @@ def attend_kernel(
 
     Requests of few tokens take SHORT_ROWS rows, the others blocks of BLOCK_M rows; with BLOCK_M 0 all
     are short and block b is request b.  Slots are query blocks or, with `split_short_only`, requests,
-    of which then the long ones are not split.
+    of which then the long ones are not split.  ONE_LOOP: tiles that need no mask get it all the same,
+    for less code.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     SHORT_TOKENS: tl.constexpr = SHORT_ROWS // GROUP
@@ -414,7 +420,7 @@ def attend_kernel(
                     table, slot, kv_head, first_row_token, first_position, num_tokens, seq_len, query_stride_token,
                     query_stride_head, scale, softcap, split_tiles, splits, slot_rows, NUM_HEADS, NUM_KV_HEADS,
                     KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, HAS_SINKS,
-                    HAS_SCALES, BLOCK_M, BLOCK_N, False, DOT,
+                    HAS_SCALES, BLOCK_M, BLOCK_N, ONE_LOOP, DOT,
                 )  # fmt: skip
 
 
@@ -439,7 +445,7 @@ def reduce_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Joins what `attend_kernel` left of split query blocks.  Grid (slot_rows, NUM_KV_HEADS, slots)."""
+    """Joins what `attend_kernel` left of split query blocks.  Grid (rows in use, NUM_KV_HEADS, slots)."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     SHORT_TOKENS: tl.constexpr = SHORT_ROWS // GROUP
     BLOCK_Q: tl.constexpr = SHORT_TOKENS if BLOCK_M == 0 else BLOCK_M // GROUP
@@ -448,7 +454,7 @@ def reduce_kernel(
     if BLOCK_M > 0:
         if split_short_only != 0:
             block = tl.load(query_start_loc + slot) // BLOCK_Q + slot
-    _, query_len, seq_len, first_row_token, first_position, num_tokens = _locate(
+    _, query_len, _, first_row_token, first_position, num_tokens = _locate(
         query_start_loc, seq_lens, block, num_requests, BLOCK_Q, BLOCK_M == 0
     )
     first_tile, end_tile = _visible_tiles(first_position, first_position + num_tokens, WINDOW, BLOCK_N)
@@ -467,6 +473,4 @@ def reduce_kernel(
         share = tl.exp2(row_max - tl.max(row_max, 0))
         result = tl.sum(sums * share[:, None], 0) / tl.sum(weights * share, 0)
         out_row = (first_row_token + row // GROUP).to(tl.int64) * NUM_HEADS + kv_head * GROUP + row % GROUP
-        tl.store(
-            out + out_row * VALUE_SIZE + element, result.to(out.dtype.element_ty), mask=element < VALUE_SIZE
-        )
+        tl.store(out + out_row * VALUE_SIZE + element, result.to(out.dtype.element_ty), mask=element < VALUE_SIZE)

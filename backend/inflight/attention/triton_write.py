@@ -13,8 +13,15 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 
 @triton.jit
 def _write_rows(
-    rows, cache, cache_row, mapped, scales, kv_head,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    rows,
+    cache,
+    cache_row,
+    mapped,
+    scales,
+    kv_head,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     element = tl.arange(0, PADDED)
     mask = mapped[:, None] & (element < SIZE)[None, :]

@@ -1,0 +1,124 @@
+"""Compiles what a Triton backend launches for a card that is not there; run in a process of its own,
+without TRITON_INTERPRET.
+
+Triton asks a *driver* for the target it compiles for and hands it the result.  This one names the
+target that it was told, keeps what was compiled and launches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from inflight.attention.triton_configs import Card
+
+SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may take, from NVIDIA's tables
+
+
+def card(arch: int) -> Card:
+    return Card(divmod(arch, 10), SMS[arch], SHARED_MEMORY[arch] * 1024)
+
+
+@dataclass
+class Compiled:
+    """One kernel: what `ptxas -v` and the disassembler say of it."""
+
+    name: str
+    constants: dict[str, Any]
+    types: dict[str, str]
+    num_warps: int
+    shared: int
+    ptx: str
+    cubin: bytes
+
+    def resources(self, arch: int) -> tuple[int, int]:
+        """Registers of a thread, and bytes that spill."""
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+            source.write(self.ptx)
+            source.flush()
+            name = f"sm_{arch}" + ("a" if arch >= 90 else "")
+            command = [str(tool), "-v", f"--gpu-name={name}", source.name, "-o", "/dev/null"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return int(re.findall(r"Used (\d+) registers", said)[-1]), int(
+            re.findall(r"(\d+) bytes spill stores", said)[-1]
+        )
+
+
+class _Driver:
+    """As much of Triton's driver as a launch asks for."""
+
+    def __init__(self, arch: int, compiled: list[Compiled]) -> None:
+        self.arch = arch
+        self.compiled = compiled
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[self.arch] * 1024}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 0, 0, 0, 0, 1024
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Any:
+        return lambda *args: None
+
+
+@contextlib.contextmanager
+def target(arch: int):
+    """Within the block, launches compile for `arch` and do nothing; yields the list of what was compiled."""
+    compiled: list[Compiled] = []
+    driver = _Driver(arch, compiled)
+
+    def keep(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        kernel = triton.compiler.CompiledKernel(src, metadata_group, metadata["hash"])
+        names = src.fn.arg_names
+        constants = {names[path[0]]: value for path, value in src.constants.items()}
+        compiled.append(
+            Compiled(
+                kernel.name,
+                constants,
+                dict(src.signature),
+                kernel.metadata.num_warps,
+                kernel.metadata.shared,
+                kernel.asm["ptx"],
+                kernel.asm["cubin"],
+            )
+        )
+
+    triton.runtime.driver.set_active(driver)
+    triton.knobs.compilation.listener = keep
+    try:
+        yield compiled
+    finally:
+        triton.knobs.compilation.listener = None
+
+
+def sass(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def cpu() -> torch.device:
+    return torch.device("cpu")
