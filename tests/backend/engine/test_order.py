@@ -80,7 +80,8 @@ def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, l
     for item in load:
         for _ in range(item["gap"]):
             checked_step()
-        rig.add(*(item[key] for key in ("prompt", "output")), **{k: item[k] for k in ("priority", "timeout", "n")})
+        n = 1 if policy == "fcfs" else item["n"]  # there, siblings go first of all: the prompt's blocks are there
+        rig.add(item["prompt"], item["output"], priority=item["priority"], timeout=item["timeout"], n=n)
     for _ in range(3000):
         if not rig.core.has_work:
             break
@@ -154,14 +155,14 @@ def test_several_interactive_requests_take_their_slots_at_once():
 
 
 def test_an_interactive_request_takes_blocks():
-    rig = Clocked(26, scheduling_policy="priority")  # of 4 tokens each
-    for _ in range(3):
+    rig = Clocked(36, scheduling_policy="priority")  # of 4 tokens each
+    for _ in range(4):
         rig.add(28, 4, priority=2)
     rig.step()
-    assert len(rig.scheduler.running) == 3
-    request = rig.add(48, 3, priority=0)
+    assert len(rig.scheduler.running) == 4
+    request = rig.add(62, 1, priority=0)
     out = rig.step()
-    assert len(out.preempted) == 2, "it needs 13 blocks, 5 are free, and each gives 7"
+    assert len(out.preempted) == 2, "it needs 16 blocks, 8 are free, and each gives 7"
     assert out.requests[0] is request
     assert request.request_id in rig.first_token
     rig.run()
