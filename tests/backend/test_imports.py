@@ -20,12 +20,22 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step": {"engine.request", "engine.messages"},
     "engine.kv_pool": {"engine.request"},
     "engine.policy": {"engine.kv_pool", *_DATA},
+    "engine.victims": {"config", "engine.policy", "engine.request"},
+    "engine.admission": {"config", "engine.kv_pool", "engine.policy", "engine.request"},
     "engine.swap": {"engine.kv_pool", "engine.cost_model", *_DATA},
     "engine.cost_model": {"engine.step"},
     "engine.budget": {"config", "engine.cost_model", "engine.policy", *_DATA},
     "engine.order": {"config", "engine.request"},
     "engine.fair_queue": {"config", "engine.order", "engine.request"},
-    "engine.policies": {"config", "engine.fair_queue", "engine.order", "engine.policy"},
+    "engine.policies": {
+        "config",
+        "engine.admission",
+        "engine.victims",
+        "engine.budget",
+        "engine.fair_queue",
+        "engine.order",
+        "engine.policy",
+    },
     "engine.scheduler": {"engine.kv_pool", "engine.policy", "engine.swap", *_DATA},
     "engine.step_trace": _DATA,
     "engine.core": {
@@ -47,12 +57,15 @@ ALLOWED: dict[str, set[str]] = {
     "frontend.triton_bridge": {"frontend", "config", "metrics"},
     "model": {"frontend", "metrics", "config"},
     "workload": {"workload"},
+    "simulator": {"simulator", "workload", "config", "engine"},
+    "simulator.calibrate": {"simulator", "config", "engine", "runner"},
+    "simulator.check": {"simulator", "workload", "config", "engine", "runner"},
     "trace": {"trace", "engine.step_trace"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
 # Command line and launcher stand outside of the request path.
 OUTSIDE = {"", "cli", "demo", "launcher", "installation", "repository"}
-TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher", "trace", "workload")
+TORCH_FREE = ("config", "engine.", "frontend", "metrics", "model", "cli", "launcher", "trace", "workload", "simulator")
 
 
 def modules() -> list[str]:

@@ -25,6 +25,8 @@ class Info:
     vocab_size: int = VOCAB
     eos_token_ids: list[int] = field(default_factory=lambda: [0])
     num_blocks: int = 64
+    num_host_blocks: int = 0
+    swap_seconds_per_block: float = 0.0
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -51,6 +53,7 @@ class PagedHashRunner:
         self.info = info
         self.block_size = block_size
         self.pool = [[-1] * block_size for _ in range(info.num_blocks)]
+        self.host_pool = [[-1] * block_size for _ in range(info.num_host_blocks)]
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.max_num_seqs = max_num_seqs
@@ -60,6 +63,10 @@ class PagedHashRunner:
         pass
 
     def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
+        for host_block, block in out.swap_out.items():
+            self.host_pool[host_block] = list(self.pool[block])
+        for block, host_block in out.swap_in.items():
+            self.pool[block] = list(self.host_pool[host_block])
         for row in out.new_rows:
             self.tables[row.slot] = list(row.block_ids)
             self.tokens[row.slot] = list(row.token_ids)
@@ -88,7 +95,8 @@ class PagedHashRunner:
 
 
 def make_core(info: Info, **options: int | bool) -> EngineCore:
-    config = EngineConfig.from_dict({"model": "hash", **options})
+    # Most tests squeeze the pool to see what preemption does: admission must let them.
+    config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
     return EngineCore(config, PagedHashRunner(info, config.block_size, config.max_num_seqs))
 
 

@@ -12,7 +12,14 @@ from inflight.runner.model_runner import ModelRunner
 
 
 def make_core(path: str, **options: Any) -> EngineCore:
-    options = {"model": path, "dtype": "float32", "device": "cpu", "kv_cache_memory": "64MiB", **options}
+    options = {
+        "model": path,
+        "dtype": "float32",
+        "device": "cpu",
+        "kv_cache_memory": "64MiB",
+        "admission": "free_blocks",  # tests squeeze the pool to see what preemption does
+        **options,
+    }
     config = EngineConfig.from_dict(options)
     return EngineCore(config, ModelRunner(config))
 

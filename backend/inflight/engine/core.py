@@ -17,6 +17,7 @@ from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import StepTrace
+from inflight.engine.swap import SwapSpace
 
 __all__ = ["EngineCore", "ModelInfo", "Runner"]
 
@@ -30,6 +31,8 @@ class ModelInfo(Protocol):
     vocab_size: int
     eos_token_ids: list[int]
     num_blocks: int
+    num_host_blocks: int
+    swap_seconds_per_block: float
 
 
 class Runner(Protocol):
@@ -96,8 +99,11 @@ class EngineCore:
         self.runner = runner
         self.info = runner.info
         self.pool = KVPool(self.info.num_blocks, config.block_size)
+        self.swap = SwapSpace(
+            self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
+        )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.pool, make_policies(config))
+        self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
         # One thread executes, so that steps run in the order in which they were made.
@@ -186,6 +192,7 @@ class EngineCore:
         start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
         if step.out.requests:
             self.scheduler.policies.budget.observe(step.out, executed - begun)
+            self.swap.observe(step.out, executed - begun)
         message = StepMessage(deltas, self._stats(step.out, end - start))
         if self.trace is not None:
             self.trace.add(step.out, result, message.stats, (start, scheduled, executed, end))
@@ -282,3 +289,4 @@ class EngineCore:
         if not self.has_work:
             assert not self._live, "a request is remembered that no queue holds"
             assert self.pool.num_used == 0, "an idle engine owns blocks"
+            assert self.swap.num_used == 0, "an idle engine holds host blocks"

@@ -8,14 +8,20 @@ exactly one of three places (invariant 1):
     owned    referenced by one or more block tables               -> `_ref[block] > 0`
 
 Prefix hits are found by a chain hash: the hash of a full block covers its tokens and the hash
-of the block before it, so equal hashes mean equal prefixes.  Shared blocks are full, and a
-request only writes at positions >= `num_computed_tokens`, past everything it shares (invariant 2).
+of the block before it, so equal hashes mean equal prefixes.  The chain starts at tenant and salt of
+the request: prefixes of two tenants never meet, nor do those under two salts, so nobody can probe
+by the time of a first token what another one asked.  Shared blocks are full, and a request only
+writes at positions >= `num_computed_tokens`, past everything it shares (invariant 2).
+
+A block is findable from when the step that computes it is *made*: steps run in that order, and within
+a step every layer writes its keys and values before it attends.  Requests with a common prefix that
+arrive together therefore compute it once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -24,9 +30,18 @@ from inflight.engine.request import Request
 __all__ = ["KVPool"]
 
 
-def _block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """16-byte chain hash of one full block; `parent` is the hash before it, or the salt."""
-    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
+def _root_hash(tenant: str, salt: str) -> bytes:
+    """Where the chains of a tenant's requests with this salt start.
+
+    The length keeps ("ab", "c") and ("a", "bc") apart, `person` a root and a block's hash.
+    """
+    content = f"{len(tenant)}:{tenant}{salt}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=16, person=b"root").digest()
+
+
+def _block_hash(parent: bytes, token_ids: bytes) -> bytes:
+    """16-byte chain hash of one full block; `parent` is the hash before it, or the root."""
+    return hashlib.blake2b(parent + token_ids, digest_size=16).digest()
 
 
 class KVPool:
@@ -49,6 +64,7 @@ class KVPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         # Not a dict: that would look for its first key past all those deleted before it.
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._pack = struct.Struct(f"{block_size}i").pack  # a block's token ids as bytes
         self._ref = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -70,13 +86,17 @@ class KVPool:
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold the KV of the request's leading tokens, longest prefix.
 
-        At least one token is always left to compute, since its logits are needed.  Takes no
-        reference: pass the result to `admit` before anything else is allocated.
+        At least one token is always left to compute, since its logits are needed; of a request that
+        asks for prompt logprobs, all whose entry was not delivered before.  Takes no reference: pass the
+        result to `admit` before anything else is allocated.
         """
-        if not request.caches_blocks or request.params.prompt_logprobs is not None:
+        if not request.caches_blocks:
             return []
+        known = request.num_tokens
+        if request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens:
+            known = request.num_prompt_logprobs
         hit: list[int] = []
-        for index in range((request.num_tokens - 1) // self.block_size):
+        for index in range((known - 1) // self.block_size):
             block = self._block_of.get(self._hash(request, index))
             if block is None:
                 break
@@ -104,6 +124,11 @@ class KVPool:
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += request.num_computed_tokens
 
+    def num_shared(self, request: Request) -> int:
+        """Leading blocks of the request that other block tables reference, too."""
+        blocks, ref = request.block_ids, self._ref
+        return next((index for index, block in enumerate(blocks) if ref[block] == 1), len(blocks))
+
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """Grow the request's block table to hold `num_tokens` tokens.
 
@@ -121,8 +146,11 @@ class KVPool:
         return new
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
-        """Make the full blocks of the request's first tokens findable, once a step has computed those."""
-        full = num_computed_tokens // self.block_size
+        """Make the full blocks of the request's first tokens findable: a step was made that computes them.
+
+        Blocks whose last token is not known yet stay hidden: they have no hash.
+        """
+        full = min(num_computed_tokens, request.num_tokens) // self.block_size
         for index in range(full - 1, -1, -1):
             block = request.block_ids[index]
             if self._hash_of[block] is not None:
@@ -149,9 +177,9 @@ class KVPool:
         """Chain hash of the request's full block `index`, computed once."""
         hashes = request.block_hashes
         while len(hashes) <= index:
-            parent = hashes[-1] if hashes else request.cache_salt.encode("utf-8", "surrogatepass")
+            parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
             start = len(hashes) * self.block_size
-            hashes.append(_block_hash(parent, request.token_ids[start : start + self.block_size]))
+            hashes.append(_block_hash(parent, self._pack(*request.token_ids[start : start + self.block_size])))
         return hashes[index]
 
     def _take(self) -> int:

@@ -89,6 +89,9 @@ class AdmissionPolicy(Protocol):
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         """`prefix` are the blocks that the prefix cache would give it."""
 
+    def ended(self, request: Request) -> None:
+        """A request that was admitted once has ended, by itself or aborted."""
+
 
 class BudgetPolicy(Protocol):
     """How many tokens of prompts a step computes beside its decodes.
@@ -162,10 +165,21 @@ class FreeBlocksAdmission:
 
     They are not reserved, but a request that could not even finish its prompt would only be
     preempted again.
+
+    Args:
+        watermark: share of the pool's blocks that stays free for those that run; nobody needs it kept
+            while none runs.
     """
 
+    def __init__(self, watermark: float = 0.0) -> None:
+        self._watermark = watermark
+
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
-        return pool.missing_blocks(request, prefix) <= pool.num_available
+        kept = int(self._watermark * pool.num_blocks) if running else 0
+        return pool.missing_blocks(request, prefix) + kept <= pool.num_available
+
+    def ended(self, request: Request) -> None:
+        pass
 
 
 class StaticBudget:

@@ -14,6 +14,7 @@ from inflight.engine.messages import SequenceDelta, TokenLogprobs
 from inflight.engine.policy import Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
+from inflight.engine.swap import SwapSpace
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -52,9 +53,16 @@ class Scheduler:
     `max_model_len` (the loader sees to that).
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: KVPool, policies: Policies | None = None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: KVPool,
+        policies: Policies | None = None,
+        swap: SwapSpace | None = None,
+    ) -> None:
         self.limits = limits
         self.pool = pool
+        self.swap = swap if swap is not None else SwapSpace(0, pool.block_size)
         self.policies = policies if policies is not None else Policies()
         self.waiting = self.policies.order
         self.running: list[Request] = []
@@ -89,6 +97,7 @@ class Scheduler:
             self.running.insert(self.waiting.position(request, self.running), request)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
+        self.swap.send(out)
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
@@ -168,6 +177,8 @@ class Scheduler:
                     continue  # it was preempted itself: the next one stands at `index` now
                 out.new_block_ids[request.slot] = blocks
             out.append(request, num_tokens)
+            if num_tokens > 1 and request.caches_blocks:
+                self.pool.publish(request, request.num_computed_tokens)
             left -= num_tokens
             index += 1
 
@@ -213,7 +224,7 @@ class Scheduler:
         prefix = self.pool.find_prefix(request)
         if not self.policies.admission.admits(request, prefix, beside, self.pool):
             return False
-        lag = request.num_tokens - len(prefix) * self.pool.block_size
+        lag = request.num_tokens - self.swap.num_resumable(request, len(prefix))
         num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
         if num_tokens > 0:
             self._admit(out, request, prefix, num_tokens)
@@ -222,10 +233,13 @@ class Scheduler:
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
         self.waiting.remove(request)
         self.pool.admit(request, prefix)
-        if not request.num_preemptions:
+        if request.num_preemptions:
+            request.num_computed_tokens = self.swap.num_resumable(request, len(prefix))
+        else:
             request.num_cached_tokens = request.num_computed_tokens
         blocks = self.pool.extend(request, request.num_computed_tokens + num_tokens)
         assert blocks is not None  # the admission policy saw room for all of it
+        out.swap_in.update(zip(blocks, self.swap.swap_in(request, len(prefix))))
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         self.waiting.admitted(request)
@@ -239,10 +253,13 @@ class Scheduler:
         )
         out.new_rows.append(row)
         out.append(request, num_tokens)
+        if request.caches_blocks:
+            self.pool.publish(request, request.num_computed_tokens)
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
-        """Take slot and blocks; the tokens stay, and are computed again after readmission."""
+        """Take slot and blocks; the tokens stay.  Their KV is computed again after readmission, or swapped."""
         self.running.remove(request)
+        self.swap.swap_out(request, self.pool)
         self._release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
@@ -288,6 +305,9 @@ class Scheduler:
             self._release(request)
         elif request.status is Status.WAITING and request in self.waiting:
             self.waiting.remove(request)
+            self.swap.drop(request)
+        if request.num_output_tokens:
+            self.policies.admission.ended(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         for child in request.children:  # a leader that ends before its prompt is computed takes them along
@@ -311,3 +331,4 @@ class Scheduler:
         slots = [*self._free_slots, *(r.slot for r in self.running)]
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or held twice"
         self.pool.check_integrity(self.running)
+        self.swap.check_integrity(self.waiting)

@@ -49,6 +49,8 @@ class SchedulerOutput:
         new_rows: rows to fill before the step.
         new_block_ids: slot -> blocks appended to a row that was already in place.
         preempted: requests that lost slot and blocks while this step was made.
+        swap_out: host block -> block that is copied there before anything else of the step.
+        swap_in: block -> host block that is copied there next, before the forward pass.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -59,6 +61,8 @@ class SchedulerOutput:
     new_rows: list[NewRow] = field(default_factory=list)
     new_block_ids: dict[int, list[int]] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
+    swap_out: dict[int, int] = field(default_factory=dict)
+    swap_in: dict[int, int] = field(default_factory=dict)
     total_tokens: int = 0
 
     def append(self, request: Request, num_tokens: int) -> None:

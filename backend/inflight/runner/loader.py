@@ -26,6 +26,7 @@ from inflight.config import ConfigError, EngineConfig, parse_bytes
 from inflight.runner.acceleration import accelerate
 from inflight.runner.memory import available_memory, format_bytes
 from inflight.runner.self_check import Reference, reference, relative_error
+from inflight.runner.swap import HostCache
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
@@ -54,6 +55,8 @@ class CheckpointInfo:
         eos_token_ids: ids that end a request unless it ignores them.
         num_blocks: KV blocks in the pool.
         kv_bytes: bytes of the pool.
+        num_host_blocks: KV blocks in host memory, for swapped requests.
+        swap_seconds_per_block: measured time to copy a block there and back.
         load_seconds: time from start to ready.
     """
 
@@ -62,6 +65,8 @@ class CheckpointInfo:
     eos_token_ids: list[int]
     num_blocks: int
     kv_bytes: int
+    num_host_blocks: int
+    swap_seconds_per_block: float
     dtype: str
     device: str
     attention_backend: str
@@ -77,6 +82,7 @@ class LoadedModel:
     info: CheckpointInfo
     device: torch.device
     dtype: torch.dtype
+    host_cache: HostCache | None
 
 
 def load(config: EngineConfig) -> LoadedModel:
@@ -102,23 +108,29 @@ def load(config: EngineConfig) -> LoadedModel:
     bytes_per_block = config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
     activations = _activation_bytes(model, config, device)
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, device, activations)
+    num_host_blocks = _num_host_blocks(config, bytes_per_block, num_blocks, device)
+    caches = []
     for module, spec in layers:
         cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
+        caches.append(cache)
         module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
     tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE.get(kv_dtype or dtype, 0.0))
     forward = _checked(model, text_config, config, max_model_len, device, tolerance)
+    host_cache = HostCache(caches, num_host_blocks) if num_host_blocks else None
     info = CheckpointInfo(
         max_model_len=max_model_len,
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=_eos_token_ids(model, text_config),
         num_blocks=num_blocks,
         kv_bytes=num_blocks * bytes_per_block,
+        num_host_blocks=num_host_blocks,
+        swap_seconds_per_block=host_cache.seconds_per_block() if host_cache else 0.0,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention_backend=backend.name,
         load_seconds=time.perf_counter() - start,
     )
-    return LoadedModel(forward, info, device, dtype)
+    return LoadedModel(forward, info, device, dtype, host_cache)
 
 
 def _device(name: str) -> torch.device:
@@ -317,6 +329,25 @@ def _num_blocks(
             f"are missing; raise kv_cache_memory, or set max_model_len to at most {tokens}"
         )
     return num_blocks
+
+
+def _num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, device: torch.device) -> int:
+    """Blocks that `swap_space` holds; no memory is taken where none would be swapped."""
+    if config.preemption_mode == "recompute" or not config.swap_bytes:
+        return 0
+    host = torch.device("cpu")
+    free = available_memory(host) - (num_blocks * bytes_per_block if device == host else 0)
+    if config.swap_bytes > free:
+        raise LoadError(
+            f"swap_space={config.swap_space!r} is {format_bytes(config.swap_bytes)} of host memory, but "
+            f"{format_bytes(max(0, free))} are free beside the KV pool: lower it"
+        )
+    num_host_blocks = config.swap_bytes // bytes_per_block
+    if not num_host_blocks:
+        raise LoadError(
+            f"swap_space={config.swap_space!r} holds no KV block of {format_bytes(bytes_per_block)}: raise it, or set 0"
+        )
+    return num_host_blocks
 
 
 def _kv_budget(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, str]:

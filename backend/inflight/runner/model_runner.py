@@ -14,6 +14,7 @@ from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.loader import load
+from inflight.runner.swap import HostCache
 from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
 
 __all__ = ["ModelRunner"]
@@ -36,6 +37,7 @@ class ModelRunner:
         self.info = loaded.info
         self.model = loaded.model
         self.device = loaded.device
+        self.host_cache = loaded.host_cache
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
@@ -51,6 +53,8 @@ class ModelRunner:
 
         Tokens sampled here are already in the batch state when this returns.
         """
+        if self.host_cache is not None:
+            self._swap(self.host_cache, out)
         self.state.fill_rows(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
@@ -62,6 +66,13 @@ class ModelRunner:
         step.forward_end = forward_end
         self._add_prompt_logprobs(step, out, asked, logits[len(rows) :])
         return step
+
+    def _swap(self, host_cache: HostCache, out: SchedulerOutput) -> None:
+        """Out before in: a block may be freed and given to a request that comes back in one step."""
+        if out.swap_out:
+            host_cache.swap_out(out.swap_out)
+        if out.swap_in:
+            host_cache.swap_in(out.swap_in)
 
     def _forward(self, inputs: StepInputs, rows: np.ndarray, asked: dict[int, tuple[int, int]]) -> Tensor:
         """Logits [R', V]: one row per entry of `rows`, then those of the asked prompt positions."""

@@ -1,0 +1,131 @@
+"""Whether there is memory for one more request, now and later.
+
+`FreeBlocksAdmission` (policy.py) looks at the blocks that are free now.  Requests grow, though: a
+burst of short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission`
+admits while the most blocks that will ever be needed fit, after the "future" half of the Past-Future
+scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so it is enough to
+look at those moments.
+
+    blocks   .-'|            e.g. three requests that grow by a block a step, ends at r1, r2, r3:
+          .-'   |  .-'|      the peak is the largest of the sums just before r1, r2 and r3
+       .-'      '-'   '...
+      now      r1     r2   r3
+
+Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+
+from inflight.config import EngineConfig
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.policy import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.request import Request
+
+__all__ = ["OutputLengths", "PredictedPeakAdmission", "make_admission"]
+
+_WINDOW = 256  # ended requests that outputs are predicted from
+_UNKNOWN = 256  # output tokens expected of a request while nothing is known
+_PATIENCE = 16  # questions after a refusal that get the same answer, unless a running request left
+# Multiples of them, modulo 1, are spread evenly however many there are (additive recurrence).
+_GOLDEN, _SILVER = 0.6180339887498949, 0.4142135623730951
+
+
+def make_admission(config: EngineConfig) -> AdmissionPolicy:
+    """The admission policy that `model.json` chooses."""
+    kind = PredictedPeakAdmission if config.admission == "predicted_peak" else FreeBlocksAdmission
+    return kind(config.watermark)
+
+
+class OutputLengths:
+    """How many tokens a request will yield, from the last requests that ended.
+
+    A request that has n tokens will end like one of those that had more than n.  Which one is drawn
+    once for each request, so that together they are spread as those were; their mean would have all
+    of them end at once.  A guess is one of them: 256 tokens, 2 n for a request that has outlived that,
+    and never more than the request's own limit.  It is all there is at first, and rules the outliers
+    later; `max_tokens` itself is no guess, since clients declare far more than they use.
+    """
+
+    def __init__(self, window: int = _WINDOW) -> None:
+        self._window = window
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        """A request ended with so many output tokens."""
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > self._window:
+            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
+
+    def expected(self, request: Request) -> int:
+        """Output tokens at which the request will end."""
+        num_tokens = request.num_output_tokens
+        limit = request.max_total_tokens - request.num_prompt_tokens
+        longer = bisect_right(self._sorted, num_tokens)
+        draw = (request.request_id * _GOLDEN + request.index * _SILVER) % 1.0
+        index = longer + int(draw * (len(self._sorted) - longer + 1))
+        guess = self._sorted[index] if index < len(self._sorted) else max(_UNKNOWN, 2 * num_tokens)
+        return min(guess, limit)
+
+
+class PredictedPeakAdmission:
+    """Admits while the predicted peak of all running requests and this one fits the pool.
+
+    A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix
+    count once.  Costs O(R log R) for R running requests, asked once a request, and again every 16 steps
+    for one that fits now and will not later.
+
+    Args:
+        watermark: share of the pool that stays free, now and at the peak.
+    """
+
+    def __init__(self, watermark: float = 0.0) -> None:
+        self._now = FreeBlocksAdmission(watermark)
+        self._share = 1 - watermark
+        self._lengths = OutputLengths()
+        self._patience = 0
+        self._num_refused_beside = 0
+
+    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
+        if not self._now.admits(request, prefix, running, pool):
+            return False
+        if not running:
+            return True
+        if self._patience and len(running) >= self._num_refused_beside:
+            self._patience -= 1
+            return False
+        if self.peak(request, pool.missing_blocks(request, prefix), running, pool) <= self._share * pool.num_blocks:
+            return True
+        self._patience, self._num_refused_beside = _PATIENCE, len(running)
+        return False
+
+    def ended(self, request: Request) -> None:
+        self._lengths.add(request.num_output_tokens)
+        self._patience = 0
+
+    def peak(self, request: Request, missing: int, running: Sequence[Request], pool: KVPool) -> float:
+        """Most blocks that `running` and one more `request`, which takes `missing` now, will hold.
+
+        All are taken to grow by a token a step from now on.
+        """
+        block_size, expected = pool.block_size, self._lengths.expected
+        used = float(pool.num_used + missing)
+        ends = [(expected(request) - request.num_output_tokens, missing)]  # (steps, blocks that are its own)
+        for other in running:
+            held = len(other.block_ids)
+            lacks = max(0, other.num_tokens // block_size + 1 - held)  # the rest of its prompt
+            used += lacks
+            own = held + lacks - other.num_cached_tokens // block_size
+            ends.append((expected(other) - other.num_output_tokens, own))
+        ends.sort()
+        alive, most = len(ends), used
+        for tokens, own in ends:
+            most = max(most, used + alive * tokens / block_size)
+            used -= own
+            alive -= 1
+        return most

@@ -1,0 +1,139 @@
+"""Swap of preempted requests' KV blocks to host memory, where that is cheaper than computing them again.
+
+    preempted:  own blocks [S, H) -> host blocks         the S leading ones are shared: others hold them
+    readmitted: [0, D) from the prefix cache, [max(S, D), H) from the host, if D >= S; then it computes on
+
+Only bookkeeping here; the copies travel in `SchedulerOutput.swap_out` and `swap_in`, and the runner
+makes them.  Every host block is free or held by one waiting request.  vLLM's paper compares the two
+ways of preemption (arXiv:2309.06180, section 7.3).  Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from inflight.engine.cost_model import OnlineStepCost, StepCost, prefill_pairs, step_load
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
+
+__all__ = ["SwapSpace", "recompute_seconds"]
+
+
+def recompute_seconds(cost: StepCost, num_kept: int, num_computed: int) -> float:
+    """What it takes to compute the tokens from `num_kept` to `num_computed` again, beside the step's other work."""
+    num_tokens = num_computed - num_kept
+    return cost.per_prefill_token * num_tokens + cost.per_attention_pair * prefill_pairs(num_kept, num_tokens)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a waiting request has on the host.
+
+    Attributes:
+        first: index in its block table of the first block.
+        blocks: host blocks, one for each index from there on.
+        num_computed_tokens: tokens whose KV is in the first `first + len(blocks)` blocks.
+    """
+
+    first: int
+    blocks: list[int]
+    num_computed_tokens: int
+
+
+class SwapSpace:
+    """Host blocks, and the choice between swap and recompute.
+
+    Args:
+        num_blocks: blocks that the host memory holds; 0 always recomputes.
+        block_size: tokens in a block.
+        seconds_per_block: what it takes to copy one block out and in again, as the runner measured it.
+        mode: "swap" whenever there is room, "recompute" never, "auto" per victim what is cheaper: the
+            copies both ways, or the tokens at the rate at which this engine was seen to compute prompts.
+
+    Attributes:
+        num_swapped_out, num_swapped_in: blocks copied, ever.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, seconds_per_block: float = 0.0, mode: str = "auto") -> None:
+        self.num_blocks = 0 if mode == "recompute" else num_blocks
+        self.block_size = block_size
+        self.seconds_per_block = seconds_per_block
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
+        self._always = mode == "swap"
+        self._model = OnlineStepCost()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._held: dict[Request, _Held] = {}
+        self._copies_out: dict[int, int] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Host blocks that waiting requests hold."""
+        return self.num_blocks - len(self._free)
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        """A step took this long: what prompts cost is learned from it."""
+        if self.num_blocks and not self._always and not (out.swap_out or out.swap_in):
+            self._model.observe(step_load(out), seconds)
+
+    def swap_out(self, request: Request, pool: KVPool) -> None:
+        """Keep what a request has computed, if that is cheaper, before `pool` takes its blocks.
+
+        Blocks that others share stay in the pool and need no copy; where the host has too little room,
+        the tail is left to be computed again.
+        """
+        if not self._free:
+            return
+        first = pool.num_shared(request)
+        computed = request.num_computed_tokens
+        count = min(pool.blocks_for(computed) - first, len(self._free))
+        if count <= 0:
+            return
+        computed = min(computed, (first + count) * self.block_size)
+        if not self._always:
+            again = recompute_seconds(self._model.cost, first * self.block_size, computed)
+            if again <= count * self.seconds_per_block:
+                return
+        blocks = [self._free.pop() for _ in range(count)]
+        self._held[request] = _Held(first, blocks, computed)
+        self.num_swapped_out += count
+        self._copies_out.update(zip(blocks, request.block_ids[first : first + count]))
+
+    def send(self, out: SchedulerOutput) -> None:
+        """Hand the copies that are due to the step that was just made; one without requests is not executed."""
+        if self._copies_out and out.requests:
+            out.swap_out, self._copies_out = self._copies_out, {}
+
+    def num_resumable(self, request: Request, num_cached: int) -> int:
+        """Leading tokens that a waiting request need not compute, with `num_cached` blocks from the prefix cache."""
+        held = self._held.get(request) if self._held else None
+        if held is None or num_cached < held.first:
+            return num_cached * self.block_size
+        return max(num_cached * self.block_size, held.num_computed_tokens)
+
+    def swap_in(self, request: Request, num_cached: int) -> list[int]:
+        """Host blocks to copy into the request's blocks from `num_cached` on; its host memory is free then.
+
+        A later step may overwrite them: the copies are made in the order of the steps.
+        """
+        held = self._held.get(request)
+        if held is None:
+            return []
+        wanted = held.blocks[num_cached - held.first :] if num_cached >= held.first else []
+        self.num_swapped_in += len(wanted)
+        self.drop(request)
+        return wanted
+
+    def drop(self, request: Request) -> None:
+        """A waiting request ended or starts anew: what it has on the host is void."""
+        held = self._held.pop(request, None)
+        if held is not None:
+            self._free += reversed(held.blocks)
+
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Assert that every host block is exactly once free or held, and held by a waiting request."""
+        held = [block for entry in self._held.values() for block in entry.blocks]
+        assert sorted([*self._free, *held]) == list(range(self.num_blocks)), "a host block is lost or in two places"
+        assert self._held.keys() <= set(waiting), "host blocks are held by a request that does not wait"
