@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from inflight.config import EngineConfig
-from inflight.engine.cost_model import OnlineStepCost, StepLoad, prefill_pairs, step_load
+from inflight.engine.cost_model import OnlineStepCost, StepLoad, step_load
 from inflight.engine.policy import BudgetPolicy, StaticBudget
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
@@ -65,7 +65,7 @@ class LatencyBudget:
     def __init__(self, target: float) -> None:
         self.target = target
         self.model = OnlineStepCost()
-        self._load = StepLoad(0, 0, 0, 0)
+        self._load = StepLoad()
         self._decodes = 0
         self._asked = self._granted = False
         self._starved = 0
@@ -83,7 +83,7 @@ class LatencyBudget:
                 decodes += 1
                 context += total
         self._decodes = decodes
-        self._load = StepLoad(0, decodes, context, 0)
+        self._load = StepLoad(decodes, context)
 
     def grant(self, request: Request, lag: int, most: int) -> int:
         computed = request.num_tokens + request.num_pending_tokens - lag
@@ -94,9 +94,7 @@ class LatencyBudget:
         self._asked = True
         if num_tokens:
             self._granted = True
-            prefill, sequences, context, pairs = self._load
-            pairs += prefill_pairs(computed, num_tokens)
-            self._load = StepLoad(prefill + num_tokens, sequences + 1, context, pairs)
+            self._load = self._load.with_prefill(computed, num_tokens)
         return num_tokens
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
@@ -107,7 +105,7 @@ class LatencyBudget:
         cost = self.model.cost
         jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
         headroom = min(_MOST_HEADROOM, _DEVIATIONS * self.model.deviation)
-        room = self.target / (1 + headroom) - cost.seconds(self._load) - cost.per_sequence
+        room = self.target / (1 + headroom) - cost.seconds(self._load.with_prefill(computed, 0))
         if room <= 0:
             return 0
         # room = b n + e (n computed + n (n + 1) / 2), solved for n

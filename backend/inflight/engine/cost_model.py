@@ -1,9 +1,10 @@
-"""What a step costs, as a function of what is in it; fitted offline (`inflight calibrate`) or while serving.
+"""What a step costs, as a function of what is in it; fitted to the steps while serving.
 
     seconds = fixed
-            + per_prefill_token   * tokens of prompts
             + per_sequence        * sequences
             + per_context_token   * tokens that the decodes read from the KV cache
+            + prefill_fixed, where there are tokens of prompts
+            + per_prefill_token   * tokens of prompts
             + per_attention_pair  * query-key pairs of the prompts' attention (quadratic in a prompt)
 
 No coefficient is below zero: a step never gets cheaper by having more in it, and an extrapolation
@@ -14,7 +15,7 @@ would decide everything.  The terms follow Sarathi-Serve (arXiv:2403.02310, sect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import msgspec
 
 from inflight.engine.step import SchedulerOutput
 
-__all__ = ["OnlineStepCost", "StepCost", "StepLoad", "fit_step_cost", "prefill_pairs", "step_load"]
+__all__ = ["OnlineStepCost", "StepCost", "StepLoad", "prefill_pairs", "step_load"]
 
 
 class StepLoad(NamedTuple):
@@ -32,16 +33,34 @@ class StepLoad(NamedTuple):
     same.
 
     Attributes:
-        prefill_tokens: tokens of the rows that compute several.
-        sequences: rows.
-        context_tokens: keys that the decodes attend to.
-        attention_pairs: query-key pairs of the other rows.
+        decodes: rows that compute one token.
+        context_tokens: keys that they attend to.
+        prefills: rows that compute several.
+        prefill_tokens: their tokens.
+        attention_pairs: their query-key pairs.
     """
 
-    prefill_tokens: int
-    sequences: int
-    context_tokens: int
-    attention_pairs: int
+    decodes: int = 0
+    context_tokens: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    attention_pairs: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.prefills
+
+    def with_prefill(self, computed: int, num_tokens: int) -> StepLoad:
+        """This and a chunk of `num_tokens` tokens behind `computed` ones."""
+        return self._replace(
+            prefills=self.prefills + 1,
+            prefill_tokens=self.prefill_tokens + num_tokens,
+            attention_pairs=self.attention_pairs + prefill_pairs(computed, num_tokens),
+        )
 
 
 def prefill_pairs(computed: int, num_tokens: int) -> int:
@@ -51,61 +70,63 @@ def prefill_pairs(computed: int, num_tokens: int) -> int:
 
 def step_load(out: SchedulerOutput) -> StepLoad:
     """The load of a step that was made."""
-    prefill = context = pairs = 0
+    decodes = context = prefill = pairs = 0
     for num_tokens, computed in zip(out.num_scheduled_tokens, out.num_computed_tokens):
         if num_tokens == 1:
+            decodes += 1
             context += computed + 1
         else:
             prefill += num_tokens
             pairs += prefill_pairs(computed, num_tokens)
-    return StepLoad(prefill, len(out.requests), context, pairs)
+    return StepLoad(decodes, context, len(out.requests) - decodes, prefill, pairs)
 
 
 class StepCost(msgspec.Struct, frozen=True):
     """Coefficients of the model, all in seconds and none below zero."""
 
     fixed: float = 0.0
-    per_prefill_token: float = 0.0
     per_sequence: float = 0.0
     per_context_token: float = 0.0
+    prefill_fixed: float = 0.0
+    per_prefill_token: float = 0.0
     per_attention_pair: float = 0.0
 
     def seconds(self, load: StepLoad) -> float:
         """Seconds of a step."""
-        return (
-            self.fixed
-            + self.per_prefill_token * load.prefill_tokens
-            + self.per_sequence * load.sequences
-            + self.per_context_token * load.context_tokens
-            + self.per_attention_pair * load.attention_pairs
-        )
+        seconds = self.fixed + self.per_sequence * load.sequences + self.per_context_token * load.context_tokens
+        if load.prefills:
+            seconds += self.prefill_fixed + self.per_prefill_token * load.prefill_tokens
+            seconds += self.per_attention_pair * load.attention_pairs
+        return seconds
 
 
-# Places of a load's terms, in the order in which the descent visits them: what a step has of prompts
+# A load's terms stand in the order in which the descent visits them: what a step has of prompts
 # explains its cost before what every step has, so that doubt makes prompts dear and not free.
-_PREFILL, _PAIRS, _SEQUENCES, _CONTEXT, _FIXED = range(5)
+_TERMS = 6
 
 
 def _terms(load: StepLoad) -> tuple[float, ...]:
-    return (load.prefill_tokens, load.attention_pairs, load.sequences, load.context_tokens, 1.0)
+    has_prefill = 1.0 if load.prefills else 0.0
+    return (load.prefill_tokens, load.attention_pairs, has_prefill, load.sequences, load.context_tokens, 1.0)
 
 
 def _cost(weights: Sequence[float]) -> StepCost:
-    return StepCost(weights[_FIXED], weights[_PREFILL], weights[_SEQUENCES], weights[_CONTEXT], weights[_PAIRS])
+    per_token, per_pair, prefill_fixed, per_sequence, per_context, fixed = weights
+    return StepCost(fixed, per_sequence, per_context, prefill_fixed, per_token, per_pair)
 
 
 class _NormalEquations:
     """Weighted sums of x x' and x y: all that least squares needs of the steps seen."""
 
     def __init__(self) -> None:
-        self.gram = [[0.0] * 5 for _ in range(5)]
-        self.moment = [0.0] * 5
+        self.gram = [[0.0] * _TERMS for _ in range(_TERMS)]
+        self.moment = [0.0] * _TERMS
 
     def add(self, x: Sequence[float], y: float, weight: float, keep: float = 1.0) -> None:
         """Take a step in; what is there already counts `keep` as much as before."""
         for i, row in enumerate(self.gram):
             wx = weight * x[i]
-            for j in range(5):
+            for j in range(_TERMS):
                 row[j] = row[j] * keep + wx * x[j]
             self.moment[i] = self.moment[i] * keep + wx * y
 
@@ -116,43 +137,13 @@ def _descend(parts: Sequence[_NormalEquations], weights: list[float], sweeps: in
     Each update is exact for its coordinate, so the terms need no common scale.  From where the last
     call ended, a few sweeps a step follow a machine that drifts.
     """
-    gram = [[sum(part.gram[i][j] for part in parts) for j in range(5)] for i in range(5)]
-    moment = [sum(part.moment[i] for part in parts) for i in range(5)]
+    gram = [[sum(part.gram[i][j] for part in parts) for j in range(_TERMS)] for i in range(_TERMS)]
+    moment = [sum(part.moment[i] for part in parts) for i in range(_TERMS)]
     for _ in range(sweeps):
-        moved = False
         for i, row in enumerate(gram):
             if row[i] > 0.0:
-                before, explained = weights[i], sum(g * w for g, w in zip(row, weights))
-                weights[i] = max(0.0, before + (moment[i] - explained) / row[i])
-                moved = moved or abs(weights[i] - before) > _SETTLED * before
-        if not moved:
-            return
-
-
-_OFFLINE_SWEEPS = 20_000
-_SETTLED = 1e-7  # relative change below which a coefficient has found its place
-
-
-def fit_step_cost(steps: Iterable[tuple[StepLoad, float]]) -> StepCost:
-    """Least squares of the relative errors over measured steps.
-
-    Args:
-        steps: load and seconds of each.
-
-    Raises:
-        ValueError: there is no step, or one took no time.
-    """
-    equations, count = _NormalEquations(), 0
-    for load, seconds in steps:
-        if seconds <= 0:
-            raise ValueError(f"a step of {seconds:g} seconds: a measured step takes time")
-        equations.add(_terms(load), seconds, 1.0 / seconds**2)
-        count += 1
-    if not count:
-        raise ValueError("no steps to fit a cost to: measure some")
-    weights = [0.0] * 5
-    _descend([equations], weights, _OFFLINE_SWEEPS)
-    return _cost(weights)
+                explained = sum(g * w for g, w in zip(row, weights))
+                weights[i] = max(0.0, weights[i] + (moment[i] - explained) / row[i])
 
 
 @dataclass
@@ -178,7 +169,7 @@ class OnlineStepCost:
     def __init__(self, memory: int = 50) -> None:
         self._keep = 1.0 - 1.0 / memory
         self._kinds = (_Kind(_NormalEquations()), _Kind(_NormalEquations()))
-        self._weights = [0.0] * 5
+        self._weights = [0.0] * _TERMS
         self._deviation = 0.25
         self.cost = StepCost()
         self.largest_prefill = 0
@@ -192,7 +183,7 @@ class OnlineStepCost:
         """A step with this load took this long."""
         if seconds <= 0.0:
             return
-        kind = self._kinds[load.prefill_tokens > 0]
+        kind = self._kinds[load.prefills > 0]
         expected = self.cost.seconds(load)
         weight, scale = 1.0, seconds
         if kind.count >= _WARM_UP and expected > 0.0:

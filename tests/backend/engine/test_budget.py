@@ -18,7 +18,7 @@ from inflight.engine.policy import StaticBudget
 from inflight.engine.step import SchedulerOutput, StepOutput
 
 INFO = Info(max_model_len=4096, num_blocks=2048)
-COST = StepCost(0.004, 50e-6, 100e-6, 0.2e-6, 3e-9)
+COST = StepCost(0.004, 100e-6, 0.2e-6, 0.0, 50e-6, 3e-9)
 
 
 class Rig:
@@ -111,6 +111,7 @@ def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
 @settings(max_examples=15, deadline=None)
 @given(
     fixed=st.floats(0.001, 0.02),
+    jump=st.sampled_from([0.0, 0.3]),
     per_token=st.floats(5e-6, 200e-6),
     per_sequence=st.floats(0, 300e-6),
     per_context=st.floats(0, 1e-6),
@@ -121,12 +122,12 @@ def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
     seed=st.integers(0, 9),
 )
 def test_steps_stay_within_the_target_whatever_a_step_costs(
-    fixed, per_token, per_sequence, per_context, per_pair, slack, noise, prompts, seed
+    fixed, jump, per_token, per_sequence, per_context, per_pair, slack, noise, prompts, seed
 ):
     """The target is `slack` times a decode step; after a warm-up no step with decodes takes longer."""
-    cost = StepCost(fixed, per_token, per_sequence, per_context, per_pair)
+    cost = StepCost(fixed, per_sequence, per_context, jump * fixed, per_token, per_pair)
     decode = fixed + 8 * per_sequence + 8 * 700 * per_context
-    target = slack * decode + MIN_CHUNK * per_token + (MIN_CHUNK * 1600) * per_pair
+    target = slack * decode + jump * fixed + MIN_CHUNK * per_token + (MIN_CHUNK * 1600) * per_pair
     rig = Rig(cost, noise, seed, itl_target_ms=1000 * target)
     for request_id in range(4):
         rig.add(request_id, 64, 600)
