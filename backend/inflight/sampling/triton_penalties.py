@@ -41,7 +41,7 @@ def penalise(logits: Tensor, penalties: Penalties) -> None:
         penalties.index,
         penalties.counts,
         penalties.rows,
-        penalties.strengths,
+        penalties.strengths.contiguous(),
         num_pairs,
         penalties.strengths.shape[1],
         BLOCK=_BLOCK,

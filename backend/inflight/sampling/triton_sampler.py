@@ -45,6 +45,7 @@ MAX_REGISTERS = 64
 CAPACITY = 4096
 
 _LOWEST_RANK = tl.constexpr(-(2**63))
+_HIGHEST_RANK = tl.constexpr(2**63 - 1)
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 
@@ -174,20 +175,27 @@ def _narrow(
 
 
 @triton.jit
+def _middle(low, high):
+    """The least integer above the mean of low < high, which may lie further apart than their type reaches."""
+    return (low >> 1) + (high >> 1) + (low & high & 1) + 1
+
+
+@triton.jit
 def _lower_bound(lane_maxima, k, BLOCK: tl.constexpr):
-    """An `order_key` that at least k lanes' maxima reach, and not many more than k."""
+    """An `order_key` that at least k lanes' maxima reach, and not many more than k unless they are equal."""
     keys = order_key(lane_maxima)
-    low = tl.min(keys, 0)
-    high = tl.max(keys, 0) + 1
-    low = tl.where(k > BLOCK, order_key(tl.full((), -float("inf"), tl.float32)), low)
+    low, high = tl.min(keys, 0), tl.max(keys, 0)
     reach = tl.full((), BLOCK, tl.int32)
-    while (k <= BLOCK) & (reach > k + (k >> 3)) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        count = tl.sum((keys >= middle).to(tl.int32), 0)
-        reach = tl.where(count >= k, count, reach)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle)
-    return low
+    while (reach > k + (k >> 3)) & (low < high):
+        above = keys >= _middle(low, high)
+        count = tl.sum(above.to(tl.int32), 0)
+        enough = count >= k
+        reach = tl.where(enough, count, reach)
+        low, high = (
+            tl.where(enough, tl.min(tl.where(above, keys, high), 0), low),
+            tl.where(enough, high, tl.max(tl.where(above, low, keys), 0)),
+        )
+    return tl.where(k > BLOCK, order_key(tl.full((), -float("inf"), tl.float32)), low)
 
 
 @triton.jit
@@ -208,26 +216,33 @@ def _list_above(row, vocab_size, bound, count_ptr, values, ids_ptr, BLOCK: tl.co
 
 @triton.jit
 def _kth_rank(values, ids_ptr, size, k, low, high, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """A rank that exactly k entries reach: low < ranks < high, found by bisection.
+    """A rank that exactly k entries reach, if more than k reach `low` and none is above `high`.
 
-    `low` where there are no more than k.
+    Bisection whose ends move to ranks that occur, so that ties take no more steps than others.
     """
     lanes = tl.arange(0, BLOCK)
     reach = size
-    while (reach > k) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    while reach > k:
+        middle = _middle(low, high)
         counts = tl.zeros((BLOCK,), tl.int32)
+        least = tl.full((BLOCK,), _HIGHEST_RANK, tl.int64)
+        most = tl.full((BLOCK,), _LOWEST_RANK, tl.int64)
         for start in tl.range(0, size, BLOCK):
             here = start + lanes
             x = tl.load(values + here, mask=here < size, other=-float("inf")).to(tl.float32)
             ids = here
             if LISTED:
                 ids = tl.load(ids_ptr + here, mask=here < size, other=0)
-            counts += ((here < size) & (_rank(x, ids) >= middle)).to(tl.int32)
+            rank = _rank(x, ids)
+            above = (here < size) & (rank >= middle)
+            counts += above.to(tl.int32)
+            least = tl.where(above & (rank < least), rank, least)
+            most = tl.where((here < size) & (rank < middle) & (rank > most), rank, most)
         count = tl.sum(counts, 0)
-        reach = tl.where(count >= k, count, reach)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle)
+        enough = count >= k
+        reach = tl.where(enough, count, reach)
+        low = tl.where(enough, tl.min(least, 0), low)
+        high = tl.where(enough, high, tl.max(most, 0))
     return low
 
 
@@ -242,7 +257,7 @@ def _choose_from_top_k(
     largest = tl.maximum(top * scale, _LOWEST_FLOAT)
     found = _list_above(row, vocab_size, bound, count_ptr, values, ids_ptr, BLOCK, CAPACITY)
     low = bound.to(tl.int64) << 32
-    high = (order_key(top).to(tl.int64) + 1) << 32
+    high = _rank(top, tl.full((), 0, tl.int32))
     nothing = tl.full((), _LOWEST_RANK, tl.int64)
     token = tl.full((), 0, tl.int32)
     if found <= CAPACITY:
