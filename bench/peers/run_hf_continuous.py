@@ -28,7 +28,6 @@ def load(task: dict[str, Any]) -> tuple[PreTrainedModel, ContinuousBatchingConfi
     return model, config
 
 
-@torch.inference_mode()
 def generate(engine: tuple[PreTrainedModel, ContinuousBatchingConfig], requests: list[dict[str, Any]]) -> list[Any]:
     model, config = engine
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(r["out"] for r in requests))

@@ -1,13 +1,11 @@
 """Inflight's EngineCore in-process, stepped in a loop: no text, no process boundary.
 
-With `profile` in the job the run is no race: the requests go through twice, the second time under torch's profiler,
-and the result says where the time of a step goes.
+With `profile` in the job the run is no race: the result says where the time of its steps goes (breakdown.py).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
 
 KV_DTYPES = {"bf16": "auto", "fp32": "auto", "u8": "int8"}
 PARTS = ("schedule", "forward", "sample", "update")
-# Operations of the forward pass, by what they are for; the first pattern that matches counts.
-KINDS = {
-    "attention": r"attend|attention|write_kv|kv_write|^inflight.*::write",
-    "linear": r"linear|addmm|::mm$|::bmm$|matmul|gemm|mkldnn|onednn",
-    "norm, rotary, gate, copies": r"",
-}
 
 
 @dataclass
@@ -99,41 +91,16 @@ def steps(engine: Engine) -> dict[str, Any]:
     }
 
 
-def breakdown(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of `requests` by kind of work.
-
-    Operations are timed by torch's profiler in a second pass; what the forward passes of the first took beyond them is
-    Python and dispatch.  The profiler's clock is tied to the step trace's by one marked event.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    generate(engine, requests)
-    plain = steps(engine)["step_parts"]
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with record_function("clock"):
-            clock = time.monotonic()
-        generate(engine, requests)
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
-    offset = clock - next(event.time_range.start for event in events if event.name == "clock") * 1e-6
-    forwards = [(step.start + step.schedule, step.start + step.schedule + step.forward) for step in engine.steps]
-    seconds = dict.fromkeys(KINDS, 0.0)
-    index = 0
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        at = event.time_range.start * 1e-6 + offset
-        while index < len(forwards) and forwards[index][1] < at:
-            index += 1
-        if index < len(forwards) and forwards[index][0] <= at:
-            kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.name))
-            seconds[kind] += event.self_cpu_time_total * 1e-6
-    forward = plain.pop("forward")
-    return {**seconds, "Python of the forward pass": max(0.0, forward - sum(seconds.values())), **plain}
-
-
 def profiled(task: dict[str, Any]) -> dict[str, Any]:
     engine = load(task)
+    from breakdown import break_down
+
+    def work() -> dict[str, float]:
+        generate(engine, task["requests"])
+        return steps(engine)["step_parts"]
+
     generate(engine, task["warm_up"])
-    return {"breakdown": breakdown(engine, task["requests"])}
+    return {"breakdown": break_down(engine.core.runner, work)}
 
 
 if __name__ == "__main__":

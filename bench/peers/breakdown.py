@@ -1,0 +1,93 @@
+"""Where the time of Inflight's steps goes, of decoders that run as one native call.
+
+The call is timed in a first pass over the requests. In a second one each step's products and attention are run again
+alone, at its shapes and over its KV pool, right after the call; what they take of it there is taken for their share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inflight.attention.base import current_metadata
+from inflight.ops import cpu as native
+
+if TYPE_CHECKING:
+    from inflight.runner.fusion import FusedDecoder
+
+
+class TimedDecoder:
+    """Stands for the decoder that it times.
+
+    Attributes:
+        seconds: of all calls so far.
+        pieces: seconds of the products and of the attention of those calls run alone; only with `takes_apart`.
+    """
+
+    def __init__(self, decoder: FusedDecoder) -> None:
+        self.decoder = decoder
+        self.takes_apart = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = 0.0
+        self.pieces = {"linear": 0.0, "attention": 0.0}
+
+    def __call__(self, *, input_ids: Tensor, logits_to_keep: Tensor, **inputs: Any) -> Any:
+        start = time.perf_counter()
+        result = self.decoder(input_ids=input_ids, logits_to_keep=logits_to_keep, **inputs)
+        self.seconds += time.perf_counter() - start
+        if self.takes_apart:
+            tokens = input_ids.shape[1]
+            self.pieces["linear"] += _seconds(lambda: self._multiply(tokens, len(logits_to_keep)))
+            self.pieces["attention"] += _seconds(lambda: self._attend(tokens))
+        return result
+
+    def _multiply(self, tokens: int, kept: int) -> None:
+        """All products of a step; behind the last attention only the kept tokens go on."""
+        layers = self.decoder.tables.layers
+        for index, layer in enumerate(layers):
+            self._linear(layer.qkv, tokens)
+            rows = kept if index == len(layers) - 1 else tokens
+            for weight in (layer.output, layer.gate_up, layer.down):
+                self._linear(weight, rows)
+        self._linear(self.decoder.tables.head, kept)
+
+    def _linear(self, weight: native.PackedWeight, rows: int) -> None:
+        if rows:
+            native.linear(torch.zeros(rows, weight.in_features, dtype=self.decoder.dtype), weight)
+
+    def _attend(self, tokens: int) -> None:
+        for attention in self.decoder.attention:
+            spec = attention.spec
+            query = torch.zeros(tokens, spec.num_heads, spec.key_head_size, dtype=self.decoder.dtype)
+            self.decoder.backend.attend(query, attention.cache, current_metadata(), spec, None)
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Seconds of the steps by kind of work; `work` makes them once and returns the seconds of their parts
+    (schedule, forward, sample, update)."""
+    if not hasattr(runner.model, "tables"):
+        return work()
+    timed = runner.model = TimedDecoder(runner.model)
+    parts = work()
+    seconds = timed.seconds
+    timed.reset()
+    timed.takes_apart = True
+    work()
+    shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}
+    scale = 1.0 / max(1.0, sum(shares.values()))  # alone they may take longer than together
+    kinds = {name: share * scale * seconds for name, share in shares.items()}
+    kinds["norm, rotary, residual, barriers"] = seconds - sum(kinds.values())
+    kinds["Python around the forward pass"] = max(0.0, parts.pop("forward") - seconds)
+    return {**kinds, **parts}
