@@ -8,6 +8,17 @@ from hypothesis import strategies as st
 
 prompts = st.lists(st.integers(0, 5), min_size=1, max_size=40)  # few distinct ids: prefixes collide often
 
+memory_policies = st.fixed_dictionaries(
+    {
+        "admission": st.sampled_from(["free_blocks", "predicted_peak"]),
+        "watermark": st.sampled_from([0, 0.01, 0.3]),
+        "preemption_victim": st.sampled_from(["lowest_priority", "longest", "least_preempted"]),
+        "preemption_mode": st.sampled_from(["recompute", "swap"]),
+        "swap_space": st.just("1MiB"),
+    }
+)
+host_blocks = st.sampled_from([0, 1, 5, 1000])
+
 
 @st.composite
 def workloads(draw):
@@ -20,6 +31,8 @@ def workloads(draw):
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 8, 64])),
         "enable_prefix_caching": draw(st.booleans()),
         "async_scheduling": draw(st.booleans()),
+        "memory": draw(memory_policies),
+        "num_host_blocks": draw(host_blocks),
         "arrivals": draw(
             st.lists(
                 st.tuples(
@@ -40,9 +53,9 @@ def workloads(draw):
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_request_ends_once_with_exactly_its_tokens(load):
-    info = Info(num_blocks=load["num_blocks"])
+    info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
     options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "async_scheduling")
-    core = make_core(info, **{key: load[key] for key in options})
+    core = make_core(info, **{key: load[key] for key in options}, **load["memory"])
     outputs: dict = {}
     reasons: dict = {}
     expected: dict = {}
@@ -83,13 +96,14 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     st.sampled_from([1, 4, 16]),
     st.sampled_from([1, 5, 64]),
     st.booleans(),
+    memory_policies,
+    host_blocks,
 )
-def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget, overlap):
+def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget, overlap, memory, num_host_blocks):
     """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
-    info = Info(num_blocks=64 // block_size)
-    core = make_core(
-        info, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=8, async_scheduling=overlap
-    )
+    info = Info(num_blocks=64 // block_size, num_host_blocks=num_host_blocks)
+    options = {"block_size": block_size, "max_num_batched_tokens": budget, "async_scheduling": overlap}
+    core = make_core(info, max_num_seqs=8, **options, **memory)
     outputs: dict = {}
     reasons: dict = {}
     expected = {}
