@@ -16,15 +16,18 @@ medians of graph replays; the pool is many times the size of the L2 cache.
 --tune tries other tile shapes and prints the best for each kind of batch.
 """
 
+# ruff: noqa: E402  (the repository is found before it is imported: where a GPU is, nothing may be installed)
+
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -32,15 +35,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests" / "support")]
 
 import triton
 from attention_cases import CASES, FP8, case_of, stored
-from paged_case import PagedCase, relative_error
+from paged_case import relative_error
 
-from inflight.attention import triton_backend, triton_configs
+from inflight.attention import triton_backend
 from inflight.attention.base import AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.attention.triton_backend import TritonAttention
@@ -97,10 +102,308 @@ def cases(quick: bool = False) -> list[Shape]:
     return [shape for shape in shapes if not quick or shape.name in wanted]
 
 
+class Batch:
+    """One layer's attention over a batch: random keys and values in scattered blocks."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        spec, size = shape.spec, shape.block_size
+        self.shape, self.dtype, self.backend = shape, dtype, TritonAttention()
+        blocks = [-(-length // size) for length in shape.lens]
+        self.cache = self.backend.new_cache(sum(blocks), size, spec, dtype, device)
+        for pool in (self.cache.key, self.cache.value):
+            for part in pool.split(4096):
+                part.copy_(torch.randn(part.shape, dtype=dtype, device=device).to(pool.dtype))
+        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        for row, chosen in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
+            table[row, : len(chosen)] = chosen
+        starts = [0, *torch.tensor(shape.counts).cumsum(0).tolist()]
+        slots = [
+            int(table[row, position // size]) * size + position % size
+            for row, (length, count) in enumerate(zip(shape.lens, shape.counts))
+            for position in range(length - count, length)
+        ]
+        self.metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
+            block_table=table.to(device),
+            slot_mapping=torch.tensor(slots, device=device),
+            query_starts=starts,
+            lens=list(shape.lens),
+            max_query_len=max(shape.counts),
+            max_seq_len=max(shape.lens),
+            block_size=size,
+        )
+        self.query = torch.randn(starts[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
+        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.lens, shape.counts))
+        self.flops = 2 * spec.num_heads * (spec.key_head_size + spec.value_head_size) * pairs
+        self.bytes = sum(shape.lens) * spec.bytes_per_token(dtype)
+
+    def attend(self) -> Tensor:
+        return self.backend.attend(self.query, self.cache, self.metadata, self.shape.spec, None)
+
+    def error(self) -> float:
+        """Relative error of some requests' rows of one KV head, against float32."""
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+        out = self.attend()
+        torch.use_deterministic_algorithms(False)
+        spec, starts = self.shape.spec, self.metadata.query_starts
+        group, kv_head = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads - 1
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        errors = []
+        for row in {0, len(self.shape.lens) // 2, len(self.shape.lens) - 1}:
+            length, count = self.shape.lens[row], self.shape.counts[row]
+            blocks = self.metadata.block_table[row, : -(-length // self.shape.block_size)]
+            key, value = (
+                pool[blocks, kv_head].flatten(0, 1)[:length].float() for pool in (self.cache.key, self.cache.value)
+            )
+            query = self.query[starts[row] : starts[row + 1], heads].float()
+            scores = torch.einsum("qhd,kd->hqk", query, key) * spec.scaling
+            position = torch.arange(length, device=key.device)
+            scores.masked_fill_(position[None, :] > position[length - count :, None], float("-inf"))
+            expected = torch.einsum("hqk,kd->qhd", torch.softmax(scores, -1), value)
+            errors.append(relative_error(out[starts[row] : starts[row + 1], heads], expected))
+        return max(errors)
+
+
+def seconds(function: Callable[[], Any], rounds: int = 15) -> float:
+    """Median time of one call, captured in a graph of as many calls as take about a millisecond."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        repeats = max(1, int(1 / start.elapsed_time(end)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                function()
+        times = []
+        for _ in range(rounds + 3):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(times[3:])
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read plus written per second."""
+    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * 2**30 / seconds(lambda: target.copy_(source))
+
+
+def gemm_rate(device: torch.device, size: int = 8192) -> float:
+    """FLOP/s of a bf16 matrix product of random numbers."""
+    left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
+    out = torch.empty_like(left)
+    return 2 * size**3 / seconds(lambda: torch.matmul(left, right, out=out))
+
+
+def flash_seconds(shape: Shape, device: torch.device) -> float | None:
+    """Time of torch's flash attention on the same prompts, contiguous; None where it does not apply."""
+    spec, lens = shape.spec, shape.lens
+    if lens != shape.counts or len(set(lens)) > 1:
+        return None
+    query, key, value = (
+        torch.randn(len(lens), heads, lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+
+    def flash() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        try:
+            flash()
+        except RuntimeError:  # this torch's flash knows no groups
+            group = spec.num_heads // spec.num_kv_heads
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return seconds(flash)
+
+
+def compile_ahead(jobs: list[tuple[LayerSpec, torch.dtype, int, Tile | None]]) -> None:
+    """Fill Triton's cache from several processes: compiling takes a core some seconds a layer."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(max(1, min(8, (os.cpu_count() or 1) - 1, len(jobs)))) as pool:
+        pool.map(_compile, jobs, chunksize=1)
+
+
+def _compile(job: tuple[LayerSpec, torch.dtype, int, Tile | None]) -> None:
+    spec, dtype, block_size, tile = job
+    with forced_tile(tile), suppress(triton.OutOfResources):
+        TritonAttention().new_cache(1, block_size, spec, dtype, torch.device("cuda"))
+
+
+@contextmanager
+def forced_tile(tile: Tile | None) -> Iterator[None]:
+    chosen = triton_backend.tile_for
+    if tile is not None:
+        triton_backend.tile_for = lambda *_: tile
+    try:
+        yield
+    finally:
+        triton_backend.tile_for = chosen
+
+
+def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
+    """The grid of correctness: case, dtype, whether the pool is fp8."""
+    some = ["decode", "mix", "head size 80, odd group", "all features"]
+    result = [(name, dtype, False) for name in some for dtype in (torch.float32, torch.float16)]
+    result += [(name, torch.bfloat16, False) for name in (some if quick else CASES)]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        result += [(name, torch.bfloat16, True) for name in (["mix"] if quick else ["mix", "all features"])]
+    return result
+
+
+def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int) -> dict[str, Any]:
+    case = case_of(name, dtype, seed=seed, device="cuda")
+    if fp8:
+        case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
+    backend = TritonAttention()
+    cache = case.filled_cache(backend)
+    out = case.attend(backend, cache)
+    exact = (stored(case, cache) if fp8 else case).with_dtype(torch.float32).on("cpu")
+    error = relative_error(out.cpu(), exact.run(ReferenceAttention()))
+    allowed = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    pool = ", fp8 pool" if fp8 else ""
+    shape = f"{name}, {str(dtype).removeprefix('torch.')}{pool}"
+    return dict(name="attention is right", shape=shape, error=error, achieved=error, limit=allowed,
+                ratio=error / allowed, unit="error", passed=bool(error <= allowed))  # fmt: skip
+
+
+def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
+    batch = Batch(shape, device)
+    row: dict[str, Any] = dict(name="attention", shape=shape.name, error=batch.error())
+    spent = seconds(batch.attend)
+    row["microseconds"] = spent * 1e6
+    if shape.bound == "sum":
+        first = replace(shape, lens=shape.lens[:-1], counts=shape.counts[:-1])
+        last = replace(shape, lens=shape.lens[-1:], counts=shape.counts[-1:])
+        parts = [seconds(Batch(part, device).attend) for part in (first, last)]
+        row |= dict(achieved=spent * 1e3, limit=sum(parts) * 1e3, ratio=spent / sum(parts), unit="ms")
+    else:
+        work = batch.bytes if shape.bound == "bytes" else batch.flops
+        row |= dict(achieved=work / spent, limit=rates[shape.bound], ratio=work / spent / rates[shape.bound])
+        row["unit"] = "bytes/s" if shape.bound == "bytes" else "FLOP/s"
+    if shape.bound == "flops" and (flash := flash_seconds(shape, device)):
+        row |= dict(flash_microseconds=flash * 1e6, over_flash=flash / spent)
+    if shape.target is not None:
+        row["target"] = shape.target
+        good = row["ratio"] <= shape.target if shape.bound == "sum" else row["ratio"] >= shape.target
+        row["passed"] = bool(good)
+    return row
+
+
 def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
-    """Rows {name, shape, error, achieved, limit, ratio, ...}: the grid of correctness, then the timed batches.
+    """Rows {name, shape, error, achieved, limit, ratio, unit, ...}: the grid of correctness, then the timed batches.
 
     `error` is relative (Frobenius norms) to float32; `achieved` and `limit` are bytes/s or FLOP/s as `unit`
-    says, `ratio` is their quotient, except for the mixed batch: milliseconds, over the sum of its parts.
+    says and `ratio` their quotient; in the grid they are errors, and for the mixed batch milliseconds, its
+    own and the sum of its parts'.  `passed` is there where something is aimed at.
     """
-    raise NotImplementedError
+    checks, shapes = grid(quick), cases(quick)
+    jobs = {(shape.spec, torch.bfloat16, shape.block_size, None) for shape in shapes}
+    for name, dtype, fp8 in checks:
+        spec, _, _, block_size = CASES[name]
+        jobs.add((replace(spec, kv_cache_dtype=FP8 if fp8 else None), dtype, block_size, None))
+    compile_ahead(sorted(jobs, key=str))
+    seed = int.from_bytes(os.urandom(2), "little")
+    rows = [grid_row(*check, seed=seed) for check in checks]
+    rates = {"bytes": copy_rate(device), "flops": gemm_rate(device)}
+    for shape in shapes:
+        rows.append(timed_row(shape, device, rates))
+        torch.cuda.empty_cache()
+    return rows
+
+
+def tune(device: torch.device) -> list[dict[str, Any]]:
+    """Other tile shapes for the timed batches: the three best of each beside the shipped one."""
+    decode = [Tile(0, n, warps, stages) for n in (16, 32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4, 5)]
+    prefill = [
+        Tile(m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
+    ]
+    rows = []
+    for name in ("decode 64 x 2K", "decode 8 x 16K", "decode 64 x 4K fp8", "decode 64 x 2K d64", "prefill 8K"):
+        shape = next(shape for shape in cases() if shape.name == name)
+        tiles = decode if max(shape.counts) == 1 else prefill
+        compile_ahead([(shape.spec, torch.bfloat16, shape.block_size, tile) for tile in tiles])
+        times: dict[Tile | None, float] = {}
+        for tile in [None, *tiles]:
+            with forced_tile(tile), suppress(triton.OutOfResources):
+                times[tile] = seconds(Batch(shape, device).attend, rounds=7)
+            torch.cuda.empty_cache()
+        best = sorted(times, key=times.__getitem__)[:3]
+        for tile in [None, *(tile for tile in best if tile)]:
+            rows.append(dict(name="tile", shape=name, tile=str(tile or "shipped"), microseconds=times[tile] * 1e6))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def compile_shipped() -> list[dict[str, Any]]:
+    """What ptxas says of each shipped shape, for cards that need not be here."""
+    from triton_target import card, target
+
+    def layer(size: int, **features: Any) -> LayerSpec:
+        return LayerSpec(32, 8, size, size, size**-0.5, **features)
+
+    plain = [(layer(size), dtype) for size in (64, 80, 96, 128, 256) for dtype in (torch.bfloat16,)]
+    plain += [(layer(size), torch.float32) for size in (64, 128, 256)]
+    featured = [(layer(64, sliding_window=128, has_sinks=True), torch.bfloat16)]
+    featured += [(layer(256, sliding_window=4096, softcap=50.0), torch.bfloat16)]
+    fp8 = [(layer(size, kv_cache_dtype=FP8), torch.bfloat16) for size in (64, 128, 256)]
+    rows = []
+    for arch in (80, 89, 90, 100, 120):
+        with target(arch) as compiled:
+            for spec, dtype in plain + featured + (fp8 if arch >= 89 else []):
+                before = len(compiled)
+                TritonAttention(card(arch)).new_cache(1, BLOCK_SIZE, spec, dtype, torch.device("cpu"))
+                for kernel in compiled[before:]:
+                    rows.append(dict(arch=arch, size=spec.key_head_size, dtype=str(dtype), **kernel.report(arch)))
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    passed = {True: "ok", False: "MISSED", None: ""}[row.get("passed")]
+    flash = f"  {row['over_flash']:.2f} x torch's flash" if "over_flash" in row else ""
+    if row["unit"] == "error":
+        print(f"{row['shape']:<45} error {row['error']:.1e} of {row['limit']:.1e}  {passed}")
+        return
+    scale, unit = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "ms": (1, "ms")}[row["unit"]]
+    rate = f"{row['achieved'] / scale:8.2f} of {row['limit'] / scale:8.2f} {unit:<8} {row['ratio']:5.2f}"
+    print(f"{row['shape']:<30} error {row['error']:.1e}  {row['microseconds']:8.1f} us {rate}  {passed}{flash}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the batches that have targets, and half of the grid")
+    parser.add_argument("--tune", action="store_true", help="try other tile shapes")
+    parser.add_argument("--compile", action="store_true", help="compile what is shipped, without a GPU")
+    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    options = parser.parse_args()
+    record: dict[str, Any] = dict(
+        command=" ".join(["python", "bench/gpu_attention.py", *sys.argv[1:]]),
+        date=str(date.today()),
+        torch=torch.__version__,
+        triton=triton.__version__,
+    )
+    if options.compile:
+        record["rows"] = compile_shipped()
+    else:
+        device = torch.device("cuda")
+        record["card"] = torch.cuda.get_device_name()
+        record["rows"] = tune(device) if options.tune else run(device, options.quick)
+        for row in () if options.tune else record["rows"]:
+            show(row)
+    if options.output:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -67,6 +67,16 @@ class PagedCase:
         other.keys = [key.to(dtype) for key in self.keys]
         other.values = [value.to(dtype) for value in self.values]
         other.query = self.query.to(dtype)
+        other.sinks = self.sinks
+        return other
+
+    def on(self, device: str) -> PagedCase:
+        """The same numbers on another device."""
+        other = replace(self, device=device)
+        other.keys = [key.to(device) for key in self.keys]
+        other.values = [value.to(device) for value in self.values]
+        other.query = self.query.to(device)
+        other.sinks = None if self.sinks is None else self.sinks.to(device)
         return other
 
     def run(self, backend: AttentionBackend) -> Tensor:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -43,15 +42,31 @@ class Compiled:
 
     def resources(self, arch: int) -> tuple[int, int]:
         """Registers of a thread, and bytes that spill."""
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+        folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        tool = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
             source.write(self.ptx)
             source.flush()
             name = f"sm_{arch}" + ("a" if arch >= 90 else "")
             command = [str(tool), "-v", f"--gpu-name={name}", source.name, "-o", "/dev/null"]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        return int(re.findall(r"Used (\d+) registers", said)[-1]), int(
-            re.findall(r"(\d+) bytes spill stores", said)[-1]
+        registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
+        return int(registers[-1]), int(spilled[-1])
+
+    def report(self, arch: int) -> dict[str, Any]:
+        registers, spilled = self.resources(arch)
+        chosen = {key.lower(): self.constants[key] for key in ("BLOCK_M", "BLOCK_N") if key in self.constants}
+        products = sorted(set(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.cg)", self.ptx)))
+        return dict(
+            kernel=self.name,
+            **chosen,
+            warps=self.num_warps,
+            registers=registers,
+            spilled_bytes=spilled,
+            shared_bytes=self.shared,
+            shared_limit=SHARED_MEMORY[arch] * 1024,
+            tf32="tf32" in self.ptx,
+            instructions=products,
         )
 
 
@@ -110,15 +125,3 @@ def target(arch: int):
         yield compiled
     finally:
         triton.knobs.compilation.listener = None
-
-
-def sass(cubin: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
-
-
-def cpu() -> torch.device:
-    return torch.device("cpu")

@@ -1,0 +1,137 @@
+"""The Triton attention kernel, compiled and run on a GPU; skipped where there is none.
+
+PYTHONPATH=backend python -m pytest tests/gpu        needs torch, triton, numpy and pytest
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from attention_cases import CASES, FP8, case_of, spec, stored
+from paged_case import PagedCase, relative_error
+
+from inflight.attention import select_backend, triton_kernel, triton_write
+from inflight.attention.reference import ReferenceAttention
+from inflight.attention.triton_backend import TritonAttention
+from inflight.attention.triton_configs import Card
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def exact(case: PagedCase) -> torch.Tensor:
+    return case.with_dtype(torch.float32).on("cpu").run(ReferenceAttention())
+
+
+def allowed(dtype: torch.dtype) -> float:
+    return 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    case = case_of(name, dtype, device="cuda", seed=random.randrange(2**16))
+    out = case.run(TritonAttention())
+    assert out.dtype == dtype
+    assert relative_error(out.cpu(), exact(case)) < allowed(dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
+def test_long_contexts_and_every_block_size(counts: list[int], block_size: int) -> None:
+    """Split keys, tiles that span blocks and blocks that span tiles."""
+    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], counts, block_size, torch.bfloat16, device="cuda")
+    assert relative_error(case.run(TritonAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "fused", "size strided", "contiguous"])
+def test_layouts(layout: str) -> None:
+    case = PagedCase(spec(8, 2, 64), [100, 90], [1, 33], 16, torch.bfloat16, layout, device="cuda")
+    assert relative_error(case.run(TritonAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="this card has no fp8")
+@pytest.mark.parametrize("name", ["decode", "mix", "all features"])
+def test_fp8_pool(name: str) -> None:
+    """Equal to attention over what the pool holds, which is off by e4m3's three bits of mantissa."""
+    case = case_of(name, torch.bfloat16, device="cuda")
+    case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
+    backend = TritonAttention()
+    cache = case.filled_cache(backend)
+    kept = stored(case, cache)
+    for rounded, actual in zip(kept.keys + kept.values, case.keys + case.values):
+        assert relative_error(rounded, actual) < 0.04
+    assert relative_error(case.attend(backend, cache).cpu(), exact(kept)) < 2 * allowed(torch.bfloat16)
+
+
+def test_write_touches_the_mapped_slots_only() -> None:
+    case = PagedCase(spec(4, 2, 64), [400], [1], 16, torch.bfloat16, device="cuda")
+    backend = TritonAttention()
+    cache = case.filled_cache(backend)
+    before = [cache.key.clone(), cache.value.clone()]
+    metadata = case.metadata([400])
+    metadata.slot_mapping[::2] = -1
+    skipped = torch.full_like(case.keys[0], 7.0)
+    skipped[1::2], values = case.keys[0][1::2], case.values[0].clone()
+    values[::2] = 7.0
+    backend.write(skipped, values, cache, metadata)
+    for pool, was in zip((cache.key, cache.value), before):
+        assert torch.equal(pool.view(torch.int16), was.view(torch.int16))
+
+
+def test_nothing_is_compiled_after_load() -> None:
+    layer = spec(32, 8, 64)
+    backend = TritonAttention()
+    cache = backend.new_cache(2000, 16, layer, torch.bfloat16, CUDA)
+    kernels = (triton_kernel.attend_kernel, triton_kernel.reduce_kernel, triton_write.write_kernel)
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    at_load = compiled()
+    for lens, counts in (([1], [1]), ([300] * 7, [1] * 7), ([9000], [1]), ([900, 17], [30, 2]), ([33] * 2, [33, 1])):
+        for layout in ("heads first", "fused", "contiguous"):
+            case = PagedCase(layer, lens, counts, 16, torch.bfloat16, layout, device="cuda")
+            metadata = case.metadata(counts)
+            last = [key[-count:] for key, count in zip(case.keys, counts)]
+            backend.write(torch.cat(last), torch.cat(last), cache, metadata)
+            backend.attend(case.query, cache, metadata, layer, None)
+    assert compiled() == at_load
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
+    """Captured with the longest contexts and all rows in use, replayed with shorter ones and empty rows."""
+    layer = spec(8, 2, 128)
+    big = PagedCase(layer, [3000] * 4, [1] * 4, 16, torch.bfloat16, device="cuda")
+    small = PagedCase(layer, [700, 3000, 10, 1], [1, 1, 1, 0], 16, torch.bfloat16, device="cuda")
+    backend = TritonAttention(None if splits else Card((9, 0), 1, 227 * 1024))
+    cache = big.filled_cache(backend)
+    metadata, query = big.metadata(big.counts), big.query.clone()
+    backend.attend(query, cache, metadata, layer, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(query, cache, metadata, layer, None)
+    for case in (big, small):
+        filled, now = case.filled_cache(backend), case.metadata(case.counts)
+        for pool, contents in ((cache.key, filled.key), (cache.value, filled.value)):
+            pool.fill_(torch.nan)
+            pool[: len(contents)] = contents
+        metadata.seq_lens.copy_(now.seq_lens)
+        metadata.query_start_loc.copy_(now.query_start_loc)
+        metadata.block_table[:, : now.block_table.shape[1]] = now.block_table
+        query[: len(case.query)] = case.query
+        out.fill_(torch.nan)
+        graph.replay()
+        assert relative_error(out[: len(case.query)].cpu(), exact(case)) < allowed(torch.bfloat16)
+
+
+def test_auto_takes_it() -> None:
+    assert select_backend("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "triton"
