@@ -1,0 +1,273 @@
+"""The small kernels and sampling on a GPU: are they right, and how near are they to what the card can do?
+
+Used by bench/gpu.py.  Needs torch, triton and numpy, nothing else.
+
+Right: the small operations against their torch twin in float32, rows as slices of wider ones full of
+NaN, results allocated full of NaN; sampling against the CPU's sampler, token by token.  Fast: bytes read
+plus written, each once, over the time of a large device-to-device copy.  Times are medians of graph
+replays over so many copies of the operands that the L2 cache holds none of them at its next turn.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.request import SamplingParams
+from inflight.ops.reference import ReferenceOps
+from inflight.ops.triton_ops import TritonOps
+from inflight.sampling import Sampler, SamplingTable, triton_sampler
+
+KERNELS, TWIN = TritonOps(), ReferenceOps()
+# Operands of one kernel take at least this together, some times the L2 cache of any card.
+FLUSH_BYTES = 2**28
+VOCABULARY = 151936  # Qwen3
+SAMPLING_TARGET = 300e-6  # seconds for 256 rows on an H200
+
+KINDS = {
+    "plain": [SamplingParams()],
+    "top_p 0.9": [SamplingParams(top_p=0.9)],
+    "min_p 0.05": [SamplingParams(min_p=0.05)],
+    "top_k 50": [SamplingParams(top_k=50)],
+    "top_k 20, top_p 0.95": [SamplingParams(temperature=0.6, top_k=20, top_p=0.95)],
+    "mixed": [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_p=0.8),
+        SamplingParams(top_k=1000, top_p=0.99),
+        SamplingParams(temperature=1.5, min_p=0.02),
+        SamplingParams(top_k=5),
+    ],
+    # More than the kernel's lanes: the row itself is searched for the k-th logit, not a list.
+    "top_k 3000": [SamplingParams(top_k=3000)],
+}
+CHECKED = ("mixed", "top_k 3000")
+
+
+def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = 15) -> float:
+    """Median time of one call; all are captured in one graph, in turn.  On a CPU one turn by the clock."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) / len(calls)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(rounds + 3):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read plus written per second by a copy of 1 GiB (1 MiB on a CPU)."""
+    size = 2**30 if device.type == "cuda" else 2**20
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds([lambda: target.copy_(source)], device)
+
+
+def gemm_rate(device: torch.device) -> float:
+    """FLOP/s of a bf16 matrix product of random numbers."""
+    size = 8192 if device.type == "cuda" else 64
+    left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
+    out = torch.empty_like(left)
+    return 2 * size**3 / seconds([lambda: torch.matmul(left, right, out=out)], device)
+
+
+def sliced(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random rows as a slice of wider ones whose other elements are NaN."""
+    wide = torch.full((*shape[:-1], shape[-1] + 32), float("nan"), dtype=dtype, device=device)
+    rows = wide[..., 16:-16]
+    rows.copy_(torch.randn(shape, dtype=torch.float32, device=device))
+    return rows
+
+
+def _rms_norm(ops: Any, x: Tensor, weight: Tensor) -> list[Tensor]:
+    return [ops.rms_norm(x, weight, 1e-6)]
+
+
+def _add_rms_norm(ops: Any, x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    residual = residual.clone()
+    return [ops.add_rms_norm(x, residual, weight, 1e-6), residual]
+
+
+def _rotary(ops: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    query, key = query.clone(), key.clone()
+    ops.rotary(query, key, cos, sin)
+    return [query, key]
+
+
+def _silu_and_mul(ops: Any, gate_up: Tensor) -> list[Tensor]:
+    return [ops.silu_and_mul(gate_up)]
+
+
+def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]]:
+    """(kernel, shape in words, function, shapes of its operands) of the grid of correctness."""
+    tokens = (1, 33) if quick or device.type == "cpu" else (1, 7, 64, 2049)
+    widths = (64, 96) if device.type == "cpu" else (64, 96, 1024, 4096, 5120, 16384)
+    cases: list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]] = []
+    for t in tokens:
+        for width in widths:
+            cases.append(("rms_norm", f"{t} x {width}", _rms_norm, [(t, width), (width,)]))
+            cases.append(("add_rms_norm", f"{t} x {width}", _add_rms_norm, [(t, width), (t, width), (width,)]))
+            cases.append(("silu_and_mul", f"{t} x {width}", _silu_and_mul, [(t, 2 * width)]))
+        for heads, kv_heads, size, rotated in ((4, 2, 64, 64), (3, 1, 80, 32), (32, 8, 128, 128)):
+            shapes = [(t, heads, size), (t, kv_heads, size), (t, rotated), (t, rotated)]
+            cases.append(("rotary", f"{t} x {heads}+{kv_heads} x {size}, {rotated} rotated", _rotary, shapes))
+            cases.append(("rms_norm", f"{t} x {heads} x {size}", _rms_norm, [(t, heads, size), (size,)]))
+    return cases
+
+
+def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
+    """One row per kernel and dtype: the worst relative error (Frobenius norms) over its shapes."""
+    worst: dict[tuple[str, str], dict[str, Any]] = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for name, shape, function, shapes in check_cases(quick, device):
+            operands = [sliced(*own, dtype=dtype, device=device) for own in shapes]
+            exact = function(TWIN, *(operand.float() for operand in operands))
+            pairs = zip(function(KERNELS, *operands), exact)
+            error = max(float((got.float() - right).norm() / right.norm()) for got, right in pairs)
+            # NaN, too, is an error.
+            error = error if error == error else float("inf")
+            key = name, str(dtype).removeprefix("torch.")
+            if key not in worst or error > worst[key]["error"]:
+                limit = max(1e-6, torch.finfo(dtype).eps)
+                worst[key] = dict(name=f"{name} is right", shape=f"{key[1]}, worst: {shape}", error=error,
+                                  achieved=error, limit=limit, ratio=error / limit, unit="error",
+                                  passed=bool(error <= limit))  # fmt: skip
+    torch.use_deterministic_algorithms(False)
+    return list(worst.values())
+
+
+def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Callable[..., Any], list[tuple], int]]:
+    """(kernel, shape in words, function of (ops, operands), shapes of its operands, elements moved)."""
+    if device.type == "cpu":
+        sizes = [(3, 64, 96, 4, 2, 16)]
+    elif quick:
+        sizes = [(8192, 4096, 14336, 32, 8, 128)]
+    else:  # Llama 3 8B in decode, prefill; Qwen3 0.6B in a large decode
+        sizes = [(64, 4096, 14336, 32, 8, 128), (8192, 4096, 14336, 32, 8, 128), (512, 1024, 3072, 16, 8, 128)]
+    cases: list[tuple[str, str, Callable[..., Any], list[tuple], int]] = []
+    for t, hidden, inner, heads, kv_heads, size in sizes:
+        rotated = (heads + kv_heads) * size
+        cases += [
+            ("rms_norm", f"{t} x {hidden}", lambda ops, x, w: ops.rms_norm(x, w, 1e-6),
+             [(t, hidden), (hidden,)], 2 * t * hidden),
+            ("rms_norm of heads", f"{t} x {heads} x {size}", lambda ops, x, w: ops.rms_norm(x, w, 1e-6),
+             [(t, heads, size), (size,)], 2 * t * heads * size),
+            ("add_rms_norm", f"{t} x {hidden}", lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6),
+             [(t, hidden), (t, hidden), (hidden,)], 4 * t * hidden),
+            ("rotary", f"{t} x {heads}+{kv_heads} x {size}", lambda ops, *args: ops.rotary(*args),
+             [(t, heads, size), (t, kv_heads, size), (t, size), (t, size)], t * (2 * rotated + 2 * size)),
+            ("silu_and_mul", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul(x), [(t, 2 * inner)], 3 * t * inner),
+        ]  # fmt: skip
+    return cases
+
+
+def timed_rows(device: torch.device, quick: bool, rate: float) -> list[dict[str, Any]]:
+    rows = []
+    for name, shape, function, shapes, elements in timed_cases(device, quick):
+        moved = elements * torch.bfloat16.itemsize
+        copies = 1 if device.type == "cpu" else min(512, max(2, FLUSH_BYTES // moved))
+        operands = [[torch.randn(own, device=device).bfloat16() for own in shapes] for _ in range(copies)]
+        spent, twin = (seconds([partial(function, ops, *own) for own in operands], device) for ops in (KERNELS, TWIN))
+        rows.append(dict(name=name, shape=shape, microseconds=spent * 1e6, achieved=moved / spent, limit=rate,
+                         ratio=moved / spent / rate, unit="bytes/s", over_torch=twin / spent))  # fmt: skip
+    return rows
+
+
+def make_logits(rows: int, vocab_size: int, peaked: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Peaked: probabilities fall with the 1.5th power of the rank, as a language model's about do; or normal."""
+    if not peaked:
+        return torch.randn(rows, vocab_size, device=device).to(dtype)
+    ranks = torch.rand(rows, vocab_size, device=device).argsort(-1)
+    return ((ranks + 1.0).log() * -1.5 + 0.01 * torch.randn(rows, vocab_size, device=device)).to(dtype)
+
+
+def sampling_metadata(kind: str, rows: int, vocab_size: int, device: torch.device, seed: int) -> Any:
+    params = KINDS[kind]
+    table = SamplingTable(rows, vocab_size, device)
+    for slot in range(rows):
+        table.set_row(slot, params[slot % len(params)], seed + slot, [], 1)
+    return table.select(np.arange(rows), np.arange(rows) + 1)
+
+
+def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> list[dict[str, Any]]:
+    """Tokens that differ from those of the CPU's sampler; none may."""
+    rows, vocab_size = (6, 300) if device.type == "cpu" else (36 if quick else 120, VOCABULARY)
+    result = []
+    for peaked in (True, False):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = make_logits(rows, vocab_size, peaked, dtype, device)
+            cpu, wrong = torch.device("cpu"), 0
+            for kind in CHECKED:
+                got = triton_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed))
+                expected = Sampler()(logits.cpu(), sampling_metadata(kind, rows, vocab_size, cpu, seed)).token_ids
+                wrong += int((got.cpu() != expected).sum())
+            words = "peaked" if peaked else "flat"
+            shape = f"{len(CHECKED) * rows} rows, {words}, {str(dtype).removeprefix('torch.')}"
+            result.append(dict(name="sampling is right", shape=shape, achieved=wrong, limit=0, ratio=float(wrong),
+                               unit="tokens", passed=wrong == 0))  # fmt: skip
+    return result
+
+
+def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> list[dict[str, Any]]:
+    batches = [(256, VOCABULARY)] if quick else [(256, VOCABULARY), (64, VOCABULARY), (1, VOCABULARY)]
+    if device.type == "cpu":
+        batches = [(2, 300)]
+    dtypes = (torch.float32,) if quick or device.type == "cpu" else (torch.float32, torch.bfloat16)
+    result = []
+    for rows, vocab_size in batches:
+        for dtype in dtypes:
+            for peaked in (True, False):
+                copies = 2 if rows == 256 else 4
+                logits = [make_logits(rows, vocab_size, peaked, dtype, device) for _ in range(copies)]
+                for kind in KINDS:
+                    metadata = sampling_metadata(kind, rows, vocab_size, device, seed)
+                    spent = seconds([partial(triton_sampler.choose, own, metadata) for own in logits], device)
+                    size = rows * vocab_size * dtype.itemsize
+                    words = f"{rows} x {vocab_size} {str(dtype).removeprefix('torch.')}"
+                    row = dict(name=f"sampling, {kind}", shape=f"{words}, {'peaked' if peaked else 'flat'}",
+                               microseconds=spent * 1e6, achieved=size / spent, limit=rate,
+                               ratio=size / spent / rate, unit="bytes/s")  # fmt: skip
+                    if rows == 256 and kind != "top_k 3000":
+                        row |= dict(target=SAMPLING_TARGET * 1e6, passed=spent <= SAMPLING_TARGET)
+                    result.append(row)
+    return result
+
+
+def run(device: torch.device, quick: bool = False, rate: float | None = None) -> list[dict[str, Any]]:
+    """Rows {name, shape, error | microseconds, achieved, limit, ratio, unit, ...}, the checks first.
+
+    `achieved` and `limit` are bytes/s, relative errors or numbers of tokens as `unit` says, `ratio` their
+    quotient; `over_torch` says how many times faster than its torch twin a kernel is; `target` is in
+    microseconds; `passed` is there where something is aimed at.
+    """
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    rate = rate or copy_rate(device)
+    rows = check_rows(device, quick) + sampling_check_rows(device, quick, seed)
+    rows += timed_rows(device, quick, rate) + sampling_rows(device, quick, rate, seed)
+    return [dict(row, seed=seed) for row in rows]
