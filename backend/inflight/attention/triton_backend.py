@@ -148,11 +148,14 @@ class TritonAttention:
         stored = spec.kv_cache_dtype or dtype
         shape = (num_blocks, spec.num_kv_heads, block_size)
         has_scales = spec.kv_cache_dtype is not None
-        scales = [torch.ones(spec.num_kv_heads, device=device) if has_scales else None for _ in range(2)]
+        key_scale, value_scale = (
+            torch.ones(spec.num_kv_heads, device=device) if has_scales else None for _ in range(2)
+        )
         cache = _TritonKVCache(
             torch.empty(*shape, spec.key_head_size, dtype=stored, device=device),
             torch.empty(*shape, spec.value_head_size, dtype=stored, device=device),
-            *scales,
+            key_scale,
+            value_scale,
             scaled=False,
         )
         if self._scratch is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Card:
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
-        seen = torch.cuda.get_device_properties(device)
+        seen: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks what is asked for
         return cls((seen.major, seen.minor), seen.multi_processor_count, seen.shared_memory_per_block_optin)
 
     def programs_at_once(self, num_warps: int, registers: int, shared: int) -> int:

@@ -84,9 +84,7 @@ def test_scratch_always_suffices(requests, geometry, running, window) -> None:
         assert chosen.slots == (len(lens) if chosen.short_only else most)
 
 
-@pytest.mark.parametrize(
-    "arch", [Card((9, 0), 132, 227 * 1024), Card((8, 0), 108, 163 * 1024), Card((8, 9), 142, 99 * 1024)]
-)
+@pytest.mark.parametrize("card", [H200, A100, L40S], ids=["H200", "A100", "L40S"])
 @pytest.mark.parametrize("size", [8, 64, 80, 96, 128, 200, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_head_size_has_tiles_that_fit(card: Card, size: int, dtype: torch.dtype) -> None:
