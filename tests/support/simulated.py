@@ -7,6 +7,7 @@ from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.engine.cost_model import StepCost
+from inflight.simulator.cost import MeasuredCost
 from inflight.simulator.engine import SimulatedEngine, SimulatedInfo
 from inflight.simulator.profile import FitError, Profile
 from inflight.simulator.router import RoundRobin, Router
@@ -26,8 +27,14 @@ PROFILE = Profile(
     vocab_size=100,
     num_blocks=512,
     bytes_per_block=1024,
-    device=StepCost(0.010, 1e-4, 5e-4, 1e-7, 1e-8),
-    host=StepCost(fixed=0.001),
+    device=MeasuredCost(
+        tokens=[1, 1001],
+        seconds_at=[0.010, 0.110],
+        per_sequence=5e-4,
+        per_context_token=1e-7,
+        per_attention_pair=1e-8,
+    ),
+    host=MeasuredCost(tokens=[1], seconds_at=[0.001]),
     fit=FitError(batches=1, mean=0.0, worst=0.0),
 )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.cost_model import StepCost, step_load
+from inflight.engine.cost_model import StepLoad, step_load
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.request import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -19,6 +19,13 @@ from inflight.workload.scenarios import Job
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
+
+
+class Cost(Protocol):
+    """What a step takes."""
+
+    def seconds(self, load: StepLoad) -> float:
+        """Of a step with this load."""
 
 
 @dataclass
@@ -74,7 +81,7 @@ class SimulatedEngine(EngineCore):
         busy: seconds in which a step ran.
     """
 
-    def __init__(self, config: EngineConfig, info: SimulatedInfo, device: StepCost, host: StepCost) -> None:
+    def __init__(self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost) -> None:
         super().__init__(config, _NoDevice(info))
         self.now = self.busy = 0.0
         self.steps = 0

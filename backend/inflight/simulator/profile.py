@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig, parse_bytes
-from inflight.engine.cost_model import StepCost
+from inflight.simulator.cost import MeasuredCost
 
 __all__ = ["FORMAT", "FitError", "Profile", "find_profile", "shipped_profiles"]
 
@@ -17,11 +17,11 @@ _SHIPPED = Path(__file__).parent / "profiles"
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the fitted cost is from the measured batches, as shares of what was measured.
+    """How far measured batches are from the fitted cost, as shares of it.
 
     Attributes:
         batches: kinds of batches measured.
-        mean, worst: of the relative errors of their medians.
+        mean, worst: of the errors of their means.
     """
 
     batches: int
@@ -53,8 +53,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     bytes_per_block: int
     swap_seconds_per_block: float = 0.0
-    device: StepCost
-    host: StepCost
+    device: MeasuredCost
+    host: MeasuredCost
     fit: FitError
 
     def config(self, values: dict[str, Any], source: str = "command line") -> EngineConfig:

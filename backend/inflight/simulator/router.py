@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from inflight.config import ConfigError
@@ -62,12 +62,15 @@ class PrefixAffinity:
         return home
 
 
-ROUTERS = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix-affinity": PrefixAffinity}
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-affinity": PrefixAffinity,
+}
 
 
 def make_router(name: str) -> Router:
     """Raises ConfigError where there is no router of that name."""
     if name not in ROUTERS:
         raise ConfigError(f"router {name!r}: allowed are {', '.join(ROUTERS)}")
-    router: Router = ROUTERS[name]()
-    return router
+    return ROUTERS[name]()
