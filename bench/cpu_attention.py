@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 """The CPU attention kernel against what the machine can do: memory in decode, matrix products in prefill.
 
-    python bench/cpu_attention.py [--threads N] [--dtype float32 bfloat16] [--rounds 7] [--output record.json]
+    python bench/cpu_attention.py [--threads N] [--dtype bfloat16] [--kv auto int8] [--rounds 7] [--output record.json]
 
 Decode reads every key and value once, so its floor is the time to read that many bytes (torch's sum
 over a large tensor).  Prefill is bound by multiplying: it is compared with torch.matmul, counting the
-causal half of the products only.  Rates of machine and kernel are measured in turn; each is the best
-of the rounds, since what disturbs a measurement only ever slows it down.
+causal half of the products only.  Machine and kernel, with each kind of KV cache, are measured in turn;
+each is the best of the rounds, since what disturbs a measurement only ever slows it down.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from typing import Any
 
 import torch
 from common import machine
+from torch import Tensor
 
-from inflight.attention.base import AttentionBackend, AttentionMetadata, LayerSpec
+from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
 from inflight.attention.cpu import CpuAttention, allocate, instruction_set, use_instruction_set
 from inflight.attention.reference import ReferenceAttention
 
@@ -31,6 +33,7 @@ SHAPES = {"8/4 x 64": (8, 4, 64), "16/8 x 128": (16, 8, 128), "32/8 x 128": (32,
 # name -> context, new tokens, of each request
 BATCHES = {
     "decode 32 x 1K": ([1024] * 32, [1] * 32),
+    "decode 8 x 8K": ([8192] * 8, [1] * 8),
     "decode 1 x 16K": ([16384], [1]),
     "prefill 2K": ([2048], [2048]),
     "prefill 512 at 4K": ([4096], [512]),
@@ -41,37 +44,22 @@ BATCHES = {
 class Case:
     """One layer's attention over one batch."""
 
-    def __init__(self, backend: AttentionBackend, shape: str, batch: str, dtype: torch.dtype) -> None:
+    def __init__(self, backend: AttentionBackend, shape: str, batch: str, dtype: torch.dtype, kv: str) -> None:
         heads, kv_heads, size = SHAPES[shape]
         lens, counts = BATCHES[batch]
         self.backend = backend
-        self.spec = LayerSpec(heads, kv_heads, size, size, size**-0.5)
+        self.spec = LayerSpec(heads, kv_heads, size, size, size**-0.5, kv_cache_dtype=KV_DTYPES[kv])
         blocks = [-(-length // BLOCK_SIZE) for length in lens]
         self.cache = backend.new_cache(sum(blocks), BLOCK_SIZE, self.spec, dtype, torch.device("cpu"))
-        self.cache.key.normal_()
-        self.cache.value.normal_()
         table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
         free = torch.randperm(sum(blocks), dtype=torch.int32)
         for row, chosen in enumerate(free.split(blocks)):
             table[row, : len(chosen)] = chosen
-        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        slots = [
-            int(table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-            for row, (length, count) in enumerate(zip(lens, counts))
-            for position in range(length - count, length)
-        ]
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.tensor(slots),
-            query_starts=starts,
-            lens=lens,
-            max_query_len=max(counts),
-            max_seq_len=max(lens),
-            block_size=BLOCK_SIZE,
-        )
-        tokens = starts[-1]
+        for row, length in enumerate(lens):
+            key, value = torch.randn(2, length, kv_heads, size).to(dtype).unbind()
+            backend.write(key, value, self.cache, batch_of([length], [length], table[row : row + 1]))
+        self.metadata = batch_of(lens, counts, table)
+        tokens = sum(counts)
         self.query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
         self.key = torch.randn(kv_heads, tokens, size).to(dtype).transpose(0, 1)
         pairs = sum(count * (length - count) + count * (count + 1) // 2 for length, count in zip(lens, counts))
@@ -83,6 +71,26 @@ class Case:
 
     def write(self) -> None:
         self.backend.write(self.key, self.key, self.cache, self.metadata)
+
+
+def batch_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMetadata:
+    """Requests of `lens` tokens, of which the last `counts` are new, in the blocks of `table`."""
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    slots = []
+    for row, (length, count) in enumerate(zip(lens, counts)):
+        positions = torch.arange(length - count, length)
+        slots.append(table[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat(slots),
+        query_starts=starts,
+        lens=lens,
+        max_query_len=max(counts),
+        max_seq_len=max(lens),
+        block_size=BLOCK_SIZE,
+    )
 
 
 def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
@@ -107,12 +115,17 @@ def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     }
 
 
-def measure(shape: str, batch: str, dtype: torch.dtype, rounds: int, reference: bool) -> dict[str, Any]:
-    case = Case(CpuAttention(), shape, batch, dtype)
-    times: dict[str, Callable[[], float]] = {"attend": lambda: best(case.attend), "write": lambda: best(case.write)}
+def measure(
+    shape: str, batch: str, dtype: torch.dtype, kvs: list[str], rounds: int, reference: bool
+) -> list[dict[str, Any]]:
+    """One row for each kind of KV cache; `speedup` is against the first."""
+    cases = {kv: Case(CpuAttention(), shape, batch, dtype, kv) for kv in kvs}
+    times: dict[str, Callable[[], float]] = {}
+    for kv, case in cases.items():
+        times[f"attend {kv}"] = functools.partial(best, case.attend)
+        times[f"write {kv}"] = functools.partial(best, case.write)
     if reference:
-        slow = Case(ReferenceAttention(), shape, batch, dtype)
-        times["reference"] = lambda: best(slow.attend)
+        times["reference"] = functools.partial(best, Case(ReferenceAttention(), shape, batch, dtype, kvs[0]).attend)
     rates = machine_rates(dtype)
     seen: dict[str, float] = dict.fromkeys(rates, 0.0) | dict.fromkeys(times, float("inf"))
     for _ in range(rounds):
@@ -120,30 +133,37 @@ def measure(shape: str, batch: str, dtype: torch.dtype, rounds: int, reference: 
             seen[name] = max(seen[name], rate())
         for name, duration in times.items():
             seen[name] = min(seen[name], duration())
-    seconds = seen["attend"]
-    result = {
-        "shape": shape,
-        "batch": batch,
-        "dtype": str(dtype).removeprefix("torch."),
-        "attend_us": seconds * 1e6,
-        "write_us": seen["write"] * 1e6,
-        "gigabytes_per_second": case.bytes / seconds / 1e9,
-        "read_share": case.bytes / seconds / seen["read"],
-        "gigaflops": case.flops / seconds / 1e9,
-        "gemm_share": case.flops / seconds / seen["gemm"],
-        "machine_read_gigabytes_per_second": seen["read"] / 1e9,
-        "machine_gemm_gigaflops": seen["gemm"] / 1e9,
-    }
+    rows = []
+    for kv, case in cases.items():
+        seconds = seen[f"attend {kv}"]
+        rows.append(
+            {
+                "shape": shape,
+                "batch": batch,
+                "dtype": str(dtype).removeprefix("torch."),
+                "kv_cache_dtype": kv,
+                "attend_us": seconds * 1e6,
+                "write_us": seen[f"write {kv}"] * 1e6,
+                "gigabytes_per_second": case.bytes / seconds / 1e9,
+                "read_share": case.bytes / seconds / seen["read"],
+                "gigaflops": case.flops / seconds / 1e9,
+                "gemm_share": case.flops / seconds / seen["gemm"],
+                "speedup": seen[f"attend {kvs[0]}"] / seconds,
+                "machine_read_gigabytes_per_second": seen["read"] / 1e9,
+                "machine_gemm_gigaflops": seen["gemm"] / 1e9,
+            }
+        )
     if reference:
-        result["reference_us"] = seen["reference"] * 1e6
-    return result
+        rows[0]["reference_us"] = seen["reference"] * 1e6
+    return rows
 
 
 def show(row: dict[str, Any]) -> None:
     read, gemm = row["machine_read_gigabytes_per_second"], row["machine_gemm_gigaflops"]
     reference = f"  reference {row['reference_us'] / row['attend_us']:5.1f} x slower" if "reference_us" in row else ""
     print(
-        f"{row['dtype']:<9}{row['shape']:<12}{row['batch']:<18}{row['attend_us']:9.0f} us "
+        f"{row['dtype']:<9}{row['kv_cache_dtype']:<5}{row['shape']:<12}{row['batch']:<18}{row['attend_us']:9.0f} us "
+        f"(x {row['speedup']:.2f}) "
         f"{row['gigabytes_per_second']:6.1f} GB/s ({row['read_share']:4.0%} of read {read:.0f}) "
         f"{row['gigaflops']:6.0f} GFLOP/s ({row['gemm_share']:4.0%} of matmul {gemm:.0f})  "
         f"write {row['write_us']:6.0f} us{reference}",
@@ -157,6 +177,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]
     )
+    parser.add_argument("--kv", nargs="+", default=["auto", "int8"], choices=["auto", "int8"])
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
@@ -172,8 +193,10 @@ def main() -> None:
     for dtype in options.dtype:
         for shape in options.shape:
             for batch in options.batch:
-                rows.append(measure(shape, batch, getattr(torch, dtype), options.rounds, options.reference))
-                show(rows[-1])
+                measured = measure(shape, batch, getattr(torch, dtype), options.kv, options.rounds, options.reference)
+                rows += measured
+                for row in measured:
+                    show(row)
     if options.output:
         record = {
             "machine": machine(),

@@ -59,4 +59,5 @@ def select_backend(
                 _log.warning("attention runs on the reference kernel, %s: the %s kernel lacks %s", cost, first, missing)
             return backend
         missing = ", ".join(sorted(str(lack) for lack in lacks))
-    raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}; use 'auto'")
+    advice = "" if name == "auto" else "; use 'auto'"
+    raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}{advice}")
