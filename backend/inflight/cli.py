@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import tempfile
@@ -18,7 +17,8 @@ import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.launcher import LauncherError, TritonServer
-from inflight.repository import default_name, resolve_model, write_entry
+from inflight.repository import default_name, parse_setting, resolve_model, write_entry
+from inflight.simulator.commands import calibrate, simulate
 from inflight.trace.command import trace
 from inflight_client.cli import generate
 
@@ -163,14 +163,7 @@ def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> E
     """
     values: dict[str, Any] = {"model": resolve_model(model)}
     values.update((key, value) for key, value in options.items() if value is not None)
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {setting!r}: expected KEY=VALUE, such as --set max_queue_size=64")
-        try:
-            values[key] = json.loads(text)
-        except json.JSONDecodeError:
-            values[key] = text
+    values.update(map(parse_setting, settings))
     return EngineConfig.from_dict(values, source="command line")
 
 
@@ -274,3 +267,5 @@ def _echo_file(path: Path) -> Iterator[None]:
 
 app.command()(generate)
 app.command()(trace)
+app.command()(calibrate)
+app.command()(simulate)

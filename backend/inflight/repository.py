@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 
-__all__ = ["CONFIG_PBTXT", "default_name", "write_entry"]
+__all__ = ["CONFIG_PBTXT", "default_name", "parse_setting", "resolve_model", "write_entry"]
 
 CONFIG_PBTXT = """\
 # Inputs, outputs and the transaction policy are completed by the backend at load.
@@ -23,6 +24,21 @@ parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }
 def default_name(model: str) -> str:
     """A Triton model name for a hub id or a directory: its last part, of `[A-Za-z0-9_.-]`."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name).strip("-.") or "model"
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Key and value of `--set KEY=VALUE`; a value is JSON where it parses as JSON, else text.
+
+    Raises:
+        ConfigError: there is no key, or no `=`.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: expected KEY=VALUE, such as --set max_queue_size=64")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def resolve_model(model: str) -> str:

@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {"frontend", "metrics", "config"},
     "workload": {"workload"},
     "simulator": {"simulator", "workload", "config", "engine"},
+    "simulator.commands": {"simulator", "workload", "config", "repository"},
     "simulator.calibrate": {"simulator", "config", "engine", "runner"},
     "simulator.check": {"simulator", "workload", "config", "engine", "runner"},
     "trace": {"trace", "engine.step_trace"},
