@@ -172,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     admission: Literal["predicted_peak", "free_blocks"] = "predicted_peak"
     preemption_victim: Literal["lowest_priority", "longest", "least_preempted"] = "lowest_priority"
-    swap_space: Annotated[float, Meta(ge=0)] | str = 0
+    swap_space: Annotated[float, Meta(ge=0, le=2**20)] | str = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"

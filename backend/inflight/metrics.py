@@ -63,6 +63,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_requests_preempted_total", COUNTER, "Sequences put back to wait because blocks ran out."),
     MetricSpec("inflight_kv_blocks_used", GAUGE, "KV blocks that sequences hold."),
     MetricSpec("inflight_kv_blocks_free", GAUGE, "KV blocks that are free or only cached."),
+    MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory, of swapped sequences."),
+    MetricSpec("inflight_swapped_out_blocks_total", COUNTER, "KV blocks copied to host memory by preemption."),
+    MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
     MetricSpec("inflight_step_seconds", HISTOGRAM, "Duration of an engine step in seconds.", _STEP),
@@ -169,6 +172,7 @@ class Metrics:
             ("inflight_requests_waiting", now.waiting),
             ("inflight_kv_blocks_used", now.blocks_used),
             ("inflight_kv_blocks_free", now.blocks_free),
+            ("inflight_host_blocks_used", now.host_blocks_used),
         ):
             self._metrics[name].set(value)
         stride = -(-len(steps) // _MAX_STEPS)
@@ -182,6 +186,8 @@ class Metrics:
         last, self._last = self._last, now
         for name, field in (
             ("inflight_requests_preempted_total", "preempted_total"),
+            ("inflight_swapped_out_blocks_total", "swapped_out_total"),
+            ("inflight_swapped_in_blocks_total", "swapped_in_total"),
             ("inflight_prefix_cache_queries_total", "prefix_queries_total"),
             ("inflight_prefix_cache_hits_total", "prefix_hits_total"),
         ):

@@ -28,6 +28,12 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
         ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: it must be more than 0 bytes"),
+        ({"model": "x", "swap_space": "four"}, "cannot read 'four' as a size"),
+        ({"model": "x", "swap_space": -1}, "swap_space=-1: Expected `float` >= 0"),
+        ({"model": "x", "preemption_mode": "swap"}, 'preemption_mode="swap" needs host memory .* set swap_space'),
+        ({"model": "x", "watermark": 1.0}, "watermark=1.0: Expected `float` < 1"),
+        ({"model": "x", "preemption_victim": "oldest"}, "allowed are 'lowest_priority', 'longest', 'least_preempted'"),
+        ({"model": "x", "admission": "all"}, "admission='all': .*allowed are 'predicted_peak', 'free_blocks'"),
         (["model"], "expected a JSON object, got list"),
         ({"model": "x", "scheduling_policy": "lifo"}, "'lifo'.*allowed are 'fcfs', 'priority', 'sjf', 'edf'"),
         ({"model": "x", "priority_aging_seconds": 0}, "priority_aging_seconds=0: Expected `float` > 0"),
@@ -44,6 +50,12 @@ def test_defaults_are_vllms() -> None:
 def test_what_cannot_be_meant_is_named(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_dict(values)
+
+
+def test_swap_space_is_in_gib_or_a_size() -> None:
+    sizes = {4: 4 * 2**30, 0.5: 2**29, "512MiB": 2**29, 0: 0}
+    for value, size in sizes.items():
+        assert EngineConfig.from_dict({"model": "x", "swap_space": value}).swap_bytes == size
 
 
 def test_files(tmp_path) -> None:

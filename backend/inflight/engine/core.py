@@ -232,6 +232,15 @@ class EngineCore:
             message.params.validate(vocab_size=self.info.vocab_size)
         except ValueError as error:
             return RequestFailed(message.request_id, "INVALID_ARG", str(error))
+        total = min(num_tokens + message.params.max_tokens, limit)  # of each of its n sequences
+        need, there = self.pool.blocks_for(total), self.pool.num_blocks
+        if need > there:
+            text = (
+                f"the request never fits: {num_tokens} prompt and up to {total - num_tokens} output tokens take "
+                f"{need} KV blocks of {self.config.block_size} tokens, and the pool has {there}; lower max_tokens "
+                "or the prompt, or raise kv_cache_memory"
+            )
+            return RequestFailed(message.request_id, "INVALID_ARG", text)
         most = self.config.max_queue_size
         # Sequences that a step could take at once are not in anybody's way.
         free = self.config.max_num_seqs - len(self.scheduler.running)
@@ -259,6 +268,9 @@ class EngineCore:
             batch_size=len(out.requests),
             scheduled_tokens=out.total_tokens,
             step_seconds=seconds,
+            host_blocks_used=self.swap.num_used,
+            swapped_out_total=self.swap.num_swapped_out,
+            swapped_in_total=self.swap.num_swapped_in,
         )
 
     def _make_trace(self) -> StepTrace | None:

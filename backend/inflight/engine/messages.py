@@ -125,6 +125,9 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     batch_size: int
     scheduled_tokens: int
     step_seconds: float
+    host_blocks_used: int = 0
+    swapped_out_total: int = 0
+    swapped_in_total: int = 0
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):

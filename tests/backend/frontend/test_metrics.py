@@ -77,7 +77,7 @@ def test_steps_become_gauges_counters_and_histograms() -> None:
     metrics.step(stats(prompt_tokens=5, running=1, blocks_used=3, blocks_free=7, prefix_hits_total=4), 0)
     metrics.step(stats(prompt_tokens=0, running=2, waiting=6, preempted_total=1, prefix_hits_total=6), 2)
     metrics.publish()
-    metrics.step(stats(prefix_hits_total=7, preempted_total=1), 2)
+    metrics.step(stats(prefix_hits_total=7, preempted_total=1, swapped_out_total=8), 2)
     metrics.publish()
     metrics.publish()
     values = {name: recorder.value for name, recorder in made.items() if recorder.spec.kind != "HISTOGRAM"}
@@ -89,6 +89,9 @@ def test_steps_become_gauges_counters_and_histograms() -> None:
         "inflight_requests_preempted_total": 1,
         "inflight_kv_blocks_used": 0,
         "inflight_kv_blocks_free": 0,
+        "inflight_host_blocks_used": 0,
+        "inflight_swapped_out_blocks_total": 8,
+        "inflight_swapped_in_blocks_total": 0,
         "inflight_prefix_cache_queries_total": 0,
         "inflight_prefix_cache_hits_total": 7,
     }

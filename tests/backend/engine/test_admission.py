@@ -1,0 +1,160 @@
+"""Admission: the watermark, the predicted peak, and that a burst starts no preemption storm."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+
+from inflight.engine.admission import OutputLengths, PredictedPeakAdmission
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.messages import AddRequest
+from inflight.engine.policy import FreeBlocksAdmission
+from inflight.engine.request import Request, SamplingParams
+
+
+def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:
+    result = Request(request_id, [1] * prompt, SamplingParams(max_tokens=max_tokens), caches_blocks=False)
+    result.token_ids += [2] * output
+    result.num_tokens += output
+    return result
+
+
+def run_one(pool: KVPool, *arguments, **options) -> Request:
+    result = request(*arguments, **options)
+    pool.admit(result, [])
+    assert pool.extend(result, result.num_tokens) is not None
+    return result
+
+
+def test_the_watermark_is_kept_for_those_that_run():
+    pool = KVPool(100, 4)
+    admission = FreeBlocksAdmission(0.1)
+    runs = run_one(pool, 4 * 80)
+    assert admission.admits(request(4 * 10 - 1), [], [runs], pool), "10 blocks, and 10 stay free"
+    assert not admission.admits(request(4 * 10), [], [runs], pool)
+
+
+def test_the_watermark_keeps_nobody_out_who_would_run_alone():
+    pool = KVPool(10, 4)
+    for admission in (FreeBlocksAdmission(0.5), PredictedPeakAdmission(0.5)):
+        assert admission.admits(request(39), [], [], pool)
+        assert not admission.admits(request(40), [], [], pool)
+
+
+def test_outputs_are_expected_to_be_as_those_that_ended():
+    lengths = OutputLengths()
+    for length in range(1, 101):
+        lengths.add(length)
+    fresh = [lengths.expected(request(5, request_id=i)) for i in range(1000)]
+    assert sum(fresh) / len(fresh) == pytest.approx(52, abs=1), "their mean, and 1% for the guess of 256"
+    old = [lengths.expected(request(5, 80, request_id=i)) for i in range(1000)]
+    assert min(old) == 81, "those that ended before are no model for it"
+    assert lengths.expected(request(5, 300)) == 600, "it has outlived all: twice as long"
+    assert lengths.expected(request(5, 300, max_tokens=400)) == 400
+
+
+def test_nothing_is_known_at_first_and_old_news_is_forgotten():
+    lengths = OutputLengths(window=10)
+    assert lengths.expected(request(5)) == 256
+    assert lengths.expected(request(5, max_tokens=30)) == 30
+    for length in [500] * 10 + [7] * 10:
+        lengths.add(length)
+    assert sorted({lengths.expected(request(5, request_id=i)) for i in range(100)}) == [7, 256]
+
+
+def test_the_peak_is_reached_just_before_an_end():
+    """Blocks of one token.  A holds 10 and ends in 10 steps, B holds 20 and ends in 40."""
+    pool = KVPool(1000, 1)
+    admission = PredictedPeakAdmission()
+    running = [run_one(pool, 9, max_tokens=10), run_one(pool, 19, max_tokens=40)]
+    for each in running:
+        pool.extend(each, each.num_tokens + 1)
+    new = request(4, max_tokens=10)
+    assert admission.peak(new, 5, running, pool) == max(10 + 20 + 5 + 3 * 10, 20 + 40)
+    assert admission.peak(request(40, max_tokens=1), 41, running, pool) == 10 + 20 + 41 + 3
+
+
+def test_a_burst_that_fits_now_and_not_later_waits():
+    pool = KVPool(100, 4)
+    admission = PredictedPeakAdmission()
+    running = [run_one(pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    late = request(8, max_tokens=200, request_id=3)
+    assert FreeBlocksAdmission().admits(late, [], running, pool)
+    assert not admission.admits(late, [], running, pool), "3 * 52 blocks"
+    for _ in range(30):
+        admission.ended(request(8, 10))
+    assert admission.admits(late, [], running, pool), "outputs turn out to be short"
+
+
+def test_a_refusal_is_reconsidered_when_a_running_request_leaves():
+    pool = KVPool(100, 4)
+    admission = PredictedPeakAdmission()
+    running = [run_one(pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    late = request(8, max_tokens=180, request_id=3)
+    assert not admission.admits(late, [], running, pool)
+    pool.release(running[0])
+    assert admission.admits(late, [], running[1:], pool), "it was preempted, say"
+
+
+def test_a_shared_prefix_counts_once():
+    info = Info(num_blocks=40, max_model_len=100)
+    core = make_core(info, block_size=4, admission="predicted_peak")
+    for request_id in range(10):
+        add(core, request_id, [*range(1, 41), request_id + 1], max_tokens=4, ignore_eos=True)
+    outputs, reasons = {}, {}
+    collect(core, outputs, reasons)
+    assert len(core.scheduler.running) == 10, "10 blocks of prefix and 2 of each"
+
+
+def burst(seed: int, **options):
+    """40 requests at once whose blocks are ten times the pool's; clients declare twice what they use.
+
+    Returns:
+        preemptions of each, and the core.
+    """
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 50) for _ in range(rng.randrange(4, 40))] for _ in range(40)]
+    lengths = [rng.randrange(20, 100) for _ in prompts]
+    demand = sum(-(-(len(prompt) + length) // 4) for prompt, length in zip(prompts, lengths))
+    info = Info(max_model_len=160, num_blocks=max(demand // 10, 40), num_host_blocks=20)
+    options = {"admission": "predicted_peak", "max_num_batched_tokens": 64, **options}
+    core = make_core(info, block_size=4, **options)
+    expected = {}
+    for i, (prompt, length) in enumerate(zip(prompts, lengths)):
+        whole = expected_output(prompt, SamplingParams(max_tokens=length, ignore_eos=True), info)[0]
+        stop = whole[-1]
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=2 * length, stop_token_ids=[stop], ignore_eos=True)
+        assert core.add_request(AddRequest(i, prompt, params)) is None
+        expected[i, 0] = expected_output(prompt, params, info)
+    requests = [sequences[0] for sequences in core._live.values()]
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    assert {key: (outputs[key], reasons[key]) for key in expected} == expected
+    return [r.num_preemptions for r in requests], core
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"preemption_victim": "least_preempted"},
+        {"async_scheduling": True},
+        {"swap_space": "1MiB", "preemption_mode": "swap"},
+    ],
+    ids=str,
+)
+def test_a_pool_at_a_tenth_of_the_demand_ends_all_without_a_storm(options):
+    """Bound: nobody is preempted more than twice, and there is one preemption for two requests at most."""
+    for seed in range(5):
+        preemptions, core = burst(seed, **options)
+        assert max(preemptions) <= 2
+        assert sum(preemptions) <= len(preemptions) / 2
+        assert core.swap.num_swapped_out > 0 or "swap_space" not in options
+
+
+def test_the_prediction_is_what_prevents_the_storm():
+    with_prediction = sum(sum(burst(seed)[0]) for seed in range(5))
+    without = sum(sum(burst(seed, admission="free_blocks")[0]) for seed in range(5))
+    assert without > 3 * with_prediction

@@ -1,0 +1,107 @@
+"""Swap on a real device: blocks survive the way to the host and back, whatever the cache's layout."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from checkpoints import VOCAB, make_checkpoint
+from offline import make_core, run, tokens
+
+from inflight.attention import select_backend
+from inflight.attention.base import LayerSpec
+from inflight.engine.request import SamplingParams
+from inflight.runner.loader import LoadError
+from inflight.runner.swap import HostCache
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("swap"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, torch.int8])
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_blocks_come_back_as_they_went(backend, kv_cache_dtype, block_size):
+    spec = LayerSpec(4, 2, 16, 8, 0.25, kv_cache_dtype=kv_cache_dtype)
+    kernel = select_backend(backend, [spec], torch.bfloat16, block_size, torch.device("cpu"))
+    caches = [kernel.new_cache(6, block_size, spec, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
+    pools = [pool for cache in caches for pool in (cache.key, cache.value)]
+    for number, pool in enumerate(pools):
+        assert len(pool) == 6
+        for block in range(6):
+            pool[block].fill_(10 * number + block)
+    host = HostCache(caches, 4)
+    host.swap_out({3: 0, 1: 5})
+    for pool in pools:
+        pool[0].fill_(99)
+        pool[5].fill_(99)
+    host.swap_in({2: 3, 4: 1})
+    for number, pool in enumerate(pools):
+        assert [float(pool[block].float().mean()) for block in (2, 4)] == [10 * number + 0, 10 * number + 5]
+        assert float(pool[1].float().mean()) == 10 * number + 1, "others are left alone"
+
+
+def test_copies_are_measured_and_change_nothing():
+    spec = LayerSpec(4, 2, 16, 8, 0.25)
+    kernel = select_backend("reference", [spec], torch.float32, 4, torch.device("cpu"))
+    cache = kernel.new_cache(6, 4, spec, torch.float32, torch.device("cpu"))
+    cache.key.normal_()
+    cache.value.normal_()
+    before = cache.key.clone()
+    assert 0 < HostCache([cache], 4).seconds_per_block() < 0.1
+    assert torch.equal(cache.key, before)
+
+
+def test_swap_and_recompute_say_the_same(checkpoint):
+    """Seeded sampling, logprobs and prompt logprobs in float32, with a pool that holds a quarter."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(5, 60))] for _ in range(12)]
+    params = [
+        SamplingParams(
+            temperature=float(index % 2),
+            seed=index,
+            max_tokens=40,
+            ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=0 if index % 3 == 0 else None,
+        )
+        for index in range(12)
+    ]
+    said = {}
+    for mode in ("swap", "recompute", "auto"):
+        core = make_core(
+            checkpoint,
+            block_size=4,
+            num_gpu_blocks_override=70,
+            max_num_batched_tokens=64,
+            swap_space="1MiB",
+            preemption_mode=mode,
+            async_scheduling=mode == "swap",
+        )
+        deltas = run(core, prompts, params)
+        assert core.scheduler.num_preempted_total >= 5
+        assert (core.swap.num_swapped_in > 0) is (mode != "recompute"), "a copy in RAM is cheaper than a forward pass"
+        said[mode] = [tokens(deltas[index, 0]) for index in range(12)]
+        entries = [[entry for delta in deltas[i, 0] for entry in delta.prompt_logprobs or ()] for i in range(0, 12, 3)]
+        assert [len(entry) for entry in entries] == [len(prompt) for prompt in prompts[::3]]
+    assert said["swap"] == said["recompute"] == said["auto"]
+    roomy = run(make_core(checkpoint), prompts, params)
+    assert said["swap"] == [tokens(roomy[index, 0]) for index in range(12)]
+
+
+def test_swap_space_that_the_machine_has_not_is_refused(checkpoint):
+    with pytest.raises(
+        LoadError, match=r"swap_space=1000000.*of host memory, but .* free beside the KV pool: lower it"
+    ):
+        make_core(checkpoint, swap_space=1000000)
+    with pytest.raises(LoadError, match="swap_space='1K' holds no KV block of"):
+        make_core(checkpoint, swap_space="1K")
+
+
+def test_no_host_memory_is_taken_where_none_would_be_used(checkpoint):
+    assert make_core(checkpoint, swap_space="1MiB", preemption_mode="recompute").runner.host_cache is None
+    assert make_core(checkpoint).runner.host_cache is None
