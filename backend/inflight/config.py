@@ -105,7 +105,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_memory: bytes (or "4GiB") of the KV pool; on a CPU `None` takes a share of the
             free RAM, on a GPU it takes what `gpu_memory_utilization` leaves.
         kv_cache_dtype: what the KV pool stores: "auto" is the model's dtype, "int8" halves bfloat16's bytes
-            and doubles the tokens that a pool holds.  A kernel that lacks it is refused at load.
+            and doubles the tokens that a pool holds, "fp8" (e4m3) does so on GPUs of compute capability 8.9
+            and up.  A kernel that lacks it is refused at load.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
         watermark: share of the KV blocks that admission leaves free for the requests that run, so that one more
             does not preempt at once. It never keeps out a request that would run alone.
