@@ -9,7 +9,7 @@ import torch
 from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 
-from inflight.attention import select_backend
+from inflight.attention import cpu, select_backend
 from inflight.attention.base import LayerSpec
 from inflight.engine.request import SamplingParams
 from inflight.runner.loader import LoadError
@@ -22,7 +22,10 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("swap"))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+needs_kernel = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernel)])
 @pytest.mark.parametrize("kv_cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_blocks_come_back_as_they_went(backend, kv_cache_dtype, block_size):
