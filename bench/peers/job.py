@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -33,16 +32,25 @@ def write(result: dict[str, Any]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time so far of the processes of this session, which is the run's own."""
-    ticks = 0
+    """CPU time so far of this process and the processes below it that live."""
+    parents, ticks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()  # the name before it may hold blanks
         except OSError:
             continue  # it has ended
-        if int(fields[3]) == os.getsid(0):
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        pid = int(stat.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    found = {os.getpid()}
+    while below := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= below
+    return sum(ticks[pid] for pid in found) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss() -> int:
+    """Bytes: high-water mark of this process's resident memory (`ru_maxrss` would begin at that of its parent)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def run(
@@ -70,7 +78,7 @@ def run(
     start, busy = time.perf_counter(), cpu_seconds()
     outputs = generate(engine, task["requests"])
     seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
-    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_rss()
     asked = [request["out"] for request in task["requests"]]
     came = sum(asked) if outputs == sum(asked) else [len(output) for output in outputs]  # type: ignore[union-attr]
     assert came in (asked, sum(asked)), f"asked for {asked} tokens, got {came}"
@@ -80,7 +88,7 @@ def run(
         "tokens": sum(asked),
         "tokens_per_second": sum(asked) / seconds,
         "ready_seconds": ready_seconds,
-        "peak_rss": peak_rss,
+        "peak_rss": peak,
         "versions": {name: version(name) for name in packages},
         "outputs": outputs if isinstance(outputs, list) else None,
         **(more(engine) if more is not None else {}),

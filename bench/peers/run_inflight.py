@@ -56,11 +56,13 @@ def load(task: dict[str, Any]) -> Engine:
     start, born = time.perf_counter(), time.time() - task["started"]
     from inflight.config import EngineConfig
     from inflight.engine.core import EngineCore
+    from inflight.engine.process import settle_garbage_collector
     from inflight.runner.model_runner import ModelRunner
 
     imported = time.perf_counter()
     config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})
     core = EngineCore(config, ModelRunner(config))
+    settle_garbage_collector()
     parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
     return Engine(core, parts)
 

@@ -26,6 +26,7 @@ def load(task: dict[str, Any]) -> TritonServer:
     (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
     server = TritonServer(task["folder"])
     server.start()
+    server.wait_ready()
     return server
 
 

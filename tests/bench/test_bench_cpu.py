@@ -195,7 +195,7 @@ def test_run_counts_tokens_time_and_memory(stand_in):
     assert 0.15 < result["cpu_seconds"] < result["seconds"]
     assert result["tokens_per_second"] == pytest.approx(22 / result["seconds"])
     assert 0 < result["ready_seconds"] < 30
-    assert result["peak_rss"] > 150 * 2**20
+    assert 150 * 2**20 < result["peak_rss"] < 250 * 2**20  # its own: this process's is larger
     assert result["versions"] == {"pytest": pytest.__version__}
 
 
