@@ -60,6 +60,7 @@ def test_one_variant_whatever_the_batch(tmp_path: Path, arch: int, dtype: str, v
             # Two programs of 512 threads share the registers and the shared memory of a multiprocessor.
             assert kernel["registers"] <= 64
             assert kernel["shared_bytes"] <= kernel["shared_limit"] // 2
-            assert "cp.async" in " ".join(kernel["instructions"]), "loads that run ahead"
+            if vocab_size % 16 == 0:  # other rows are not aligned
+                assert kernel["instructions"] == ["cp.async.cg"], "loads that run ahead"
         else:
             assert kernel["spilled_bytes"] == 0
