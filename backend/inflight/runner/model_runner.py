@@ -41,7 +41,7 @@ class ModelRunner:
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
-        self.sampler.warm_up(self.info.vocab_size, next(self.model.parameters()).dtype, self.device)
+        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
 
     def prepare(self, out: SchedulerOutput) -> StepInputs:
         """All of the step's tensors that need no token of the step before, which may still run."""
