@@ -3,6 +3,7 @@
 
     python bench/gpu_attention.py [--quick] [--tune] [--output record.json]      on a machine with a GPU
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
+    TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it runs
 
 Needs torch, triton and numpy, nothing else.  `run` is also called by bench/gpu.py.
 
@@ -22,12 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -39,16 +38,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("bench", "backend", "tests/support")]
 
 import triton
-from attention_cases import CASES, FP8, case_of, stored
+from attention_cases import CASES, FP8, case_of, compile_ahead, forced_tile, stored
+from gpu_ops import copy_rate, gemm_rate, seconds
 from paged_case import relative_error
 
-from inflight.attention import triton_backend
 from inflight.attention.base import AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.triton_backend import TritonAttention
+from inflight.attention.triton_backend import TritonAttention, interpreted
 from inflight.attention.triton_configs import Tile
 
 BLOCK_SIZE = 16
@@ -99,7 +98,15 @@ def cases(quick: bool = False) -> list[Shape]:
         Shape("mix: 64 x 2K and 2K chunk", LLAMA, *chunk, "sum", 1.2),
     ]
     wanted = ("decode 64 x 2K", "decode 8 x 16K", "prefill 8K", "mix: 64 x 2K and 2K chunk")
-    return [shape for shape in shapes if not quick or shape.name in wanted]
+    return [shape for shape in shapes if (not quick or shape.name in wanted) and (shape.spec is not fp8 or has_fp8())]
+
+
+def tiny(shape: Shape) -> Shape:
+    """For the interpreter, where it only shows that this script runs."""
+    spec = LayerSpec(4, 2, 32, 32, 32**-0.5, kv_cache_dtype=shape.spec.kv_cache_dtype)
+    lens = tuple(min(length, 80) for length in shape.lens[:2] + shape.lens[-1:])
+    counts = tuple(min(count, 40) for count in shape.counts[:2] + shape.counts[-1:])
+    return replace(shape, spec=spec, lens=lens, counts=counts)
 
 
 class Batch:
@@ -154,7 +161,8 @@ class Batch:
             length, count = self.shape.lens[row], self.shape.counts[row]
             blocks = self.metadata.block_table[row, : -(-length // self.shape.block_size)]
             key, value = (
-                pool[blocks, kv_head].flatten(0, 1)[:length].float() for pool in (self.cache.key, self.cache.value)
+                pool.select(1, kv_head).float()[blocks].flatten(0, 1)[:length]
+                for pool in (self.cache.key, self.cache.value)
             )
             query = self.query[starts[row] : starts[row + 1], heads].float()
             scores = torch.einsum("qhd,kd->hqk", query, key) * spec.scaling
@@ -165,50 +173,15 @@ class Batch:
         return max(errors)
 
 
-def seconds(function: Callable[[], Any], rounds: int = 15) -> float:
-    """Median time of one call, captured in a graph of as many calls as take about a millisecond."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        repeats = max(1, int(1 / start.elapsed_time(end)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                function()
-        times = []
-        for _ in range(rounds + 3):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / repeats)
-    return statistics.median(times[3:])
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes read plus written per second."""
-    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * 2**30 / seconds(lambda: target.copy_(source))
-
-
-def gemm_rate(device: torch.device, size: int = 8192) -> float:
-    """FLOP/s of a bf16 matrix product of random numbers."""
-    left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
-    out = torch.empty_like(left)
-    return 2 * size**3 / seconds(lambda: torch.matmul(left, right, out=out))
+def spent_by(function: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of one call, of eight in a captured graph."""
+    return seconds([function] * (8 if device.type == "cuda" else 1), device)
 
 
 def flash_seconds(shape: Shape, device: torch.device) -> float | None:
     """Time of torch's flash attention on the same prompts, contiguous; None where it does not apply."""
     spec, lens = shape.spec, shape.lens
-    if lens != shape.counts or len(set(lens)) > 1:
+    if device.type != "cuda" or lens != shape.counts or len(set(lens)) > 1:
         return None
     query, key, value = (
         torch.randn(len(lens), heads, lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
@@ -224,31 +197,7 @@ def flash_seconds(shape: Shape, device: torch.device) -> float | None:
         except RuntimeError:  # this torch's flash knows no groups
             group = spec.num_heads // spec.num_kv_heads
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return seconds(flash)
-
-
-def compile_ahead(jobs: list[tuple[LayerSpec, torch.dtype, int, Tile | None]]) -> None:
-    """Fill Triton's cache from several processes: compiling takes a core some seconds a layer."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(max(1, min(8, (os.cpu_count() or 1) - 1, len(jobs)))) as pool:
-        pool.map(_compile, jobs, chunksize=1)
-
-
-def _compile(job: tuple[LayerSpec, torch.dtype, int, Tile | None]) -> None:
-    spec, dtype, block_size, tile = job
-    with forced_tile(tile), suppress(triton.OutOfResources):
-        TritonAttention().new_cache(1, block_size, spec, dtype, torch.device("cuda"))
-
-
-@contextmanager
-def forced_tile(tile: Tile | None) -> Iterator[None]:
-    chosen = triton_backend.tile_for
-    if tile is not None:
-        triton_backend.tile_for = lambda *_: tile
-    try:
-        yield
-    finally:
-        triton_backend.tile_for = chosen
+        return spent_by(flash, device)
 
 
 def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
@@ -256,13 +205,17 @@ def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
     some = ["decode", "mix", "head size 80, odd group", "all features"]
     result = [(name, dtype, False) for name in some for dtype in (torch.float32, torch.float16)]
     result += [(name, torch.bfloat16, False) for name in (some if quick else CASES)]
-    if torch.cuda.get_device_capability() >= (8, 9):
+    if has_fp8():
         result += [(name, torch.bfloat16, True) for name in (["mix"] if quick else ["mix", "all features"])]
     return result
 
 
-def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int) -> dict[str, Any]:
-    case = case_of(name, dtype, seed=seed, device="cuda")
+def has_fp8() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int, device: torch.device) -> dict[str, Any]:
+    case = case_of(name, dtype, seed=seed, device=device.type)
     if fp8:
         case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
     backend = TritonAttention()
@@ -270,9 +223,12 @@ def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int) -> dict[str, A
     out = case.attend(backend, cache)
     exact = (stored(case, cache) if fp8 else case).with_dtype(torch.float32).on("cpu")
     error = relative_error(out.cpu(), exact.run(ReferenceAttention()))
-    allowed = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     pool = ", fp8 pool" if fp8 else ""
-    shape = f"{name}, {str(dtype).removeprefix('torch.')}{pool}"
+    return check_row(f"{name}, {str(dtype).removeprefix('torch.')}{pool}", error, dtype)
+
+
+def check_row(shape: str, error: float, dtype: torch.dtype) -> dict[str, Any]:
+    allowed = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     return dict(name="attention is right", shape=shape, error=error, achieved=error, limit=allowed,
                 ratio=error / allowed, unit="error", passed=bool(error <= allowed))  # fmt: skip
 
@@ -280,12 +236,12 @@ def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int) -> dict[str, A
 def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
     batch = Batch(shape, device)
     row: dict[str, Any] = dict(name="attention", shape=shape.name, error=batch.error())
-    spent = seconds(batch.attend)
+    spent = spent_by(batch.attend, device)
     row["microseconds"] = spent * 1e6
     if shape.bound == "sum":
         first = replace(shape, lens=shape.lens[:-1], counts=shape.counts[:-1])
         last = replace(shape, lens=shape.lens[-1:], counts=shape.counts[-1:])
-        parts = [seconds(Batch(part, device).attend) for part in (first, last)]
+        parts = [spent_by(Batch(part, device).attend, device) for part in (first, last)]
         row |= dict(achieved=spent * 1e3, limit=sum(parts) * 1e3, ratio=spent / sum(parts), unit="ms")
     else:
         work = batch.bytes if shape.bound == "bytes" else batch.flops
@@ -312,14 +268,19 @@ def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
     for name, dtype, fp8 in checks:
         spec, _, _, block_size = CASES[name]
         jobs.add((replace(spec, kv_cache_dtype=FP8 if fp8 else None), dtype, block_size, None))
-    compile_ahead(sorted(jobs, key=str))
+    if device.type == "cuda":
+        compile_ahead(sorted(jobs, key=str))
+    else:
+        shapes = [tiny(shape) for shape in shapes]
     seed = int.from_bytes(os.urandom(2), "little")
-    rows = [grid_row(*check, seed=seed) for check in checks]
+    rows = [grid_row(*check, seed=seed, device=device) for check in checks]
     rates = {"bytes": copy_rate(device), "flops": gemm_rate(device)}
+    timed = []
     for shape in shapes:
-        rows.append(timed_row(shape, device, rates))
+        timed.append(timed_row(shape, device, rates))
+        rows.append(check_row(shape.name, timed[-1]["error"], torch.bfloat16))
         torch.cuda.empty_cache()
-    return rows
+    return rows + timed
 
 
 def tune(device: torch.device) -> list[dict[str, Any]]:
@@ -336,7 +297,7 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
         times: dict[Tile | None, float] = {}
         for tile in [None, *tiles]:
             with forced_tile(tile), suppress(triton.OutOfResources):
-                times[tile] = seconds(Batch(shape, device).attend, rounds=7)
+                times[tile] = spent_by(Batch(shape, device).attend, device)
             torch.cuda.empty_cache()
         best = sorted(times, key=times.__getitem__)[:3]
         for tile in [None, *(tile for tile in best if tile)]:
@@ -396,8 +357,8 @@ def main() -> None:
     if options.compile:
         record["rows"] = compile_shipped()
     else:
-        device = torch.device("cuda")
-        record["card"] = torch.cuda.get_device_name()
+        device = torch.device("cpu" if interpreted() else "cuda")
+        record["card"] = "none" if interpreted() else torch.cuda.get_device_name()
         record["rows"] = tune(device) if options.tune else run(device, options.quick)
         for row in () if options.tune else record["rows"]:
             show(row)

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from attention_cases import CASES, FP8, case_of, spec, stored
+from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
 from paged_case import PagedCase, relative_error
 
 from inflight.attention import select_backend, triton_kernel, triton_write
@@ -24,6 +24,11 @@ from inflight.attention.triton_configs import Card
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    compile_ahead([(layer, dtype, size, None) for layer, _, _, size in CASES.values() for dtype in DTYPES])
 
 
 def exact(case: PagedCase) -> torch.Tensor:

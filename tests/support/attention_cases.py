@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 from paged_case import PagedCase
 
+from inflight.attention import triton_backend
 from inflight.attention.base import KVCache, LayerSpec
+from inflight.attention.triton_backend import TritonAttention
+from inflight.attention.triton_configs import Tile
 
 FP8 = torch.float8_e4m3fn
 
@@ -55,3 +62,32 @@ def stored(case: PagedCase, cache: KVCache) -> PagedCase:
             kept[row] = actual[blocks].transpose(1, 2).flatten(0, 1)[:length].to(case.dtype)
     exact.query, exact.sinks = case.query, case.sinks
     return exact
+
+
+def compile_ahead(jobs: list[tuple[LayerSpec, torch.dtype, int, Tile | None]]) -> None:
+    """Fill Triton's cache on disk from several processes: compiling takes a core some seconds a layer.
+
+    Jobs are layer, dtype, block size and, for another than the shipped one, the tile.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(max(1, min(8, (os.cpu_count() or 1) - 1, len(jobs)))) as pool:
+        pool.map(_compile, jobs, chunksize=1)
+
+
+def _compile(job: tuple[LayerSpec, torch.dtype, int, Tile | None]) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    spec, dtype, block_size, tile = job
+    with forced_tile(tile), suppress(OutOfResources):
+        TritonAttention().new_cache(1, block_size, spec, dtype, torch.device("cuda"))
+
+
+@contextmanager
+def forced_tile(tile: Tile | None) -> Iterator[None]:
+    chosen = triton_backend.tile_for
+    if tile is not None:
+        triton_backend.tile_for = lambda *_: tile
+    try:
+        yield
+    finally:
+        triton_backend.tile_for = chosen
