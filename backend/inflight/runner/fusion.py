@@ -61,7 +61,7 @@ def fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]] | str:
     """
     missing = native.unavailable()
     if missing is not None:
-        return f"there is no {missing}"
+        return f"this installation lacks {missing}"
     try:
         return _fuse(model)
     except NotRecognised as reason:
@@ -201,17 +201,17 @@ def _children(module: nn.Module, *names: str) -> list[Any]:
     return [found[name] for name in names]
 
 
-def _check_linear(module: nn.Module, dtype: torch.dtype) -> None:
+def _check_linear(module: Any, dtype: torch.dtype) -> None:
     _expect(type(module) is nn.Linear, f"linear layer ({type(module).__name__})")
-    _expect(module.weight.dtype == dtype, "mixture of dtypes")  # type: ignore[union-attr]
-    reason = native.unsupported_weight(module.weight)  # type: ignore[arg-type]
+    _expect(module.weight.dtype == dtype, "mixture of dtypes")
+    reason = native.unsupported_weight(module.weight)
     _expect(reason is None, f"linear layer ({reason})")
 
 
-def _check_norm(norm: nn.Module, size: int) -> float:
+def _check_norm(norm: Any, size: int) -> float:
     """The eps of an RMS norm over `size` elements."""
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    weight = getattr(norm, "weight", None)
+    eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight: Any = getattr(norm, "weight", None)
     _expect(isinstance(eps, float) and weight is not None and weight.shape == (size,), f"norm {type(norm).__name__}")
     x = torch.randn(2, size, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     with torch.inference_mode():
@@ -219,22 +219,21 @@ def _check_norm(norm: nn.Module, size: int) -> float:
         difference = (norm(x).float() - own).abs().max()
         tolerance = 4 * torch.finfo(weight.dtype).eps * own.abs().max()
     _expect(bool(difference <= tolerance) and len(list(norm.parameters())) == 1, f"norm {type(norm).__name__}")
-    assert eps is not None
-    return eps
+    return float(eps)
 
 
-def _rotary(module: nn.Module) -> tuple[Tensor, float]:
+def _rotary(module: Any) -> tuple[Tensor, float]:
     kind = getattr(module, "rope_type", None)
     _expect(kind in _STATIC_ROPE, f"rotary embedding ({kind})")
-    return module.inv_freq.detach().float().contiguous(), float(module.attention_scaling)  # type: ignore[arg-type,operator,union-attr]
+    return module.inv_freq.detach().float().contiguous(), float(module.attention_scaling)
 
 
-def _check_rotation(attention: nn.Module, rotary: nn.Module) -> None:
+def _check_rotation(attention: Any, rotary: Any) -> None:
     """Try the family's own rotation, which its attention finds in its module."""
     rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     _expect(rotate is not None, "rotation")
     assert rotate is not None
-    size = attention.inflight.spec.key_head_size  # type: ignore[union-attr]
+    size = attention.inflight.spec.key_head_size
     x = torch.randn(1, 2, 3, size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         cos, sin = rotary(x, torch.tensor([[0, 5, 40]]))
@@ -246,4 +245,4 @@ def _check_rotation(attention: nn.Module, rotary: nn.Module) -> None:
             rotated = rotate(x, x, cos, sin)[0]
         except (TypeError, RuntimeError):
             rotated = torch.zeros_like(own)
-    _expect(2 * half == 2 * rotary.inv_freq.shape[0] and torch.allclose(own, rotated, atol=1e-5), "rotation")  # type: ignore[index,union-attr]
+    _expect(2 * half == 2 * rotary.inv_freq.shape[0] and torch.allclose(own, rotated, atol=1e-5), "rotation")

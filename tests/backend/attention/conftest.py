@@ -1,15 +1,7 @@
-"""The compiled kernel, brought up to date with its sources where a compiler is there."""
+"""Tests here run the compiled kernels."""
 
 from __future__ import annotations
 
-import shutil
+from kernel_build import current_kernel
 
-import pytest
-
-from inflight.attention import build
-
-
-@pytest.fixture(scope="session", autouse=True)
-def current_kernel(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not build.is_current() and any(map(shutil.which, ("g++", "clang++"))):
-        build.build()
+__all__ = ["current_kernel"]
