@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
@@ -122,8 +123,11 @@ def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons
             reasons[key] = delta.finish_reason
 
 
-def add(core: EngineCore, request_id: int, prompt: list[int], **params) -> SamplingParams:
+def add(
+    core: EngineCore, request_id: int, prompt: list[int], scheduling: dict[str, Any] | None = None, **params: Any
+) -> SamplingParams:
+    """Add a request that must be taken; `scheduling` are more fields of `AddRequest`."""
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, **params})
-    failure = core.add_request(AddRequest(request_id, prompt, sampling))
+    failure = core.add_request(AddRequest(request_id, prompt, sampling, **(scheduling or {})))
     assert failure is None, failure
     return sampling

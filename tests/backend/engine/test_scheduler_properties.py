@@ -19,6 +19,22 @@ memory_policies = st.fixed_dictionaries(
 )
 host_blocks = st.sampled_from([0, 1, 5, 1000])
 
+order_policies = st.fixed_dictionaries(
+    {"scheduling_policy": st.sampled_from(["fcfs", "priority", "sjf", "edf"])},
+    optional={
+        "priority_aging_seconds": st.sampled_from([1, 3]),
+        "tenants": st.sampled_from([{"*": {}}, {"a": {"weight": 3, "max_running": 2}, "b": {"max_running": 1}}]),
+    },
+)
+scheduling_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "priority": st.integers(0, 2),
+        "tenant": st.sampled_from(["a", "b", "c"]),
+        "deadline": st.integers(0, 40).map(float),
+    },
+)
+
 
 @st.composite
 def workloads(draw):
@@ -32,6 +48,7 @@ def workloads(draw):
         "enable_prefix_caching": draw(st.booleans()),
         "async_scheduling": draw(st.booleans()),
         "memory": draw(memory_policies),
+        "order": draw(order_policies),
         "num_host_blocks": draw(host_blocks),
         "arrivals": draw(
             st.lists(
@@ -42,6 +59,7 @@ def workloads(draw):
                     st.integers(1, 3),  # n
                     st.booleans(),  # ignore_eos
                     st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
+                    scheduling_fields,
                 ),
                 min_size=1,
                 max_size=12,
@@ -55,13 +73,13 @@ def workloads(draw):
 def test_every_request_ends_once_with_exactly_its_tokens(load):
     info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
     options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "async_scheduling")
-    core = make_core(info, **{key: load[key] for key in options}, **load["memory"])
+    core = make_core(info, **{key: load[key] for key in options}, **load["memory"], **load["order"])
     outputs: dict = {}
     reasons: dict = {}
     expected: dict = {}
     aborts: list[tuple[int, int]] = []
     step = 0
-    for request_id, (gap, prompt, max_tokens, n, ignore_eos, abort_after) in enumerate(load["arrivals"]):
+    for request_id, (gap, prompt, max_tokens, n, ignore_eos, abort_after, fields) in enumerate(load["arrivals"]):
         for _ in range(gap):
             collect(core, outputs, reasons)
             step += 1
@@ -69,7 +87,8 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
                 if due == step:
                     core.abort(victim)
                     core.check_integrity()
-        params = add(core, request_id, prompt, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
+        fields = {"arrival": float(step), **fields}
+        params = add(core, request_id, prompt, fields, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
         for index in range(n):
             expected[request_id, index] = expected_output(prompt, params, info)
         if abort_after is not None:
@@ -97,18 +116,24 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     st.sampled_from([1, 5, 64]),
     st.booleans(),
     memory_policies,
+    order_policies,
     host_blocks,
 )
-def test_a_pool_for_one_request_still_finishes_all(requests, block_size, budget, overlap, memory, num_host_blocks):
+def test_a_pool_for_one_request_still_finishes_all(
+    requests, block_size, budget, overlap, memory, order, num_host_blocks
+):
     """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
     info = Info(num_blocks=64 // block_size, num_host_blocks=num_host_blocks)
     options = {"block_size": block_size, "max_num_batched_tokens": budget, "async_scheduling": overlap}
-    core = make_core(info, max_num_seqs=8, **options, **memory)
+    core = make_core(info, max_num_seqs=8, **options, **memory, **order)
     outputs: dict = {}
     reasons: dict = {}
     expected = {}
     for request_id, (prompt, max_tokens) in enumerate(requests):
-        params = add(core, request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
+        fields = {"arrival": 0.0, "priority": -request_id % 3, "tenant": "abc"[request_id % 3]}
+        params = add(core, request_id, prompt, fields, max_tokens=max_tokens, ignore_eos=True)
         expected[request_id, 0] = expected_output(prompt, params, info)
+        if request_id % 2:
+            collect(core, outputs, reasons)
     run_until_idle(core, outputs, reasons)
     assert {key: (outputs[key], reasons[key]) for key in expected} == expected
