@@ -325,9 +325,19 @@ def compile_shipped() -> list[dict[str, Any]]:
                 before = len(compiled)
                 TritonAttention(card(arch)).new_cache(1, BLOCK_SIZE, spec, dtype, torch.device("cpu"))
                 for kernel in compiled[before:]:
-                    rows.append(dict(arch=arch, size=spec.key_head_size, dtype=str(dtype), **kernel.report(arch)))
+                    about = dict(arch=arch, dtype=str(dtype).removeprefix("torch."), layer=describe(spec))
+                    rows.append(about | kernel.report(arch))
                     print(rows[-1], flush=True)
     return rows
+
+
+def describe(spec: LayerSpec) -> str:
+    features = [f"{spec.num_heads}/{spec.num_kv_heads} x {spec.key_head_size}"]
+    features += [f"window {spec.sliding_window}"] if spec.sliding_window else []
+    features += ["softcap"] if spec.softcap else []
+    features += ["sinks"] if spec.has_sinks else []
+    features += ["fp8 pool"] if spec.kv_cache_dtype else []
+    return ", ".join(features)
 
 
 def show(row: dict[str, Any]) -> None:

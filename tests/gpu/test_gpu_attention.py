@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +141,19 @@ def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
 
 def test_auto_takes_it() -> None:
     assert select_backend("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "triton"
+
+
+def test_the_engine_takes_it_and_says_what_generate_says(tmp_path: Path) -> None:
+    pytest.importorskip("msgspec")
+    from checkpoints import VOCAB, greedy_reference, make_checkpoint
+    from offline import make_core, run, tokens
+
+    from inflight.engine.request import SamplingParams
+
+    path = make_checkpoint("gemma2", tmp_path)
+    prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in (1, 37, 20, 90)]
+    core = make_core(path, device="cuda", max_num_batched_tokens=40, max_num_seqs=3)
+    assert core.runner.info.attention_backend == "triton"
+    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * len(prompts)
+    deltas = run(core, prompts, params, stagger=2)
+    assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))

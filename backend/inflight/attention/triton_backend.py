@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ _H200 = Card((9, 0), 132, 227 * 1024)
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def unavailable() -> str | None:
@@ -53,6 +54,8 @@ def unavailable() -> str | None:
         return "the triton package (pip install 'triton>=3.6')"
     if not torch.cuda.is_available():
         return None if interpreted() else "a CUDA device (on a CPU it runs in tests only, with TRITON_INTERPRET=1)"
+    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
+        return "a C compiler, with which Triton builds what launches a kernel (apt install gcc)"
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return f"a card of compute capability {_dotted(capability)} (it has {_dotted(_MIN_CAPABILITY)} and up)"

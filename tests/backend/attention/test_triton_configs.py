@@ -130,6 +130,17 @@ class TestSelection:
         assert TritonAttention(H200).unsupported(layer, torch.bfloat16, 16) is None
         assert "compute capability 8.0" in (TritonAttention(A100).unsupported(layer, torch.bfloat16, 16) or "")
 
+    def test_what_a_gpu_machine_may_lack_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+        monkeypatch.setattr(triton_backend.shutil, "which", lambda name: None)
+        assert "apt install gcc" in (triton_backend.unavailable() or "")
+        monkeypatch.setenv("CC", "gcc")
+        assert triton_backend.unavailable() == "a card of compute capability 7.5 (it has 8.0 and up)"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        assert triton_backend.unavailable() is None
+
     def test_without_the_package_a_gpu_gets_the_reference_and_one_line(self, monkeypatch, caplog) -> None:
         monkeypatch.setattr(triton_backend.importlib.util, "find_spec", lambda name: None)
         chosen = select_backend("auto", [spec(4, 2, 64)] * 3, torch.bfloat16, 16, torch.device("cuda"))
