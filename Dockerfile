@@ -4,6 +4,17 @@
 # serves the demo model; for models of your own, mount a repository over it:
 #   docker run ... -v "$PWD/models:/models" inflight tritonserver --model-repository=/models
 ARG TAG=24.10-py3
+
+# The CPU kernels, compiled on the distribution of the image below or an older one, whose C library
+# decides on which they load.  The image itself needs no compiler.
+FROM ubuntu:22.04 AS kernels
+# hadolint ignore=DL3008 # a mirror keeps only the newest version, so that a pinned one soon fails
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ python3 \
+    && rm -rf /var/lib/apt/lists/*
+COPY backend/inflight /inflight
+RUN python3 /inflight/attention/build.py
+
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
 # What `backend/inflight` imports: the extra `backend` of pyproject.toml and msgspec.
@@ -12,7 +23,7 @@ RUN pip install --no-cache-dir \
         "huggingface-hub>=1.0" "jinja2>=3.1" "msgspec>=0.19" \
     && install -d -o 1000 -g 1000 /var/cache/inflight
 
-COPY backend/inflight /opt/tritonserver/backends/inflight
+COPY --from=kernels /inflight /opt/tritonserver/backends/inflight
 COPY model_repository /models
 
 # `triton-server`, the image's own user without privileges.  Checkpoints from the hub and compiled

