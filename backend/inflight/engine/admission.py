@@ -29,7 +29,7 @@ __all__ = ["OutputLengths", "PredictedPeakAdmission", "make_admission"]
 
 _WINDOW = 256  # ended requests that outputs are predicted from
 _UNKNOWN = 256  # output tokens expected of a request while nothing is known
-_PATIENCE = 16  # questions after a refusal that get the same answer, unless a running request left
+_PATIENCE = 16  # questions for a refused request that get the same answer, unless blocks were given back
 # Multiples of them, modulo 1, are spread evenly however many there are (additive recurrence).
 _GOLDEN, _SILVER = 0.6180339887498949, 0.4142135623730951
 
@@ -89,19 +89,20 @@ class PredictedPeakAdmission:
         self._share = 1 - watermark
         self._lengths = OutputLengths()
         self._patience = 0
-        self._num_refused_beside = 0
+        self._refused: Request | None = None
+        self._available_then = 0
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         if not self._now.admits(request, prefix, running, pool):
             return False
         if not running:
             return True
-        if self._patience and len(running) >= self._num_refused_beside:
+        if self._patience and request is self._refused and pool.num_available <= self._available_then:
             self._patience -= 1
             return False
         if self.peak(request, pool.missing_blocks(request, prefix), running, pool) <= self._share * pool.num_blocks:
             return True
-        self._patience, self._num_refused_beside = _PATIENCE, len(running)
+        self._patience, self._refused, self._available_then = _PATIENCE, request, pool.num_available
         return False
 
     def ended(self, request: Request) -> None:

@@ -66,12 +66,14 @@ class SwapSpace:
         self._model = OnlineStepCost()
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
+        # Of the step that is being made: a block that it copies in must not be copied over before.
         self._copies_out: dict[int, int] = {}
+        self._returning: list[int] = []
 
     @property
     def num_used(self) -> int:
         """Host blocks that waiting requests hold."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - len(self._returning)
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         """A step took this long: what prompts cost is learned from it."""
@@ -103,6 +105,9 @@ class SwapSpace:
 
     def send(self, out: SchedulerOutput) -> None:
         """Hand the copies that are due to the step that was just made; one without requests is not executed."""
+        if self._returning:
+            self._free += self._returning
+            self._returning = []
         if self._copies_out and out.requests:
             out.swap_out, self._copies_out = self._copies_out, {}
 
@@ -114,20 +119,20 @@ class SwapSpace:
         return max(num_cached * self.block_size, held.num_computed_tokens)
 
     def swap_in(self, request: Request, num_cached: int) -> list[int]:
-        """Host blocks to copy into the request's blocks from `num_cached` on; its host memory is free then.
+        """Host blocks to copy into the request's blocks from `num_cached` on, in the step that is being made.
 
-        A later step may overwrite them: the copies are made in the order of the steps.
+        Its host memory is free for the steps after that one.
         """
-        held = self._held.get(request)
+        held = self._held.pop(request, None)
         if held is None:
             return []
+        self._returning += reversed(held.blocks)
         wanted = held.blocks[num_cached - held.first :] if num_cached >= held.first else []
         self.num_swapped_in += len(wanted)
-        self.drop(request)
         return wanted
 
     def drop(self, request: Request) -> None:
-        """A waiting request ended or starts anew: what it has on the host is void."""
+        """A waiting request ended: what it has on the host is void."""
         held = self._held.pop(request, None)
         if held is not None:
             self._free += reversed(held.blocks)
@@ -135,5 +140,6 @@ class SwapSpace:
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Assert that every host block is exactly once free or held, and held by a waiting request."""
         held = [block for entry in self._held.values() for block in entry.blocks]
+        assert not self._returning, "a step was made, and host blocks did not return"
         assert sorted([*self._free, *held]) == list(range(self.num_blocks)), "a host block is lost or in two places"
         assert self._held.keys() <= set(waiting), "host blocks are held by a request that does not wait"

@@ -87,6 +87,20 @@ def test_copies_wait_for_a_step_that_is_executed():
     assert copies(swap) == {}, "once"
 
 
+def test_a_step_copies_nothing_over_what_it_copies_in():
+    """An urgent request may come back in the step in which another one gives way to it."""
+    pool, swap = KVPool(12, 4), SwapSpace(3, 4, mode="swap")
+    back, victim = running(pool, 11), running(pool, 11, token=2)
+    swap.swap_out(back, pool)
+    pool.release(back)
+    copies(swap)
+    assert len(swap.swap_in(back, 0)) == 3
+    swap.swap_out(victim, pool)
+    assert copies(swap) == {}, "the host has no other room in this step"
+    swap.swap_out(victim, pool)
+    assert len(copies(swap)) == 3, "and has it in the next one"
+
+
 def observed(seconds_per_block: float, seconds_per_token: float) -> SwapSpace:
     """A swap space in mode "auto" that saw prompts computed at this rate."""
     swap = SwapSpace(100, 4, seconds_per_block)
