@@ -37,6 +37,7 @@ _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _CONTEXTS = (16, 128, 512, 1536, 6144)
 _CHUNKS = (64, 256, 1024)
 _MIXED_CHUNKS = (16, 64, 256)
+_SHORT = 128  # tokens of context; longer ones are measured at every second size of a batch
 _DECODE_STEPS = 6
 _MIXED_PROMPT = 512
 _MOST_TOKENS = 8192  # of prompts at one point of the design
@@ -99,7 +100,7 @@ def calibrate(
     """
     points = list(_design(core))
     if not points:
-        raise ConfigError("nothing to measure: the KV pool holds no 16 tokens; raise kv_cache_memory")
+        raise ConfigError("nothing to measure: no 16 tokens fit; raise max_model_len or kv_cache_memory")
     device: dict[StepLoad, list[float]] = defaultdict(list)
     host: dict[StepLoad, list[float]] = defaultdict(list)
     start, rounds = time.monotonic(), 0
@@ -166,7 +167,7 @@ def _design(core: EngineCore) -> Iterator[_Point]:
     config = core.config
     chunks = 0
     for context in _CONTEXTS:
-        for batch in _BATCHES:
+        for batch in _BATCHES if context <= _SHORT else _BATCHES[::2]:
             longest = context + _DECODE_STEPS + len(_MIXED_CHUNKS)
             blocks = (batch + 1) * core.pool.blocks_for(longest) + core.pool.blocks_for(_MIXED_PROMPT)
             fits = blocks <= core.pool.num_blocks and longest < core.info.max_model_len
