@@ -1,0 +1,106 @@
+"""Sampling on a GPU: the tokens of the CPU's sampler, and no wait for the device; skipped without one.
+
+PYTHONPATH=backend python -m pytest tests/gpu        needs torch, triton, numpy and pytest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+import gpu_ops
+
+from inflight.engine.request import SamplingParams
+from inflight.sampling import Sampler, SamplingMetadata, SamplingTable, triton_sampler
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+HISTORY = np.tile(np.arange(40, dtype=np.int32) % 11, (64, 1))
+PARAMS = [
+    *gpu_ops.KINDS["mixed"],
+    SamplingParams(top_k=40, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
+    SamplingParams(top_p=0.9, logit_bias={7: 4.0}, bad_words_ids=[[3]]),
+]
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def metadata(device: torch.device, rows: int, vocab_size: int, seed: int = 0) -> SamplingMetadata:
+    table = SamplingTable(rows, vocab_size, device)
+    for slot in range(rows):
+        table.set_row(slot, PARAMS[slot % len(PARAMS)], seed + slot, [], 20)
+    return table.select(np.arange(rows), np.full(rows, 40), HISTORY)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_tokens_are_those_of_the_cpu(seed: int) -> None:
+    torch.manual_seed(seed)
+    failed = [row for row in gpu_ops.sampling_check_rows(CUDA, quick=seed > 1, seed=seed) if not row["passed"]]
+    assert not failed
+
+
+@pytest.mark.parametrize("vocab_size", [11, 2048, 50257, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_and_penalties_come_first(vocab_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab_size)
+    logits = (torch.randn(64, vocab_size) * 3).to(dtype)
+    expected = Sampler()(logits, metadata(CPU, 64, vocab_size)).token_ids
+    got = Sampler()(logits.to(CUDA), metadata(CUDA, 64, vocab_size)).token_ids
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_ties() -> None:
+    torch.manual_seed(5)
+    logits = torch.randint(0, 4, (64, 50257)).float()
+    expected = Sampler()(logits, metadata(CPU, 64, 50257)).token_ids
+    assert torch.equal(Sampler()(logits.to(CUDA), metadata(CUDA, 64, 50257)).token_ids.cpu(), expected)
+
+
+def test_the_host_waits_for_nothing(no_waiting: None) -> None:
+    logits = torch.randn(64, 50257, device=CUDA)
+    Sampler()(logits, metadata(CUDA, 64, 50257))
+
+
+def test_a_row_alone_and_in_a_batch() -> None:
+    logits = torch.randn(64, 50257, device=CUDA)
+    table = SamplingTable(64, 50257, CUDA)
+    for slot in range(64):
+        table.set_row(slot, PARAMS[slot % 6], slot, [], 20)
+
+    def tokens(slots: list[int]) -> list[int]:
+        about = table.select(np.array(slots), np.full(len(slots), 40), HISTORY)
+        return Sampler()(logits[slots], about).token_ids.tolist()
+
+    whole = tokens(list(range(64)))
+    assert [tokens([slot])[0] for slot in range(64)] == whole
+    assert tokens(list(range(64))[::-1]) == whole[::-1]
+
+
+def test_captured_in_a_graph() -> None:
+    logits, about = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
+    expected = triton_sampler.choose(logits, about)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = triton_sampler.choose(logits, about)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
+def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float) -> None:
+    logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
+    got = triton_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0))
+    assert bool(((got >= 0) & (got < 5000)).all())
