@@ -77,8 +77,7 @@ class PredictedPeakAdmission:
     """Admits while the predicted peak of all running requests and this one fits the pool.
 
     A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix
-    count once.  Costs O(R log R) for R running requests, asked once a request, and again every 16 steps
-    for one that fits now and will not later.
+    count once.  Costs O(R log R) for R running requests, once in a step in which a request fits now.
 
     Args:
         watermark: share of the pool that stays free, now and at the peak.
@@ -91,6 +90,12 @@ class PredictedPeakAdmission:
         self._patience = 0
         self._refused: Request | None = None
         self._available_then = 0
+        self._beside: Sequence[Request] | None = None  # whom the next two speak of
+        self._ends: list[tuple[int, int]] = []  # (steps to its end, blocks that are its own), sorted
+        self._used = 0  # blocks that hold their present tokens, or will
+
+    def refresh(self) -> None:
+        self._beside = None
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         if not self._now.admits(request, prefix, running, pool):
@@ -100,33 +105,41 @@ class PredictedPeakAdmission:
         if self._patience and request is self._refused and pool.num_available <= self._available_then:
             self._patience -= 1
             return False
-        if self.peak(request, pool.missing_blocks(request, prefix), running, pool) <= self._share * pool.num_blocks:
-            return True
-        self._patience, self._refused, self._available_then = _PATIENCE, request, pool.num_available
-        return False
+        if running is not self._beside:
+            self._look_at(running, pool)
+        missing = pool.missing_blocks(request, prefix)
+        new = (self._lengths.expected(request) - request.num_output_tokens, missing)
+        if self._peak(new, pool.block_size) > self._share * pool.num_blocks:
+            self._patience, self._refused, self._available_then = _PATIENCE, request, pool.num_available
+            return False
+        insort(self._ends, new)
+        self._used += missing
+        return True
 
     def ended(self, request: Request) -> None:
         self._lengths.add(request.num_output_tokens)
         self._patience = 0
+        self._beside = None
 
-    def peak(self, request: Request, missing: int, running: Sequence[Request], pool: KVPool) -> float:
-        """Most blocks that `running` and one more `request`, which takes `missing` now, will hold.
-
-        All are taken to grow by a token a step from now on.
-        """
-        block_size, expected = pool.block_size, self._lengths.expected
-        used = float(pool.num_used + missing)
-        ends = [(expected(request) - request.num_output_tokens, missing)]  # (steps, blocks that are its own)
-        for other in running:
-            held = len(other.block_ids)
-            lacks = max(0, other.num_tokens // block_size + 1 - held)  # the rest of its prompt
-            used += lacks
-            own = held + lacks - other.num_cached_tokens // block_size
-            ends.append((expected(other) - other.num_output_tokens, own))
-        ends.sort()
+    def _peak(self, new: tuple[int, int], block_size: int) -> float:
+        """Most blocks that those looked at and a new one will hold, if all grow by a token a step from now on."""
+        ends = self._ends.copy()
+        insort(ends, new)
+        used = float(self._used + new[1])
         alive, most = len(ends), used
-        for tokens, own in ends:
-            most = max(most, used + alive * tokens / block_size)
+        for steps, own in ends:
+            most = max(most, used + alive * steps / block_size)
             used -= own
             alive -= 1
         return most
+
+    def _look_at(self, running: Sequence[Request], pool: KVPool) -> None:
+        block_size, expected = pool.block_size, self._lengths.expected
+        self._beside, self._used, self._ends = running, pool.num_used, []
+        for request in running:
+            held = len(request.block_ids)
+            lacks = max(0, request.num_tokens // block_size + 1 - held)
+            self._used += lacks
+            own = held + lacks - request.num_cached_tokens // block_size
+            self._ends.append((expected(request) - request.num_output_tokens, own))
+        self._ends.sort()

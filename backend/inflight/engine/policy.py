@@ -86,6 +86,9 @@ VictimPolicy = Callable[[Sequence[Request]], Request]
 class AdmissionPolicy(Protocol):
     """Whether a waiting request may start now, as far as memory goes."""
 
+    def refresh(self) -> None:
+        """What was known of the running requests is void: a new step is made, or one was preempted."""
+
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         """`prefix` are the blocks that the prefix cache would give it."""
 
@@ -173,6 +176,9 @@ class FreeBlocksAdmission:
 
     def __init__(self, watermark: float = 0.0) -> None:
         self._watermark = watermark
+
+    def refresh(self) -> None:
+        pass
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         kept = int(self._watermark * pool.num_blocks) if running else 0

@@ -89,6 +89,7 @@ class Scheduler:
         """
         out = SchedulerOutput()
         self.policies.budget.begin(self.running)
+        self.policies.admission.refresh()
         if self.waiting.preempts:
             self._admit_urgent(out)
         urgent = list(out.requests)
@@ -261,6 +262,7 @@ class Scheduler:
         self.running.remove(request)
         self.swap.swap_out(request, self.pool)
         self._release(request)
+        self.policies.admission.refresh()
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preempted_total += 1

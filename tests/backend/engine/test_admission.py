@@ -64,16 +64,20 @@ def test_nothing_is_known_at_first_and_old_news_is_forgotten():
     assert sorted({lengths.expected(request(5, request_id=i)) for i in range(100)}) == [7, 256]
 
 
-def test_the_peak_is_reached_just_before_an_end():
-    """Blocks of one token.  A holds 10 and ends in 10 steps, B holds 20 and ends in 40."""
-    pool = KVPool(1000, 1)
-    admission = PredictedPeakAdmission()
-    running = [run_one(pool, 9, max_tokens=10), run_one(pool, 19, max_tokens=40)]
-    for each in running:
-        pool.extend(each, each.num_tokens + 1)
-    new = request(4, max_tokens=10)
-    assert admission.peak(new, 5, running, pool) == max(10 + 20 + 5 + 3 * 10, 20 + 40)
-    assert admission.peak(request(40, max_tokens=1), 41, running, pool) == 10 + 20 + 41 + 3
+@pytest.mark.parametrize(("prompt", "max_tokens", "peak"), [(4, 10, 65), (40, 1, 74)])
+def test_the_peak_is_reached_just_before_an_end(prompt, max_tokens, peak):
+    """Blocks of one token.  A holds 10 and ends in 10 steps, B holds 20 and ends in 40.
+
+    C takes 5 and ends in 10 steps: the peak is 10 + 20 + 5 + 3 * 10.  Or it takes 41 and ends in one
+    step: 10 + 20 + 41 + 3.
+    """
+    for there in (peak, peak - 1):
+        pool = KVPool(there, 1)
+        running = [run_one(pool, 9, max_tokens=10), run_one(pool, 19, max_tokens=40)]
+        for each in running:
+            pool.extend(each, each.num_tokens + 1)
+        new = request(prompt, max_tokens=max_tokens)
+        assert PredictedPeakAdmission().admits(new, [], running, pool) is (there == peak)
 
 
 def test_a_burst_that_fits_now_and_not_later_waits():
@@ -94,8 +98,24 @@ def test_a_refusal_is_reconsidered_when_a_running_request_leaves():
     running = [run_one(pool, 8, max_tokens=200, request_id=i) for i in range(2)]
     late = request(8, max_tokens=180, request_id=3)
     assert not admission.admits(late, [], running, pool)
-    pool.release(running[0])
-    assert admission.admits(late, [], running[1:], pool), "it was preempted, say"
+    admission.refresh()
+    pool.release(running.pop())
+    assert admission.admits(late, [], running, pool), "it was preempted, say"
+
+
+def test_those_admitted_in_the_same_step_count():
+    pool = KVPool(100, 4)
+    admission = PredictedPeakAdmission()
+    running = [run_one(pool, 8, max_tokens=120, request_id=0)]
+    fits = []
+    for request_id in range(1, 5):
+        late = request(8, max_tokens=120, request_id=request_id)
+        fits.append(admission.admits(late, [], running, pool))
+        if fits[-1]:
+            pool.admit(late, [])
+            pool.extend(late, 8)
+            running.append(late)
+    assert fits == [True, True, False, False], "33 blocks each at the end"
 
 
 def test_a_shared_prefix_counts_once():
