@@ -142,6 +142,9 @@ class Scheduler:
 
         Where room is lacking, those outranked are preempted for it.  One token is left to each running.
         """
+        first = self.waiting.next_requests(1)
+        if not first or self.waiting.outranked_by(first[0], self.running) is None:
+            return  # the rule, and quickly found
         for request in self.waiting.next_requests(_LOOK_AHEAD):
             left = self.limits.max_num_batched_tokens - out.total_tokens
             if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
