@@ -29,6 +29,11 @@ __all__ = ["OutputLengths", "PredictedPeakAdmission", "make_admission"]
 
 _WINDOW = 256  # ended requests that outputs are predicted from
 _UNKNOWN = 256  # output tokens expected of a request while nothing is known
+# Share of the pool that the predicted peak leaves, since outputs vary, and more of it for a request that was
+# preempted before: it comes back when it is likely to stay.
+_MARGIN = 0.02
+_MARGIN_PER_PREEMPTION = 0.05
+_MOST_PREEMPTIONS = 4  # that count
 _PATIENCE = 16  # questions for a refused request that get the same answer, unless blocks were given back
 # Multiples of them, modulo 1, are spread evenly however many there are (additive recurrence).
 _GOLDEN, _SILVER = 0.6180339887498949, 0.4142135623730951
@@ -36,8 +41,9 @@ _GOLDEN, _SILVER = 0.6180339887498949, 0.4142135623730951
 
 def make_admission(config: EngineConfig) -> AdmissionPolicy:
     """The admission policy that `model.json` chooses."""
-    kind = PredictedPeakAdmission if config.admission == "predicted_peak" else FreeBlocksAdmission
-    return kind(config.watermark)
+    if config.admission == "free_blocks":
+        return FreeBlocksAdmission(config.watermark)
+    return PredictedPeakAdmission(config.watermark)
 
 
 class OutputLengths:
@@ -80,12 +86,13 @@ class PredictedPeakAdmission:
     count once.  Costs O(R log R) for R running requests, once in a step in which a request fits now.
 
     Args:
-        watermark: share of the pool that stays free, now and at the peak.
+        watermark: share of the pool that stays free now and at the peak.
+        margin: share of the pool that stays free at the peak beside that.
     """
 
-    def __init__(self, watermark: float = 0.0) -> None:
+    def __init__(self, watermark: float = 0.0, margin: float = _MARGIN) -> None:
         self._now = FreeBlocksAdmission(watermark)
-        self._share = 1 - watermark
+        self._share = 1 - watermark - margin
         self._lengths = OutputLengths()
         self._patience = 0
         self._refused: Request | None = None
@@ -109,7 +116,8 @@ class PredictedPeakAdmission:
             self._look_at(running, pool)
         missing = pool.missing_blocks(request, prefix)
         new = (self._lengths.expected(request) - request.num_output_tokens, missing)
-        if self._peak(new, pool.block_size) > self._share * pool.num_blocks:
+        share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MOST_PREEMPTIONS)
+        if self._peak(new, pool.block_size) > share * pool.num_blocks:
             self._patience, self._refused, self._available_then = _PATIENCE, request, pool.num_available
             return False
         insort(self._ends, new)
