@@ -21,7 +21,16 @@ from inflight.attention.build import LIBRARY
 from inflight.attention.cpu import allocate
 from inflight.attention.cpu import unavailable as attention_unavailable
 
-__all__ = ["DecoderTables", "LayerTables", "PackedWeight", "forward", "linear", "unavailable", "unsupported_weight"]
+__all__ = [
+    "DecoderTables",
+    "LayerTables",
+    "PackedWeight",
+    "discard",
+    "forward",
+    "linear",
+    "unavailable",
+    "unsupported_weight",
+]
 
 _ABI = 1  # of cpu_ops.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -87,6 +96,8 @@ def _load() -> ctypes.CDLL | str:
     library.inflight_ops_pack.restype = None
     library.inflight_ops_unpack.argtypes = [c_void_p, c_void_p, c_int32]
     library.inflight_ops_unpack.restype = None
+    library.inflight_ops_discard.argtypes = [c_void_p, c_int64]
+    library.inflight_ops_discard.restype = None
     library.inflight_ops_linear.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32]
     library.inflight_ops_linear.restype = None
     library.inflight_ops_forward.argtypes = [*[c_void_p] * 5, c_int64, c_void_p, c_int32]
@@ -156,6 +167,11 @@ class PackedWeight:
         plain = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
         _library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
+
+
+def discard(tensor: Tensor) -> None:
+    """Give the memory of a contiguous tensor that nobody reads again back to the system, mapped file or not."""
+    _library().inflight_ops_discard(tensor.data_ptr(), tensor.nbytes)
 
 
 def _merged_bias(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:

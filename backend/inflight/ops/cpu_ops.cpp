@@ -1,6 +1,8 @@
 // The C ABI of the CPU decoder: packing of weights, single products, and a whole forward pass as one call.
 #include "cpu_ops.h"
 
+#include <sys/mman.h>
+
 #include <string_view>
 
 #include "cpu_decoder.h"
@@ -92,6 +94,14 @@ void inflight_ops_pack(const Linear* linear, char* weight, int32_t threads) {
 // The inverse.
 void inflight_ops_unpack(const Linear* linear, char* weight, int32_t threads) {
   repack<true>(*linear, weight, const_cast<char*>(linear->panels), threads);
+}
+
+// The pages within, whose contents nobody reads again.
+void inflight_ops_discard(char* data, int64_t bytes) {
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 // out [rows, results] = x [rows, in_features] times the weight; both contiguous, of `dtype`.

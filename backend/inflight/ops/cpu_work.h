@@ -15,7 +15,7 @@ namespace inflight {
 
 // Work is shared out in about so many parts a thread, so that who is late gets less of it.
 constexpr int64_t kPartsPerThread = 4;
-constexpr int kSpins = 4000;  // at a barrier, before others that want the core get it
+constexpr int kSpins = 500;  // at a barrier, before others that want the core get it
 
 inline bool can_fork() {
   return GOMP_parallel != nullptr && omp_get_num_threads != nullptr && omp_get_thread_num != nullptr &&

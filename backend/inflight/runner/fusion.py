@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from inflight.attention.base import LayerAttention, current_metadata
 from inflight.attention.cpu import CpuAttention
 from inflight.ops import cpu as native
-from inflight.runner.packed_linear import drop_weights, embedding_addresses
+from inflight.runner.packed_linear import drop_weights, shared_weights
 
 __all__ = ["FusedDecoder", "fuse"]
 
@@ -81,7 +81,7 @@ def _fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]]:
     for module in linears:
         _check_linear(module, embedding.weight.dtype)
     undone: list[Callable[[], None]] = []
-    shared = embedding_addresses(model)
+    shared = shared_weights(model)
 
     def pack(group: list[nn.Linear], gated: bool = False) -> native.PackedWeight:
         packed = native.PackedWeight([m.weight for m in group], [m.bias for m in group], gated)
@@ -90,10 +90,10 @@ def _fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]]:
 
     tables = native.DecoderTables(
         layers=[part.tables(pack) for part in parts],
-        embedding=embedding.weight.data,
+        embedding=embedding.weight.data.clone(),  # so that nothing holds on to the mapped file
         inverse_frequencies=inverse_frequencies,
         rotary_scaling=rotary_scaling,
-        final_norm=norm.weight.detach().float(),
+        final_norm=_floats(norm),
         head=pack([head]),
         eps=eps,
         embedding_factor=float(getattr(base, "embedding_multiplier", 1.0)),
@@ -174,13 +174,17 @@ class _Parts:
             output=pack(self.output),
             gate_up=pack(self.gate_up, gated=True),
             down=pack(self.down),
-            input_norm=self.input_norm.weight.detach().float(),
-            post_norm=self.post_norm.weight.detach().float(),
-            query_norm=None if self.query_norm is None else self.query_norm.weight.detach().float(),
-            key_norm=None if self.key_norm is None else self.key_norm.weight.detach().float(),
+            input_norm=_floats(self.input_norm),
+            post_norm=_floats(self.post_norm),
+            query_norm=None if self.query_norm is None else _floats(self.query_norm),
+            key_norm=None if self.key_norm is None else _floats(self.key_norm),
             attention=self.inflight.cache.address,  # type: ignore[attr-defined]
             rotary=self.rotary,
         )
+
+
+def _floats(norm: Any) -> Tensor:
+    return norm.weight.detach().to(torch.float32, copy=True)
 
 
 def _expect(condition: bool, what: str) -> None:

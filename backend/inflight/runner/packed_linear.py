@@ -6,13 +6,15 @@ their packed copies come, and come back exactly on `undo`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
-from inflight.ops.cpu import PackedWeight, linear, unavailable, unsupported_weight
+from inflight.ops.cpu import PackedWeight, discard, linear, unavailable, unsupported_weight
 
-__all__ = ["PackedLinear", "drop_weights", "pack_linears"]
+__all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]
 
 
 class PackedLinear(nn.Module):
@@ -38,6 +40,7 @@ def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int
     """
     taken = [module for module in linears if module.weight.data_ptr() not in shared]
     for module in taken:
+        discard(module.weight.data)
         module.weight.data = module.weight.new_empty(0)
 
     def restore() -> None:
@@ -58,16 +61,20 @@ def pack_linears(model: nn.Module) -> Callable[[], None] | None:
     """
     if unavailable() is not None:
         return None
-    shared = embedding_addresses(model)
+    shared = shared_weights(model)
     undone: list[Callable[[], None]] = []
+    made: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if type(module) is not nn.Linear or unsupported_weight(module.weight) is not None:
+            if type(module) is not nn.Linear:
                 continue
-            packed = PackedWeight([module.weight], [module.bias])
-            undone.append(drop_weights([module], packed, shared))
-            setattr(parent, name, PackedLinear(packed))
-            undone.append(lambda parent=parent, name=name, module=module: setattr(parent, name, module))  # type: ignore[misc]
+            if module not in made:
+                if unsupported_weight(module.weight) is not None:
+                    continue
+                made[module] = PackedLinear(PackedWeight([module.weight], [module.bias]))
+                undone.append(drop_weights([module], made[module].packed, shared))
+            setattr(parent, name, made[module])
+            undone.append(partial(setattr, parent, name, module))
 
     def undo() -> None:
         for step in undone:
@@ -76,6 +83,9 @@ def pack_linears(model: nn.Module) -> Callable[[], None] | None:
     return undo if undone else None
 
 
-def embedding_addresses(model: nn.Module) -> set[int]:
-    """Addresses of the weights that embeddings look up."""
-    return {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
+def shared_weights(model: nn.Module) -> set[int]:
+    """Addresses of the weights that more than one module reads, or an embedding."""
+    modules = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)]
+    counts = Counter(module.weight.data_ptr() for module in modules)  # type: ignore[operator]
+    embeddings = {module.weight.data_ptr() for module in modules if isinstance(module, nn.Embedding)}
+    return {address for address, count in counts.items() if count > 1} | embeddings

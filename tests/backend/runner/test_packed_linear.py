@@ -72,3 +72,18 @@ def test_without_a_compiled_kernel_nothing_is_touched(monkeypatch: pytest.Monkey
     model = Tied()
     assert pack_linears(model) is None
     assert type(model.head) is nn.Linear
+
+
+def test_one_layer_in_two_places_and_one_weight_in_two_layers() -> None:
+    torch.manual_seed(0)
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    other.weight = one.weight
+    model = nn.Sequential(one, nn.Sequential(one), other).requires_grad_(False)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    undo = pack_linears(model)
+    assert undo is not None
+    assert model[0] is model[1][0]
+    torch.testing.assert_close(model(x), expected)
+    undo()
+    assert torch.equal(model(x), expected)
