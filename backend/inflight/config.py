@@ -147,7 +147,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             as many. See docs/tracing.md.
         check_on_load: compare a small batch with transformers' own attention before serving.
         native_forward: on a CPU, run decoders of the llama family as one native call and the linear layers of
-            others by the native kernel, on weights packed at load.
+            others by the native kernel, on weights packed at load; on a GPU, run norms, rotary embedding and
+            gates of the modules that are recognised by kernels of ours, on merged projections.
         engine_start_timeout: seconds the engine process has to load the checkpoint.
     """
 

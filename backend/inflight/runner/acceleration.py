@@ -1,7 +1,8 @@
-"""The fastest forward pass on a CPU that says what the plain one says.
+"""The fastest forward pass that says what the plain one says.
 
-In order: the whole decoder as one native call (`fusion.py`), transformers' modules around packed linear
-layers (`packed_linear.py`), transformers' modules as they are.
+On a CPU, in order: the whole decoder as one native call (`fusion.py`), transformers' modules around packed
+linear layers (`packed_linear.py`), transformers' modules as they are.  On a GPU: transformers' modules with
+their small operations in kernels of ours (`fused_modules.py`), or as they are.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from inflight.ops import FusedOps, select_ops
+from inflight.runner.fused_modules import fuse_modules
 from inflight.runner.fusion import fuse
 from inflight.runner.packed_linear import pack_linears
 
-__all__ = ["accelerate"]
+__all__ = ["accelerate", "use_ops"]
 
 _log = logging.getLogger(__name__)
 
 
-def accelerate(model: nn.Module, passes: Callable[[Any], bool]) -> Any:
-    """What to call instead of `model`, which is on a CPU and has its attention attached.
+def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], bool]) -> Any:
+    """What to call instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; what fails is taken back, with a line in the log.
@@ -29,6 +33,8 @@ def accelerate(model: nn.Module, passes: Callable[[Any], bool]) -> Any:
     Returns:
         A callable with the arguments and the result of `model`; `model` itself may be changed.
     """
+    if device.type != "cpu":
+        return use_ops(model, select_ops(device), passes)
     name = type(model).__name__
     fused = fuse(model)
     if isinstance(fused, str):
@@ -43,6 +49,15 @@ def accelerate(model: nn.Module, passes: Callable[[Any], bool]) -> Any:
     if undo is not None and not _tried(model, passes):
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones give other logits", name)
+    return model
+
+
+def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool]) -> nn.Module:
+    """`model`, with `ops` in its modules where its logits stay right."""
+    undo = fuse_modules(model, ops)
+    if undo is not None and not _tried(model, passes):
+        undo()
+        _log.warning("%s runs on its own operations: the %s ones give other logits", type(model).__name__, ops.name)
     return model
 
 

@@ -304,8 +304,8 @@ def _checked(
         return 0.0 if expected is None else relative_error(forward, expected, config.block_size, device)
 
     forward = model
-    if config.native_forward and device.type == "cpu":
-        forward = accelerate(model, lambda candidate: error(candidate) <= tolerance)
+    if config.native_forward:
+        forward = accelerate(model, device, lambda candidate: error(candidate) <= tolerance)
     off = error(forward)
     if not off <= tolerance:
         raise LoadError(
