@@ -66,7 +66,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         config = EngineConfig.from_dict({"model": self.checkpoint, **self.options, **values}, source=source)
         measured = EngineConfig.from_dict({"model": self.checkpoint, **self.options})
         for key in ("dtype", "device", "kv_cache_dtype", "cpu_threads", "attention_backend"):
-            if getattr(config, key) != getattr(measured, key):
+            if getattr(config, key) not in ("auto", getattr(measured, key)):
                 raise ConfigError(
                     f"{source}: {key}={getattr(config, key)!r}, but profile {self.name!r} was measured with "
                     f"{getattr(measured, key)!r}: leave it, or run inflight calibrate --set {key}=..."

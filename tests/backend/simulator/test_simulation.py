@@ -107,3 +107,4 @@ def test_the_report_counts_what_met_the_slo():
 def test_options_that_the_costs_do_not_hold_for_are_refused():
     with pytest.raises(ConfigError, match="dtype='bfloat16', but profile 'made-up' was measured with 'float32'"):
         PROFILE.config({"dtype": "bfloat16"})
+    assert PROFILE.config({"dtype": "auto"}).max_num_seqs == 8

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""What a long prompt does to running streams: the gaps between their tokens, without a target and with `itl_target_ms`.
+
+    python bench/itl.py [--target-ms 40] [--streams 8] [--prompt 6000] [--rounds 3] [--output FILE]
+
+In-process.  Streams decode; a prompt arrives; the gaps of the streams are taken from its arrival to
+its first token.  "alone" is the same time without the prompt: what the machine gives anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import common
+import numpy as np
+
+SIDES: dict[str, dict[str, Any]] = {"alone": {}, "static": {}, "target": {"itl_target_ms": 0.0}}
+_WARM_UP_PROMPT = 512  # lets the cost model see prompts beside decodes before the clock starts
+_STEPS_ALONE = 100
+
+
+def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    from inflight.config import EngineConfig
+    from inflight.engine.core import EngineCore
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.request import SamplingParams
+    from inflight.runner.model_runner import ModelRunner
+
+    options = {
+        "model": common.checkpoint(arguments["dtype"]),
+        "dtype": arguments["dtype"],
+        "cpu_threads": arguments["threads"],
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory": "2GiB",
+        "enable_prefix_caching": False,
+    }
+    if side == "target":
+        options["itl_target_ms"] = arguments["target_ms"]
+    config = EngineConfig.from_dict(options)
+    core = EngineCore(config, ModelRunner(config))
+    rng = np.random.default_rng(1)
+
+    def add(request_id: int, prompt: int, output: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0)
+        tokens = rng.integers(300, core.info.vocab_size, prompt).tolist()
+        assert core.add_request(AddRequest(request_id, tokens, params)) is None
+
+    for stream in range(arguments["streams"]):
+        add(stream, 64, core.info.max_model_len)
+    for _ in range(20):
+        core.step()
+    add(1000, _WARM_UP_PROMPT, 1)
+    for _ in range(20 + arguments["warm_up_steps"]):
+        core.step()
+
+    if side != "alone":
+        add(2000, arguments["prompt"], 1)
+    began = last = time.perf_counter()
+    gaps: list[float] = []
+    while True:
+        deltas = core.step().deltas
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+        if any(delta.request_id == 2000 for delta in deltas) or (side == "alone" and len(gaps) >= _STEPS_ALONE):
+            break
+    p50, p99 = (1000 * float(value) for value in np.percentile(gaps, (50, 99)))
+    return {
+        "itl_p50_ms": p50,
+        "itl_p99_ms": p99,
+        "itl_max_ms": 1000 * max(gaps),
+        "steps": len(gaps),
+        "ttft_of_the_prompt_s": None if side == "alone" else last - began,
+    }
+
+
+def main() -> None:
+    if "--side" in sys.argv:
+        print(json.dumps(run(sys.argv[sys.argv.index("--side") + 1], json.load(sys.stdin))))
+        return
+    parser = common.parser(__doc__.splitlines()[0])
+    parser.add_argument("--target-ms", type=float, default=40.0)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=6000, help="tokens")
+    args = parser.parse_args()
+    arguments = {
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "target_ms": args.target_ms,
+        "streams": args.streams,
+        "prompt": args.prompt,
+        "warm_up_steps": 60,
+    }
+    common.checkpoint(args.dtype)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    for number in range(args.rounds):
+        for side in SIDES:
+            runs[side].append(common.in_fresh_process(__file__, side, arguments))
+            print(f"round {number + 1}/{args.rounds}  {side:<8} {runs[side][-1]}", flush=True)
+    print(f"\n{common.machine()}, {args.dtype}, target {args.target_ms:g} ms, medians of {args.rounds}")
+    summary = {}
+    for side in SIDES:
+        keys = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_of_the_prompt_s")
+        medians = {key: statistics.median(one[key] for one in runs[side]) for key in keys if runs[side][0][key]}
+        summary[side] = medians
+        print(f"  {side:<8} " + "  ".join(f"{key} {value:.2f}" for key, value in medians.items()))
+    rise = summary["target"]["itl_p99_ms"] - summary["alone"]["itl_p99_ms"]
+    print(f"  with the target the prompt raises the streams' ITL p99 by {rise:.1f} ms")
+    common.record(args.output, runs, arguments, medians=summary, itl_p99_rise_ms=rise)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A long prompt beside running streams, through a real server: what the engine planned, by its step trace.
+
+Chunks and planned seconds are what the policy answers for; how long the steps then took on a machine
+that is busy with other things is shown by `bench/itl.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from wire import Stream
+
+from inflight.engine.budget import MIN_CHUNK, STARVED_STEPS
+from inflight.engine.cost_model import OnlineStepCost, StepLoad
+from inflight.engine.step_trace import StepRecord, Trace
+from inflight.launcher import TritonServer
+from inflight.trace.files import fetch_trace
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+OPTIONS = {
+    "dtype": "float32",
+    "kv_cache_memory": "64MiB",
+    "cpu_threads": 1,
+    "max_num_batched_tokens": 256,
+    "enable_prefix_caching": False,
+    "step_trace": True,
+    "check_on_load": False,
+}
+TARGET_MS = 20.0
+MODELS = {"target": TARGET_MS, "unreachable": 0.001}
+PROMPT = [5 + k % 1000 for k in range(1200)]
+STREAMS, TOKENS = 4, 900
+
+
+@pytest.fixture(scope="module")
+def server(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The demo checkpoint under two latency targets."""
+    repository = tmp_path_factory.mktemp("latency")
+    for name, target in MODELS.items():
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        values = {"model": str(CHECKPOINT), "itl_target_ms": target, **OPTIONS}
+        (version / "model.json").write_text(json.dumps(values))
+        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    with TritonServer(repository, exit_timeout=5) as server:
+        yield server
+
+
+def long_prompt_beside_streams(server: TritonServer, model: str) -> tuple[Trace, list[int]]:
+    """The trace of it, and the tokens that the long prompt's request got."""
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    names = [f"stream {number}" for number in range(STREAMS)]
+    with Stream(server.grpc_address, model) as stream:
+        for number, name in enumerate(names):
+            params = {**greedy, "max_tokens": TOKENS}
+            stream.send(name, input_ids=[7 + number] * 20, stream=[True], sampling_parameters=params)
+        for name in names:
+            stream.wait_chunks(name, 2)
+        params = {**greedy, "max_tokens": 5}
+        stream.send("long", input_ids=PROMPT, stream=[True], sampling_parameters=params, return_token_ids=True)
+        stream.wait("long", *names)
+        assert not any(answer.error for answer in stream.answers.values())
+        tokens = stream.answers["long"].token_ids
+    return fetch_trace(server.http_address, model), tokens
+
+
+def load_of(step: StepRecord) -> StepLoad:
+    load = StepLoad()
+    for tokens, computed in zip(step.tokens, step.computed):
+        if tokens == 1:
+            load = load._replace(decodes=load.decodes + 1, context_tokens=load.context_tokens + computed + 1)
+        else:
+            load = load.with_prefill(computed, tokens)
+    return load
+
+
+def chunks_beside_decodes(trace: Trace) -> list[int]:
+    """Per step, tokens of the long prompt, from its arrival until its first token; 0 where it sat out."""
+    (key,) = [request.key for request in trace.requests if request.num_prompt_tokens == len(PROMPT)]
+    (arrival,) = [request.arrival for request in trace.requests if request.key == key]
+    found: list[int] = []
+    done = 0
+    for step in trace.steps:
+        if step.start < arrival or done == len(PROMPT):
+            continue
+        chunk = dict(zip(step.keys, step.tokens)).get(key, 0)
+        assert 1 in step.tokens, "streams decode in every step of this"
+        found.append(chunk)
+        done += chunk
+    assert done == len(PROMPT)
+    return found
+
+
+def test_a_long_prompt_gets_what_keeps_the_streams_within_the_target(server):
+    trace, tokens = long_prompt_beside_streams(server, "target")
+    # The engine's own model, fed with the trace's steps again: what it expected of each step it made.
+    model = OnlineStepCost()
+    for step in trace.steps:
+        load = load_of(step)
+        if load.decodes and load.prefill_tokens > MIN_CHUNK:
+            assert model.cost.seconds(load) <= 1.05 * TARGET_MS / 1000, f"step {step.number}: {load}"
+        model.observe(load, step.forward + step.sample)
+    assert sum(chunks_beside_decodes(trace)) == len(PROMPT)
+
+    # The target that cannot be kept: the prompt progresses as stated, and yields the same tokens.
+    trace, same = long_prompt_beside_streams(server, "unreachable")
+    assert same == tokens
+    chunks = chunks_beside_decodes(trace)
+    granted = [place for place, chunk in enumerate(chunks) if chunk]
+    assert {chunks[place] for place in granted[:-1]} == {MIN_CHUNK}
+    gaps = [after - before for before, after in pairwise([-1, *granted])]
+    assert max(gaps) <= STARVED_STEPS
+    assert min(gaps[1:]) == STARVED_STEPS, "and no faster: the streams come first"
+    assert len(chunks) <= STARVED_STEPS * -(-len(PROMPT) // MIN_CHUNK)
