@@ -31,7 +31,9 @@ class HostCache:
 
     def __init__(self, caches: Sequence[KVCache], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._device = list(chain.from_iterable((cache.key, cache.value) for cache in caches))
+        pools = chain.from_iterable((cache.key, cache.value) for cache in caches)
+        # Not every device gathers eight-bit floats; bytes are bytes.
+        self._device = [pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool for pool in pools]
         self._host = [torch.empty(num_blocks, *pool.shape[1:], dtype=pool.dtype) for pool in self._device]
 
     def swap_out(self, copies: dict[int, int]) -> None:

@@ -10,7 +10,7 @@ from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 
 from inflight.attention import cpu, select_backend
-from inflight.attention.base import LayerSpec
+from inflight.attention.base import KVCache, LayerSpec
 from inflight.engine.request import SamplingParams
 from inflight.runner.loader import LoadError
 from inflight.runner.swap import HostCache
@@ -46,6 +46,16 @@ def test_blocks_come_back_as_they_went(backend, kv_cache_dtype, block_size):
     for number, pool in enumerate(pools):
         assert [float(pool[block].float().mean()) for block in (2, 4)] == [10 * number + 0, 10 * number + 5]
         assert float(pool[1].float().mean()) == 10 * number + 1, "others are left alone"
+
+
+def test_eight_bit_floats_come_back_as_they_went():
+    cache = KVCache(*(torch.zeros(3, 2, 4, 8, dtype=torch.float8_e4m3fn) for _ in range(2)))
+    cache.key[1] = 0.375
+    host = HostCache([cache], 1)
+    host.swap_out({0: 1})
+    host.swap_in({2: 0})
+    assert cache.key[2].float().unique().tolist() == [0.375]
+    assert cache.value[2].float().unique().tolist() == [0.0]
 
 
 def test_copies_are_measured_and_change_nothing():
