@@ -37,15 +37,13 @@ def select_backend(
     Raises:
         ConfigError: no such kernel, none for this device, or it lacks a feature that a layer needs (named).
     """
-    from inflight.config import ConfigError  # kernels are benchmarked where there is nothing but torch
-
     if name != "auto" and name not in _BACKENDS:
         known = ", ".join(["auto", *_BACKENDS])
-        raise ConfigError(f"attention_backend={name!r} is not known: allowed are {known}")
+        raise _config_error(f"attention_backend={name!r} is not known: allowed are {known}")
     if name == CpuAttention.name and device.type != "cpu":
-        raise ConfigError(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
+        raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
     if name == TritonAttention.name and device.type == "cpu" and not interpreted():
-        raise ConfigError(
+        raise _config_error(
             f"attention_backend={name!r} runs on a CUDA device, not on {device.type} (save for tests, with "
             "TRITON_INTERPRET=1): use 'auto'"
         )
@@ -60,4 +58,10 @@ def select_backend(
             return backend
         missing = ", ".join(sorted(str(lack) for lack in lacks))
     advice = "" if name == "auto" else "; use 'auto'"
-    raise ConfigError(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}{advice}")
+    raise _config_error(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}{advice}")
+
+
+def _config_error(message: str) -> Exception:
+    from inflight.config import ConfigError  # needs more than torch, which is all that kernels do
+
+    return ConfigError(message)

@@ -69,7 +69,7 @@ class Tile:
 # (family, is decode) -> padded head size -> tile, for 16-bit queries.
 _TILES: dict[tuple[str, bool], dict[int, Tile]] = {
     ("hopper", True): {64: Tile(0, 128, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
-    ("hopper", False): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3)},
+    ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4), 256: Tile(128, 32, 8, 4)},
     ("ampere", True): {64: Tile(0, 64, 4, 4), 128: Tile(0, 32, 4, 4), 256: Tile(0, 32, 4, 2)},
     ("ampere", False): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
     ("small", True): {64: Tile(0, 64, 4, 3), 128: Tile(0, 32, 4, 3), 256: Tile(0, 16, 4, 3)},

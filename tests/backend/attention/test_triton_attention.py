@@ -53,7 +53,7 @@ def test_float32_agrees_with_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["decode", "mix", "head size 80, odd group", "all features"])
+@pytest.mark.parametrize("name", ["mix", "all features"])
 def test_half_precision_errs_by_rounding(name: str, dtype: torch.dtype) -> None:
     case = case_of(name, dtype)
     exact = case.with_dtype(torch.float32).run(ReferenceAttention())
