@@ -16,7 +16,7 @@ def load(task: dict[str, Any]) -> genai.ContinuousBatchingPipeline:
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = task["kv_gib"]
     scheduler.max_num_seqs = task["max_num_seqs"]
-    scheduler.max_num_batched_tokens = task["options"].get("max_num_batched_tokens", 256)
+    scheduler.max_num_batched_tokens = task["options"].get("max_num_batched_tokens", 2048)
     properties = {
         "INFERENCE_NUM_THREADS": task["threads"],
         "INFERENCE_PRECISION_HINT": PRECISIONS[task["weights"]],
