@@ -1,9 +1,8 @@
 """Scalar functions of the sampling kernel, elementwise, in the Triton language.
 
-Those that decide (`uniform`, `negative_exponential`, `exp_of_negative`) are made of additions,
-multiplications, correctly rounded divisions and integer operations alone.  In a kernel compiled
-with `enable_fp_fusion=False` they give the same bits on every GPU and in the interpreter, whatever
-the accuracy of a card's own exp and log.
+Those that decide (`uniform`, `negative_exponential`, `exp_of_negative`) are made of correctly rounded
+operations and integer ones alone.  In a kernel compiled with `enable_fp_fusion=False` they give the
+same bits on every GPU, whatever the accuracy of a card's own exp and log.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ def exp_of_negative(x):
     n = shifted - _ROUNDER
     r = x - n * _LN2_HIGH
     r = r - n * _LN2_LOW
-    p = 1.9875691500e-4 * r + 1.3981999507e-3
-    p = p * r + 8.3334519073e-3
-    p = p * r + 4.1665795894e-2
-    p = p * r + 1.6666665459e-1
-    p = p * r + 5.0000001201e-1
-    p = (p * r) * r + r + 1.0
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    p = tl.fma(p, r * r, r) + 1.0
     exponent = (shifted.to(tl.int32, bitcast=True) << 23) + _ONE_BITS
     return tl.where(x < -87.0, 0.0, p * exponent.to(tl.float32, bitcast=True))
 

@@ -5,10 +5,12 @@ One program takes one row and reads it as rarely as its parameters allow:
     greedy          once     each lane (a place in the block that runs over the row) keeps its best
     plain random    once     the same race, over logit / temperature + Gumbel noise; the lanes'
                              winners then race again by the exact formula of the CPU
-    top_p, min_p    twice    the second pass weighs what is above the winner; a winner outside the
-                             nucleus is replaced by that of what is above it, one pass each
     top_k           twice    the k-th of the lanes' maxima is a lower bound of the k-th logit: the
                              few tokens above it are listed, and all else happens on that list
+    top_p, min_p    twice    the same with a few hundred of the lanes' maxima; the second pass sums
+                             the weights, which tell whether the list holds the nucleus
+                    or more  if not: a race over the whole row, then a pass that weighs what is above
+                             the winner; one outside the nucleus gives way to that of what is above it
 
 Entries are ordered by their rank: by falling logit, then by rising token id, in one int64.
 Masses are sums of fixed-point weights, so that they are the same in any order; noise and weights
@@ -77,6 +79,13 @@ def _lane_maxima(row, vocab_size, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
+def _weight(x, kept, scale, largest, min_p):
+    """Weight relative to the largest; 0 where not kept or below min_p."""
+    weight = exp_of_negative(x * scale - largest)
+    return tl.where(kept & (weight >= min_p), weight, 0.0)
+
+
+@triton.jit
 def _settle(values, ids_ptr, places, valid, scale, largest, hashes, key, offset, LISTED: tl.constexpr):
     """Race of the entries at `places` by the CPU's formula: log(1 - u) / weight.  Returns id and rank."""
     x = tl.load(values + places, mask=valid, other=-float("inf")).to(tl.float32)
@@ -134,15 +143,13 @@ def _weigh(
         if LISTED:
             ids = tl.load(ids_ptr + here, mask=inside, other=0)
         rank = _rank(x, ids)
-        scaled = x * scale
-        weight = exp_of_negative(scaled - largest)
-        weight = tl.where(inside & (rank >= floor) & (weight >= min_p), weight, 0.0)
+        weight = _weight(x, inside & (rank >= floor), scale, largest, min_p)
         mass = (weight * MASS).to(tl.int64)
         heavier = rank > pivot
         total += mass
         above += tl.where(heavier, mass, 0)
         u = uniform(tl.load(hashes + ids, mask=inside, other=0), key, offset)
-        score = tl.where(heavier & (weight > 0.0), scaled + rough_gumbel(u), -float("inf"))
+        score = tl.where(heavier & (weight > 0.0), x * scale + rough_gumbel(u), -float("inf"))
         places = tl.where(score > best, here, places)
         best = tl.where(score > best, score, best)
     winner, rank = _settle(values, ids_ptr, places, best > -float("inf"), scale, largest, hashes, key, offset, LISTED)
@@ -151,7 +158,7 @@ def _weigh(
 
 @triton.jit
 def _narrow(
-    values, ids_ptr, size, scale, largest, top_p, min_p, floor, token, pivot, hashes, key, offset,
+    values, ids_ptr, size, known, scale, largest, top_p, min_p, floor, token, pivot, hashes, key, offset,
     MASS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Race in the smallest set of top entries that reaches top_p of what rank and min_p keep.
@@ -160,6 +167,7 @@ def _narrow(
     race is among what is above.  The last winner is that of the set, found without sorting.
 
     Args:
+        known: mass of all that is kept, where `values` are only the top of it; else -1.
         token, pivot: a first winner and its rank, or token 0 and the lowest rank.
     """
     searching = size > 0
@@ -168,6 +176,7 @@ def _narrow(
             values, ids_ptr, size, scale, largest, min_p, floor, pivot, hashes, key, offset,
             MASS, LISTED, BLOCK, STAGES,
         )  # fmt: skip
+        total = tl.where(known < 0, total, known)
         searching = (above > 0) & (above.to(tl.float64) >= total.to(tl.float64) * top_p) & (rank > pivot)
         token = tl.where(searching, winner, token)
         pivot = tl.where(searching, rank, pivot)
@@ -199,19 +208,30 @@ def _lower_bound(lane_maxima, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _list_above(row, vocab_size, bound, count_ptr, values, ids_ptr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """List the unmasked entries whose key reaches `bound`, in any order; returns how many there are."""
+def _list_above(
+    row, vocab_size, bound, count_ptr, values, ids_ptr, scale, largest, min_p,
+    WEIGHED: tl.constexpr, MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """List the unmasked entries whose key reaches `bound`, in any order.
+
+    Returns:
+        How many there are, and the mass of the whole row if WEIGHED.
+    """
     lanes = tl.arange(0, BLOCK)
-    for start in tl.range(0, vocab_size, BLOCK):
+    least = (bound ^ ((bound >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         inside = start + lanes < vocab_size
         x = tl.load(row + start + lanes, mask=inside, other=-float("inf")).to(tl.float32)
-        found = (x > -float("inf")) & (order_key(x) >= bound)
+        if WEIGHED:
+            total += (_weight(x, inside, scale, largest, min_p) * MASS).to(tl.int64)
+        found = (x >= least) & (x > -float("inf"))
         slot = tl.atomic_add(count_ptr + tl.zeros((BLOCK,), tl.int32), 1, mask=found, sem="relaxed", scope="cta")
         listed = found & (slot < CAPACITY)
         tl.store(values + slot, x, mask=listed)
         tl.store(ids_ptr + slot, start + lanes, mask=listed)
     tl.debug_barrier()
-    return tl.atomic_add(count_ptr, 0)
+    return tl.atomic_add(count_ptr, 0), tl.sum(total, 0)
 
 
 @triton.jit
@@ -251,28 +271,70 @@ def _choose_from_top_k(
     row, vocab_size, k, scale, top_p, min_p, hashes, key, offset, count_ptr, values, ids_ptr,
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    maxima, _ = _lane_maxima(row, vocab_size, BLOCK, STAGES)
+    maxima, _places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
     bound = _lower_bound(maxima, k, BLOCK)
     top = tl.max(maxima, 0)
     largest = tl.maximum(top * scale, _LOWEST_FLOAT)
-    found = _list_above(row, vocab_size, bound, count_ptr, values, ids_ptr, BLOCK, CAPACITY)
+    found, _total = _list_above(
+        row, vocab_size, bound, count_ptr, values, ids_ptr, scale, largest, min_p,
+        False, MASS, CAPACITY, BLOCK, STAGES,
+    )  # fmt: skip
     low = bound.to(tl.int64) << 32
     high = _rank(top, tl.full((), 0, tl.int32))
     nothing = tl.full((), _LOWEST_RANK, tl.int64)
+    unknown = tl.full((), -1, tl.int64)
     token = tl.full((), 0, tl.int32)
     if found <= CAPACITY:
         floor = _kth_rank(values, ids_ptr, found, k, low, high, True, BLOCK)
         token = _narrow(
-            values, ids_ptr, found, scale, largest, top_p, min_p, floor, token, nothing, hashes, key, offset,
-            MASS, True, BLOCK, STAGES,
+            values, ids_ptr, found, unknown, scale, largest, top_p, min_p, floor, token, nothing, hashes, key, offset,
+            MASS, True, BLOCK, 1,
         )  # fmt: skip
     else:
         floor = low
         if found > k:
             floor = _kth_rank(row, ids_ptr, vocab_size, k, low, high, False, BLOCK)
         token = _narrow(
-            row, ids_ptr, vocab_size, scale, largest, top_p, min_p, floor, token, nothing, hashes, key, offset,
+            row, ids_ptr, vocab_size, unknown, scale, largest, top_p, min_p, floor, token, nothing, hashes, key, offset,
             MASS, False, BLOCK, STAGES,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
+def _choose_narrowed(
+    row, vocab_size, scale, top_p, min_p, hashes, key, offset, count_ptr, values, ids_ptr,
+    MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """top_p and min_p without top_k: among the listed top of the row, if that holds the nucleus."""
+    maxima, _places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
+    bound = _lower_bound(maxima, BLOCK // 4, BLOCK)
+    largest = tl.maximum(tl.max(maxima, 0) * scale, _LOWEST_FLOAT)
+    # What the list would lack of the lanes' maxima alone can already be too much.
+    weights = _weight(maxima, maxima > -float("inf"), scale, largest, min_p)
+    at_best = tl.sum(tl.where(order_key(maxima) >= bound, weights, 0.0), 0)
+    nothing = tl.full((), _LOWEST_RANK, tl.int64)
+    token = tl.full((), -1, tl.int32)
+    if at_best >= 0.999 * top_p.to(tl.float32) * tl.sum(weights, 0):
+        found, total = _list_above(
+            row, vocab_size, bound, count_ptr, values, ids_ptr, scale, largest, min_p,
+            True, MASS, CAPACITY, BLOCK, STAGES,
+        )  # fmt: skip
+        if found <= CAPACITY:
+            listed, _above, winner, rank = _weigh(
+                values, ids_ptr, found, scale, largest, min_p, nothing, nothing, hashes, key, offset,
+                MASS, True, BLOCK, 1,
+            )  # fmt: skip
+            if listed.to(tl.float64) >= total.to(tl.float64) * top_p:
+                token = _narrow(
+                    values, ids_ptr, found, total, scale, largest, top_p, min_p, nothing,
+                    tl.where(listed > 0, winner, 0), rank, hashes, key, offset, MASS, True, BLOCK, 1,
+                )  # fmt: skip
+    if token < 0:
+        winner, rank, _top = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
+        token = _narrow(
+            row, ids_ptr, vocab_size, tl.full((), -1, tl.int64), scale, largest, top_p, min_p, nothing, winner, rank,
+            hashes, key, offset, MASS, False, BLOCK, STAGES,
         )  # fmt: skip
     return token
 
@@ -297,20 +359,20 @@ def choose_kernel(
     if i < first_random:
         maxima, places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
         token = _first_best(maxima, places, places < vocab_size)
-    elif i < first_top_k:
-        token, rank, largest = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
-        if i >= first_narrowed:
-            floor = tl.full((), _LOWEST_RANK, tl.int64)
-            token = _narrow(
-                row, hashes, vocab_size, scale, largest, top_p, min_p, floor, token, rank, hashes, key, offset,
-                MASS, False, BLOCK, STAGES,
-            )  # fmt: skip
+    elif i < first_narrowed:
+        token, _rank_of_it, _top = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
     else:
-        token = _choose_from_top_k(
-            row, vocab_size, k, scale, top_p, min_p, hashes, key, offset, counts_ptr + i,
-            list_values_ptr + i.to(tl.int64) * CAPACITY, list_ids_ptr + i.to(tl.int64) * CAPACITY,
-            MASS, CAPACITY, BLOCK, STAGES,
-        )  # fmt: skip
+        count, start = counts_ptr + i, i.to(tl.int64) * CAPACITY
+        if i < first_top_k:
+            token = _choose_narrowed(
+                row, vocab_size, scale, top_p, min_p, hashes, key, offset,
+                count, list_values_ptr + start, list_ids_ptr + start, MASS, CAPACITY, BLOCK, STAGES,
+            )  # fmt: skip
+        else:
+            token = _choose_from_top_k(
+                row, vocab_size, k, scale, top_p, min_p, hashes, key, offset,
+                count, list_values_ptr + start, list_ids_ptr + start, MASS, CAPACITY, BLOCK, STAGES,
+            )  # fmt: skip
     tl.store(out_ptr + index, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
 
@@ -326,8 +388,7 @@ def choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     num_rows, vocab_size = logits.shape
     first_random, first_narrowed, first_top_k = metadata.first_columns
     device = logits.device
-    # Lists belong to columns, so that those of a batch without top_k take no memory.
-    lists = num_rows if first_top_k < num_rows else 0
+    lists = num_rows if first_narrowed < num_rows else 0
     counts = torch.zeros(max(1, lists), dtype=torch.int32, device=device)
     values = torch.empty((max(1, lists), CAPACITY), dtype=torch.float32, device=device)
     ids = torch.empty((max(1, lists), CAPACITY), dtype=torch.int32, device=device)

@@ -110,19 +110,19 @@ BOUNDARIES = [
 def test_boundaries(monkeypatch):
     """The probability equal to a bound, and the tie that comes second."""
     monkeypatch.setattr(triton_sampler, "BLOCK", 4)
-    params = [params for params, _ in BOUNDARIES for _ in range(10)]
+    params = [params for params, _ in BOUNDARIES for _ in range(6)]
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(params), -1).contiguous()
     got, _ = both(logits, params)
     for number, (own, allowed) in enumerate(BOUNDARIES):
-        assert set(got[10 * number : 10 * number + 10]) == allowed, own
+        assert set(got[6 * number : 6 * number + 6]) == allowed, own
 
 
 def test_hopeless_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
     monkeypatch.setattr(triton_sampler, "BLOCK", 16)
     values = torch.tensor([-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
-    got, _ = both(values.repeat_interleave(len(KINDS))[:, None].expand(-1, 37).contiguous(), KINDS * len(values))
+    got, _ = both(values.repeat_interleave(5)[:, None].expand(-1, 37).contiguous(), KINDS[:5] * len(values))
     assert all(0 <= token < 37 for token in got)
-    assert got[: len(KINDS)] == [0] * len(KINDS)
+    assert got[:5] == [0] * 5
 
 
 @pytest.mark.usefixtures("blocks")
