@@ -87,6 +87,11 @@ class LatencyBudget:
 
     def grant(self, request: Request, lag: int, most: int) -> int:
         computed = request.num_tokens + request.num_pending_tokens - lag
+        if lag == 1:  # a decode that comes back from where it was swapped to
+            self._load = self._load._replace(
+                decodes=self._load.decodes + 1, context_tokens=self._load.context_tokens + computed + 1
+            )
+            return most
         num_tokens = min(most, self._affordable(computed)) if self._decodes else most
         if num_tokens < min(most, MIN_CHUNK):
             starved = self._starved >= STARVED_STEPS - 1 and not self._granted

@@ -19,7 +19,7 @@ from inflight.engine.swap import SwapSpace
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # looked up for every row of every step
-# Waiting requests looked at in one step beyond those that find a slot: a budget may pass over some.
+# Waiting requests that a budget may pass over in one step before no further one is looked at.
 _LOOK_AHEAD = 16
 
 
@@ -208,6 +208,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         if not self._free_slots or not len(self.waiting):
             return
+        passed_over = 0
         for request in self.waiting.next_requests(len(self._free_slots) + _LOOK_AHEAD):
             left = budget - out.total_tokens
             if left <= 0 or not self._free_slots:
@@ -216,6 +217,10 @@ class Scheduler:
                 return  # nobody overtakes it: it would never find room
             if request.status is _RUNNING:
                 self.running.insert(self.waiting.position(request, self.running), request)
+            else:
+                passed_over += 1
+                if passed_over == _LOOK_AHEAD:
+                    return
 
     def _start(self, out: SchedulerOutput, request: Request, beside: list[Request], left: int) -> bool:
         """Admit a request beside others, with up to `left` tokens, unless the budget passes it over.

@@ -171,6 +171,28 @@ def test_a_passed_over_prompt_does_not_starve():
     assert started == 9
 
 
+def test_a_sequence_with_one_token_to_compute_is_a_decode_wherever_it_comes_from():
+    """After a swap a request comes back through admission; no target holds it up."""
+    rig = Rig(itl_target_ms=0.001)
+    rig.add(1, 20)
+    for _ in range(3):
+        rig.step()
+    rig.budget.begin(rig.scheduler.running)
+    request = rig.scheduler.running[0]
+    assert rig.budget.grant(request, 1, 1) == 1
+    assert rig.budget.grant(request, 2, 2) == 0
+
+
+def test_no_more_are_passed_over_in_a_step_than_stated():
+    rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=64)
+    for request_id in range(17):
+        rig.add(request_id, 600, 2)
+    rig.add(99, 20, 2)
+    assert rig.step() == [(0, 64)], "16 long ones stand before the short one, and are passed over"
+    rig.core.abort(5)
+    assert (99, 20) in rig.step()
+
+
 def test_a_share_of_the_step_without_a_threshold():
     rig = Rig(max_num_partial_prefills=4, max_long_partial_prefills=4)
     for request_id in range(5):
