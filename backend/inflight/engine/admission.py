@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policy import AdmissionPolicy, FreeBlocksAdmission
-from inflight.engine.request import Request
+from inflight.engine.request import Request, Status
 
 __all__ = ["OutputLengths", "PredictedPeakAdmission", "make_admission"]
 
@@ -100,6 +100,7 @@ class PredictedPeakAdmission:
         self._beside: Sequence[Request] | None = None  # whom the next two speak of
         self._ends: list[tuple[int, int]] = []  # (steps to its end, blocks that are its own), sorted
         self._used = 0  # blocks that hold their present tokens, or will
+        self._last: tuple[Request, tuple[int, int]] | None = None  # last one let in, which a budget may pass over
 
     def refresh(self) -> None:
         self._beside = None
@@ -114,14 +115,17 @@ class PredictedPeakAdmission:
             return False
         if running is not self._beside:
             self._look_at(running, pool)
+        elif self._last is not None and self._last[0].status is Status.RUNNING:
+            insort(self._ends, self._last[1])
+            self._used += self._last[1][1]
+        self._last = None
         missing = pool.missing_blocks(request, prefix)
         new = (self._lengths.expected(request) - request.num_output_tokens, missing)
         share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MOST_PREEMPTIONS)
         if self._peak(new, pool.block_size) > share * pool.num_blocks:
             self._patience, self._refused, self._available_then = _PATIENCE, request, pool.num_available
             return False
-        insort(self._ends, new)
-        self._used += missing
+        self._last = request, new
         return True
 
     def ended(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from inflight.engine.admission import OutputLengths, PredictedPeakAdmission
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
 from inflight.engine.policy import FreeBlocksAdmission
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request, SamplingParams, Status
 
 
 def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:
@@ -122,8 +122,10 @@ def test_those_admitted_in_the_same_step_count():
         late = request(8, max_tokens=116, request_id=request_id)
         fits.append(admission.admits(late, [], running, pool))
         if fits[-1]:
+            assert admission.admits(late, [], running, pool), "passed over by a budget, it does not count"
             pool.admit(late, [])
             pool.extend(late, 8)
+            late.status = Status.RUNNING
             running.append(late)
     assert fits == [True, True, False, False], "32 blocks each at the end"
 
