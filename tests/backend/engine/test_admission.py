@@ -140,6 +140,21 @@ def test_a_shared_prefix_counts_once():
     assert len(core.scheduler.running) == 10, "10 blocks of prefix and 2 of each"
 
 
+def test_what_never_fits_is_refused_at_once_with_the_arithmetic():
+    core = make_core(Info(max_model_len=64, num_blocks=8), block_size=4)
+    refused = core.add_request(AddRequest(1, [1] * 10, SamplingParams(max_tokens=23)))
+    assert refused.code == "INVALID_ARG"
+    assert refused.message == (
+        "the request never fits: 10 prompt and up to 23 output tokens take 9 KV blocks of 4 tokens, and the pool has 8; "
+        "lower max_tokens or the prompt, or raise kv_cache_memory"
+    )
+    assert not core.has_work
+    add(core, 2, [1] * 10, max_tokens=22, n=3, ignore_eos=True)  # each of its sequences fits alone
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    assert len(reasons) == 3
+
+
 def burst(seed: int, **options):
     """40 requests at once whose blocks are ten times the pool's; clients declare twice what they use.
 

@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Preemption by swap to host memory against recompute: tokens/s of a burst that outgrows the KV pool.
+
+    python bench/preemption.py [--requests 32] [--rounds 3] [--output FILE]
+
+In-process.  Every prompt has 100 tokens and every output 150; the pool holds 192 blocks of 16 tokens,
+which is all prompts of 27 requests and all of 12.  Admission looks at the free blocks only, so that the
+burst does preempt (by default it would be predicted, and next to nobody preempted), and prefix caching
+is off, so that recompute is whole.  Swap is `preemption_mode: "auto"`: it has to find out that it is cheaper.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import common
+
+_PROMPT, _OUTPUT, _BLOCKS = 100, 150, 192
+
+
+def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    from inflight.config import EngineConfig
+    from inflight.engine.core import EngineCore
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.request import SamplingParams
+    from inflight.runner.model_runner import ModelRunner
+
+    config = EngineConfig.from_dict(
+        {
+            "model": common.checkpoint(arguments["dtype"]),
+            "dtype": arguments["dtype"],
+            "cpu_threads": arguments["threads"],
+            "max_num_seqs": 32,
+            "max_model_len": 16 * _BLOCKS,
+            "num_gpu_blocks_override": _BLOCKS,
+            "admission": "free_blocks",
+            "enable_prefix_caching": False,
+            "swap_space": swap_space,
+        }
+    )
+    core = EngineCore(config, ModelRunner(config))
+
+    def generate(requests: list[dict[str, Any]], output: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        for request in requests:
+            prompt = (request["prompt"] * _PROMPT)[:_PROMPT]
+            assert core.add_request(AddRequest(request["id"], prompt, params)) is None
+        count = 0
+        while core.has_work:
+            count += sum(len(delta.token_ids) for delta in core.step().deltas)
+        return count
+
+    requests = common.workload(arguments["requests"])
+    generate(requests[:8], 4)
+    start = time.perf_counter()
+    tokens = generate(requests, _OUTPUT)
+    seconds = time.perf_counter() - start
+    return {
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "preemptions": core.scheduler.num_preempted_total,
+        "blocks_swapped_out": core.swap.num_swapped_out,
+        "seconds_per_swapped_block": core.info.swap_seconds_per_block,
+    }
+
+
+SIDES = {"recompute": partial(run, "0"), "swap": partial(run, "1GiB")}
+
+
+if __name__ == "__main__":
+    common.compare(__file__, __doc__.splitlines()[0], SIDES)
