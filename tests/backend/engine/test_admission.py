@@ -145,8 +145,8 @@ def test_what_never_fits_is_refused_at_once_with_the_arithmetic():
     refused = core.add_request(AddRequest(1, [1] * 10, SamplingParams(max_tokens=23)))
     assert refused.code == "INVALID_ARG"
     assert refused.message == (
-        "the request never fits: 10 prompt and up to 23 output tokens take 9 KV blocks of 4 tokens, and the pool has 8; "
-        "lower max_tokens or the prompt, or raise kv_cache_memory"
+        "the request never fits: 10 prompt and up to 23 output tokens take 9 KV blocks of 4 tokens, and the pool has "
+        "8; lower max_tokens or the prompt, or raise kv_cache_memory"
     )
     assert not core.has_work
     add(core, 2, [1] * 10, max_tokens=22, n=3, ignore_eos=True)  # each of its sequences fits alone
