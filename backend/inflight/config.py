@@ -149,6 +149,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call and the linear layers of
             others by the native kernel, on weights packed at load; on a GPU, run norms, rotary embedding and
             gates of the modules that are recognised by kernels of ours, on merged projections.
+        quantization: "int8" holds the weights of linear layers in eight bits, a scale for every output, and
+            quantizes their inputs row by row: faster on a CPU, and half the memory of bfloat16. `None`: as loaded.
         engine_start_timeout: seconds the engine process has to load the checkpoint.
     """
 
@@ -198,6 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     native_forward: bool = True
+    quantization: Literal["int8"] | None = None
     engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
 
     def __post_init__(self) -> None:

@@ -32,14 +32,18 @@ __all__ = [
     "unsupported_weight",
 ]
 
-_ABI = 1  # of cpu_ops.cpp
+_ABI = 2  # of cpu_ops.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_INT8 = 3
+_ROWS = 4096  # quantized at once, in float32
 
 
 class _Linear(ctypes.Structure):
     _fields_ = [
         ("panels", c_void_p),
         ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("dtype", c_int32),
@@ -134,14 +138,22 @@ class PackedWeight:
 
     Args:
         weights: [n_i, in_features] each, of one dtype; they become one layer of sum(n_i) features.
-        biases: [n_i] each, or None; all or nothing needs not hold.
+        biases: [n_i] or None of each.
         gated: the weights are a gate's and as many of the other operand: results are silu(gate) * other.
+        int8: hold them in eight bits with a scale for every output feature (W8A8: the input is quantized row by
+            row); where in_features is no multiple of 4, they stay as they are.
 
     Raises:
         ValueError: see `unsupported_weight`.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), gated: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (),
+        gated: bool = False,
+        int8: bool = False,
+    ) -> None:
         for weight in weights:
             reason = unsupported_weight(weight)
             if reason is not None:
@@ -151,22 +163,45 @@ class PackedWeight:
         self.in_features = weights[0].shape[1]
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
+        self.is_int8 = int8 and self.in_features % 4 == 0
         self.bias = _merged_bias(biases, self.sizes)
+        plain = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous()
+        self.scales = self.offsets = None
+        if self.is_int8:
+            plain, self.scales, self.offsets = _quantized(plain)
         self.struct = _Linear(
-            None, _address(self.bias), self.in_features, self.out_features, _DTYPES[self.dtype], int(gated)
+            bias=_address(self.bias),
+            scales=_address(self.scales),
+            offsets=_address(self.offsets),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            dtype=_INT8 if self.is_int8 else _DTYPES[self.dtype],
+            gated=int(gated),
         )
         self.address = ctypes.addressof(self.struct)
-        size = _library().inflight_ops_packed_bytes(self.address) // self.dtype.itemsize
-        self.panels = allocate(size, dtype=self.dtype)
+        size = _library().inflight_ops_packed_bytes(self.address) // plain.itemsize
+        self.panels = allocate(size, dtype=plain.dtype)
         self.struct.panels = self.panels.data_ptr()
-        plain = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous()
         _library().inflight_ops_pack(self.address, plain.data_ptr(), torch.get_num_threads())
 
     def unpack(self) -> list[Tensor]:
-        """The weights as they were given."""
-        plain = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        """The weights as they were given; from int8, as they are now."""
+        plain = torch.empty(self.out_features, self.in_features, dtype=self.panels.dtype)
         _library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
+        if self.scales is not None:
+            plain = (plain * self.scales[:, None]).to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 [N, K] with float32 scales [N], the nearest to `weight`; and 128 times its sums, int32 [N]."""
+    rows, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    for start in range(0, len(weight), _ROWS):
+        part = weight[start : start + _ROWS].float()
+        scale = part.abs().amax(1) / 127
+        scales[start : start + _ROWS] = scale
+        rows[start : start + _ROWS] = (part / scale.clamp_min(1e-30)[:, None]).round_()
+    return rows, scales, rows.sum(1, dtype=torch.int32) * 128
 
 
 def discard(tensor: Tensor) -> None:

@@ -28,10 +28,23 @@ void each(Team* team, int64_t count, Function function) {
   }
 }
 
-void multiply(Team* team, const Linear& linear, const Matrix& x, const Result& result) {
+// `bytes` holds the operand of int8 weights: rows of bytes, then their scales.
+void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, char* bytes) {
+  if (linear.dtype == kInt8) {
+    const int64_t size = linear.in_features, element = element_size(result.dtype);
+    auto* quantized = reinterpret_cast<uint8_t*>(bytes);
+    auto* scales = reinterpret_cast<float*>(bytes + padded(x.rows * size, 64));
+    each(team, x.rows, [&](int64_t first, int64_t last) {
+      ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size,
+                             quantized + first * size, scales + first);
+    });
+    x = {bytes, size, x.rows, scales};
+  }
   each(team, linear.num_panels(),
        [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
 }
+
+int64_t quantized_bytes(int64_t rows, int64_t size) { return padded(rows * size, 64) + rows * int64_t(sizeof(float)); }
 
 class Arena {
  public:
@@ -51,6 +64,7 @@ class Arena {
 struct Scratch {
   char* normed;  // [rows, hidden_size] activations
   char* middle;  // [rows, results of gate_up] activations
+  char* bytes;   // the operand of int8 weights
 };
 
 class Pass {
@@ -112,7 +126,9 @@ class Pass {
 
   Scratch take_scratch(Arena& arena, int64_t rows) const {
     char* normed = arena.take(rows * decoder_.hidden_size * element_);
-    return {normed, arena.take(rows * middle_width_ * element_)};
+    char* middle = arena.take(rows * middle_width_ * element_);
+    const int64_t widest = std::max({decoder_.hidden_size, middle_width_, out_width_});
+    return {normed, middle, arena.take(quantized_bytes(rows, widest))};
   }
 
   // Share out the rows in chunks, or do all of them together where they are few.
@@ -158,8 +174,8 @@ class Pass {
   void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
     norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch.normed);
     char* qkv = qkv_ + begin * width_ * element_;
-    multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin},
-             {Into::kActivations, qkv, width_, 1.0f});
+    multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin, nullptr},
+             {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch.bytes);
     const int64_t half = decoder_.rotary_size / 2;
     const Layer& attention = *layer.attention;
     const Rows keys = {qkv_ + query_width_ * element_, width_, attention.key_size, dtype_};
@@ -187,12 +203,13 @@ class Pass {
                        int64_t begin, int64_t end) {
     const int64_t size = decoder_.hidden_size, rows = end - begin;
     float* hidden = stream.hidden + begin * size;
-    const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor};
-    multiply(team, layer.output, {stream.attended + begin * out_width_ * element_, out_width_, rows}, residual);
+    const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor, dtype_};
+    const char* attended = stream.attended + begin * out_width_ * element_;
+    multiply(team, layer.output, {attended, out_width_, rows, nullptr}, residual, scratch.bytes);
     norm(team, layer.post_norm, hidden, rows, scratch.normed);
-    multiply(team, layer.gate_up, {scratch.normed, size, rows},
-             {Into::kActivations, scratch.middle, middle_width_, 1.0f});
-    multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual);
+    multiply(team, layer.gate_up, {scratch.normed, size, rows, nullptr},
+             {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch.bytes);
+    multiply(team, layer.down, {scratch.middle, middle_width_, rows, nullptr}, residual, scratch.bytes);
   }
 
   // The last layer's end and the logits, for the kept tokens only.
@@ -210,9 +227,9 @@ class Pass {
     over_rows(tokens_.num_kept, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
       after_attention(team, decoder_.layers[decoder_.num_layers - 1], kept, scratch, begin, end);
       norm(team, decoder_.final_norm, kept.hidden + begin * size, end - begin, scratch.normed);
-      multiply(team, decoder_.head, {scratch.normed, size, end - begin},
-               {Into::kFloats, reinterpret_cast<char*>(tokens_.logits + begin * vocabulary), vocabulary,
-                decoder_.logits_factor});
+      char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
+      multiply(team, decoder_.head, {scratch.normed, size, end - begin, nullptr},
+               {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch.bytes);
     });
   }
 
@@ -233,21 +250,23 @@ class Pass {
 
 void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype, char* out, int threads) {
   const OpsKernels& kernels = ops_kernels();
-  const int32_t activations = kernels.activation_dtype(linear.dtype);
   const int64_t size = linear.in_features, results = linear.num_results();
-  if (activations == dtype) {
-    Team team(threads);
-    team.run([&](bool) {
-      multiply(&team, linear, {x, size, rows}, {Into::kActivations, out, results, 1.0f});
-    });
-    return;
-  }
+  const int32_t activations = linear.dtype == kInt8 ? kFloat32 : kernels.activation_dtype(linear.dtype);
+  const bool converts = activations != dtype;
   thread_local Buffer buffer;
-  char* floats = buffer.get((rows * (size + results)) * sizeof(float));
-  float *from = reinterpret_cast<float*>(floats), *to = from + rows * size;
-  kernels.to_floats(x, dtype, 1.0f, from, rows * size);
-  run_linear(linear, floats, rows, activations, reinterpret_cast<char*>(to), threads);
-  kernels.from_floats(to, dtype, out, rows * results);
+  Arena arena(buffer.get(quantized_bytes(rows, size) + (converts ? rows * (size + results) * sizeof(float) : 0) + 192));
+  char* bytes = arena.take(quantized_bytes(rows, size));
+  if (converts) {
+    auto* floats = reinterpret_cast<float*>(arena.take(rows * size * sizeof(float)));
+    kernels.to_floats(x, dtype, 1.0f, floats, rows * size);
+    x = reinterpret_cast<const char*>(floats);
+  }
+  char* to = converts ? arena.take(rows * results * sizeof(float)) : out;
+  Team team(threads);
+  team.run([&](bool) {
+    multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, bytes);
+  });
+  if (converts) kernels.from_floats(reinterpret_cast<const float*>(to), dtype, out, rows * results);
 }
 
 void run_decoder(const Decoder& decoder, const Tokens& tokens, int threads) {

@@ -62,7 +62,9 @@ void repack(const Linear& linear, char* plain, char* packed, int threads) {
   Team team(threads);
   team.run([&](bool) {
     team.each(linear.num_panels(), [&](int64_t first, int64_t last) {
-      if (element_size(linear.dtype) == 2) {
+      if (linear.dtype == kInt8) {
+        repack<char, kUnpack>(linear, plain, packed, first, last);
+      } else if (element_size(linear.dtype) == 2) {
         repack<uint16_t, kUnpack>(linear, reinterpret_cast<uint16_t*>(plain), reinterpret_cast<uint16_t*>(packed),
                                   first, last);
       } else {
@@ -82,7 +84,7 @@ using namespace inflight;
 extern "C" {
 
 // Raised whenever a struct or a signature changes; Python refuses another number.
-int inflight_ops_abi() { return 1; }
+int inflight_ops_abi() { return 2; }
 
 int64_t inflight_ops_packed_bytes(const Linear* linear) { return linear->num_panels() * linear->panel_bytes(); }
 

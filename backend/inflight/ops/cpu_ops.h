@@ -7,6 +7,10 @@
 //
 // Every element of a product is summed over the input features in order, by one accumulator, whatever
 // the number of rows: a token's result never depends on the batch that it is in, to the last bit.
+//
+// Weights may be int8, symmetric, with a scale for every output feature.  Their operand is quantized while it
+// is used, with a scale for every row, to bytes that are 128 more than the number: so one instruction
+// multiplies and adds unsigned by signed bytes, and what the 128 add is known before.
 #pragma once
 
 #include "../attention/cpu_attention.h"
@@ -15,20 +19,22 @@ namespace inflight {
 
 constexpr int kPanel = 32;
 
-// weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth] with depth 2
-// for bfloat16 (in_features is even then) and 1 otherwise; the last panel is padded with zeros.
+// weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth] with depth 4 for
+// int8, 2 for bfloat16 and 1 otherwise, of which in_features is a multiple; the last panel is padded with zeros.
 //
 // A gated layer is two of half the size: a panel has kPanel / 2 features of the gate, then the same ones of
 // the other operand, and the result is silu(gate) * other, [out_features / 2].
 struct Linear {
   const char* panels;
-  const float* bias;  // [out_features], or null
+  const float* bias;       // [out_features], or null
+  const float* scales;     // int8: [out_features]
+  const int32_t* offsets;  // int8: [out_features], 128 times the sum of a feature's weights
   int64_t in_features;
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
 
-  int64_t depth() const { return dtype == kBfloat16 ? 2 : 1; }
+  int64_t depth() const { return dtype == kInt8 ? 4 : dtype == kBfloat16 ? 2 : 1; }
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
@@ -43,12 +49,14 @@ struct Result {
   char* data;
   int64_t stride;  // elements from a row to the next
   float factor;    // on what is added to the residual, and on floats
+  int32_t dtype;   // of activations
 };
 
 struct Matrix {
-  const char* data;  // activations
-  int64_t stride;    // elements from a row to the next
+  const char* data;     // activations, or bytes
+  int64_t stride;       // elements from a row to the next
   int64_t rows;
+  const float* scales;  // bytes: of the rows
 };
 
 // One layer of the decoder: pre-norm, attention with merged projections, gated MLP.
@@ -67,7 +75,7 @@ struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
   const char* embedding;  // [vocabulary, hidden_size]
-  int32_t dtype;          // of the embedding and all weights
+  int32_t dtype;          // of the embedding, and of all weights that are not int8
   int32_t rotary_size;    // elements of a head that are rotated
   const float* inverse_frequencies;  // [rotary_size / 2]
   const float* final_norm;
@@ -90,6 +98,8 @@ struct OpsKernels {
   int32_t (*activation_dtype)(int32_t weight_dtype);
   // Panels first .. last of the product of all rows.
   void (*multiply)(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result);
+  // Rows of activations, both contiguous, as bytes.
+  void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales);
   // Root mean square norm of rows of float32 into rows of activations, both contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
   // Norm and rotation of one token's query and key heads in a row of the merged projection.

@@ -20,6 +20,7 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
   switch (linear.dtype) {
     case kFloat32: return multiply_panels<Float32>(linear, x, first, last, result);
     case kFloat16: return multiply_panels<Float16>(linear, x, first, last, result);
+    case kInt8: return multiply_panels<Bytes>(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
       return multiply_panels<Bfloat16Dot>(linear, x, first, last, result);
@@ -27,6 +28,51 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
       return multiply_panels<Bfloat16>(linear, x, first, last, result);
 #endif
   }
+}
+
+INFLIGHT_INLINE Vec load_row(const float* from, int64_t count) { return load_some(from, count); }
+
+#if defined(__AVX512BF16__)
+INFLIGHT_INLINE Vec load_row(const uint16_t* from, int64_t count) {
+  const __mmask16 mask = count >= kLanes ? 0xffff : (1u << count) - 1;
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
+}
+#endif
+
+INFLIGHT_INLINE void store_bytes(uint8_t* to, UintVec x, int64_t count) {
+#if defined(__AVX512F__)
+  if (count >= kLanes) {
+    return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
+  }
+#endif
+  for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = uint8_t(x[i]);
+}
+
+template <class Elem>
+void quantize_rows(const Elem* x, int64_t rows, int64_t size, uint8_t* out, float* scales) {
+  for (int64_t row = 0; row < rows; ++row, x += size, out += size) {
+    Vec peaks = {};
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Vec value = load_row(x + i, size - i);
+      peaks = maximum(peaks, maximum(value, -value));
+    }
+    const float peak = reduce_max(peaks);
+    scales[row] = peak / 127.0f;
+    const Vec inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      // The sum's low bits are the number rounded to an integer, plus 128.
+      const Vec shifted = load_row(x + i, size - i) * inverse + (12582912.0f + 128.0f);
+      store_bytes(out + i, (UintVec)shifted, size - i);
+    }
+  }
+}
+
+void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales) {
+#if defined(__AVX512BF16__)
+  if (dtype == kBfloat16) return quantize_rows(reinterpret_cast<const uint16_t*>(x), rows, size, out, scales);
+#endif
+  (void)dtype;
+  quantize_rows(reinterpret_cast<const float*>(x), rows, size, out, scales);
 }
 
 // Sum in a fixed order: by lanes, then over them.
@@ -106,7 +152,7 @@ void from_floats(const float* from, int32_t dtype, char* to, int64_t count) { ro
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
 extern const OpsKernels ops_kernels;
 const OpsKernels ops_kernels = {
-    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, norm, place, to_floats, from_floats};
+    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, norm, place, to_floats, from_floats};
 
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight

@@ -19,24 +19,32 @@ from inflight.runner.fused_modules import fuse_modules
 from inflight.runner.fusion import fuse
 from inflight.runner.packed_linear import pack_linears
 
-__all__ = ["accelerate", "use_ops"]
+__all__ = ["CannotQuantize", "accelerate", "use_ops"]
 
 _log = logging.getLogger(__name__)
 
 
-def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], bool]) -> Any:
+class CannotQuantize(RuntimeError):
+    """The model does not run in eight bits; the message says why."""
+
+
+def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], bool], int8: bool = False) -> Any:
     """What to call instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; what fails is taken back, with a line in the log.
+        int8: hold the weights of linear layers in eight bits, on a CPU.
 
     Returns:
         A callable with the arguments and the result of `model`; `model` itself may be changed.
+
+    Raises:
+        CannotQuantize: with `int8`, where neither way runs or passes.
     """
     if device.type != "cpu":
         return use_ops(model, select_ops(device), passes)
     name = type(model).__name__
-    fused = fuse(model)
+    fused = fuse(model, int8)
     if isinstance(fused, str):
         _log.info("%s runs through transformers: %s", name, fused)
     else:
@@ -45,8 +53,12 @@ def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], b
             return decoder
         undo_fusion()
         _log.warning("%s runs through transformers: the native forward pass gives other logits", name)
-    undo = pack_linears(model)
+    undo = pack_linears(model, int8)
+    if int8 and undo is None:
+        raise CannotQuantize(f"{name} has no linear layer that can be packed here")
     if undo is not None and not _tried(model, passes):
+        if int8:
+            raise CannotQuantize(f"{name} gives other logits with weights in eight bits")
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones give other logits", name)
     return model

@@ -53,8 +53,11 @@ class FusedDecoder:
         )
 
 
-def fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]] | str:
+def fuse(model: nn.Module, int8: bool = False) -> tuple[FusedDecoder, Callable[[], None]] | str:
     """Make the native decoder of a loaded model with attention attached; its linear weights move there.
+
+    Args:
+        int8: in eight bits, see `PackedWeight`.
 
     Returns:
         The decoder and a function that gives the weights back to `model`; or why it is not recognised.
@@ -63,12 +66,12 @@ def fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]] | str:
     if missing is not None:
         return f"this installation lacks {missing}"
     try:
-        return _fuse(model)
+        return _fuse(model, int8)
     except NotRecognised as reason:
         return str(reason)
 
 
-def _fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]]:
+def _fuse(model: nn.Module, int8: bool) -> tuple[FusedDecoder, Callable[[], None]]:
     base, head = _children(model, "model", "lm_head")
     embedding, layers, norm, rotary = _children(base, "embed_tokens", "layers", "norm", "rotary_emb")
     _expect(isinstance(embedding, nn.Embedding) and isinstance(layers, nn.ModuleList), "embedding or list of layers")
@@ -84,7 +87,7 @@ def _fuse(model: nn.Module) -> tuple[FusedDecoder, Callable[[], None]]:
     shared = shared_weights(model)
 
     def pack(group: list[nn.Linear], gated: bool = False) -> native.PackedWeight:
-        packed = native.PackedWeight([m.weight for m in group], [m.bias for m in group], gated)
+        packed = native.PackedWeight([m.weight for m in group], [m.bias for m in group], gated, int8)
         undone.append(drop_weights(group, packed, shared))
         return packed
 

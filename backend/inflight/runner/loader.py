@@ -23,7 +23,7 @@ from inflight.attention import select_backend
 from inflight.attention.base import KV_DTYPES, LayerAttention, LayerSpec
 from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_layers
 from inflight.config import ConfigError, EngineConfig, parse_bytes
-from inflight.runner.acceleration import accelerate
+from inflight.runner.acceleration import CannotQuantize, accelerate
 from inflight.runner.memory import available_memory, format_bytes
 from inflight.runner.self_check import Reference, reference, relative_error
 from inflight.runner.swap import HostCache
@@ -44,6 +44,7 @@ _CHECK_TOLERANCE = {
     torch.int8: 0.1,
     torch.float8_e4m3fn: 0.25,
 }
+_INT8_TOLERANCE = 0.25  # of weights and activations in eight bits
 # Kept free on a GPU for what the allocator fragments and the CUDA context grows by.
 _GPU_HEADROOM = 150 * 2**20
 
@@ -304,8 +305,15 @@ def _checked(
         return 0.0 if expected is None else relative_error(forward, expected, config.block_size, device)
 
     forward = model
+    int8 = config.quantization == "int8"
+    if int8 and (device.type != "cpu" or not config.native_forward):
+        raise ConfigError('quantization="int8" runs on a CPU with native_forward: leave it out')
     if config.native_forward:
-        forward = accelerate(model, device, lambda candidate: error(candidate) <= tolerance)
+        tolerance = max(tolerance, _INT8_TOLERANCE) if int8 else tolerance
+        try:
+            forward = accelerate(model, device, lambda candidate: error(candidate) <= tolerance, int8)
+        except CannotQuantize as why:
+            raise LoadError(f'quantization="int8" cannot be served: {why}; leave it out') from why
     off = error(forward)
     if not off <= tolerance:
         raise LoadError(

@@ -51,13 +51,17 @@ def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int
     return restore
 
 
-def pack_linears(model: nn.Module) -> Callable[[], None] | None:
+def pack_linears(model: nn.Module, int8: bool = False) -> Callable[[], None] | None:
     """Replace the linear layers of `model`, which is on a CPU, in place.
 
     Weights that another module uses as well (a tied embedding) are copied, the others moved.
 
+    Args:
+        int8: in eight bits, see `PackedWeight`.
+
     Returns:
-        The function that puts everything back, or None when nothing can be packed here.
+        The function that puts everything back (of weights in eight bits what they are now), or None when nothing
+        can be packed here.
     """
     if unavailable() is not None:
         return None
@@ -71,7 +75,7 @@ def pack_linears(model: nn.Module) -> Callable[[], None] | None:
             if module not in made:
                 if unsupported_weight(module.weight) is not None:
                     continue
-                made[module] = PackedLinear(PackedWeight([module.weight], [module.bias]))
+                made[module] = PackedLinear(PackedWeight([module.weight], [module.bias], int8=int8))
                 undone.append(drop_weights([module], made[module].packed, shared))
             setattr(parent, name, made[module])
             undone.append(partial(setattr, parent, name, module))

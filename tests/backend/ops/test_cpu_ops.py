@@ -133,3 +133,42 @@ def test_half_precision_is_no_worse_than_torchs_own() -> None:
 def test_what_cannot_be_packed_is_named(weight: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PackedWeight([weight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_eight_bits_are_the_nearest_to_weight_and_input(isa: str, dtype: torch.dtype, gated: bool) -> None:
+    weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
+    bias = random(75, dtype=dtype, seed=3)
+    packed = PackedWeight(weights, [bias, None], gated=gated, int8=True)
+    for rows in (1, 7, 40):
+        x = 3 * random(rows, 68, dtype=dtype, seed=rows)
+        parts = [F.linear(eight_bits(x), eight_bits(weight)) for weight in weights]
+        parts[0] += bias.double()
+        expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
+        assert_close(linear(x, packed), expected)
+
+
+def eight_bits(rows: Tensor) -> Tensor:
+    """float64 of what each row is with 127 levels on either side of zero."""
+    scale = (rows.float().abs().amax(1, keepdim=True) / 127).double()
+    return (rows.double() / scale).round() * scale
+
+
+def test_a_row_in_eight_bits_is_the_same_alone_and_in_a_crowd(isa: str) -> None:
+    packed = PackedWeight([random(50, 64, dtype=torch.float32)], int8=True)
+    x = random(40, 64, dtype=torch.float32, seed=1)
+    assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
+
+
+def test_rows_of_zeros_stay_zero_in_eight_bits() -> None:
+    packed = PackedWeight([torch.zeros(8, 8)], int8=True)
+    assert linear(torch.ones(2, 8), packed).tolist() == [[0.0] * 8] * 2
+    assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], int8=True)).tolist() == [[0.0] * 8] * 2
+
+
+def test_what_has_no_groups_of_four_stays_as_it_is() -> None:
+    weight = random(8, 6, dtype=torch.float32)
+    packed = PackedWeight([weight], int8=True)
+    assert not packed.is_int8
+    assert torch.equal(packed.unpack()[0], weight)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from inflight.attention.base import AttentionMetadata, forward_context
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.ops import cpu
-from inflight.runner import fusion
+from inflight.runner import fusion, loader
 from inflight.runner.fusion import FusedDecoder
-from inflight.runner.loader import load
+from inflight.runner.loader import LoadError, load
 from inflight.runner.packed_linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
@@ -133,6 +133,26 @@ def test_biases_multipliers_and_partial_rotation(tmp_path: Path) -> None:
     sequence = tokens(50)
     plain = logits(loaded(path, native_forward=False), sequence)
     assert ((logits(forward, sequence) - plain).norm() / plain.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
+def test_weights_in_eight_bits_cost_a_few_per_cent(model_type: str, tmp_path: Path) -> None:
+    path = make_checkpoint(model_type, tmp_path)
+    plain, quantized = loaded(path), loaded(path, quantization="int8")
+    assert type(plain) is type(quantized)
+    sequence = tokens(60)
+    expected, result = logits(plain, sequence), logits(quantized, sequence)
+    assert 1e-3 < ((result - expected).norm() / expected.norm()).item() < 0.15
+    if isinstance(quantized, FusedDecoder):
+        assert torch.equal(logits(quantized, sequence, chunk=7), result)
+
+
+def test_eight_bits_that_cost_too_much_are_refused(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="runs on a CPU with native_forward"):
+        loaded(llama, quantization="int8", native_forward=False)
+    monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
+    with pytest.raises(LoadError, match=r'quantization="int8" cannot be served: LlamaForCausalLM gives other logits'):
+        loaded(llama, quantization="int8")
 
 
 def test_native_forward_can_be_switched_off(llama: str) -> None:
