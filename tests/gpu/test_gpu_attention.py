@@ -19,6 +19,7 @@ from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
 from paged_case import PagedCase, relative_error
 
 from inflight.attention import select_backend, triton_kernel, triton_write
+from inflight.attention.flashinfer_backend import FlashInferAttention
 from inflight.attention.reference import ReferenceAttention
 from inflight.attention.triton_backend import TritonAttention
 from inflight.attention.triton_configs import Card
@@ -157,3 +158,10 @@ def test_the_engine_takes_it_and_says_what_generate_says(tmp_path: Path) -> None
     params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * len(prompts)
     deltas = run(core, prompts, params, stagger=2)
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))
+
+
+@pytest.mark.parametrize("name", ["decode", "mix", "window", "softcap", "blocks as tiles"])
+def test_flashinfer_agrees_where_it_is_installed(name: str) -> None:
+    pytest.importorskip("flashinfer")
+    case = case_of(name, torch.bfloat16, device="cuda")
+    assert relative_error(case.run(FlashInferAttention()).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.cpu import CpuAttention
+from inflight.attention.flashinfer_backend import FlashInferAttention
 from inflight.attention.reference import ReferenceAttention
 from inflight.attention.triton_backend import TritonAttention, interpreted
 
@@ -19,9 +20,11 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
     ReferenceAttention.name: ReferenceAttention,
     CpuAttention.name: CpuAttention,
     TritonAttention.name: TritonAttention,
+    FlashInferAttention.name: FlashInferAttention,
 }
 # The first one that runs all of a model's layers is taken by "auto".
 _PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+_ON_GPUS = (TritonAttention.name, FlashInferAttention.name)
 # What the reference kernel costs.  On a CPU as measured by bench/cpu_attention.py --reference.
 _COST = {
     "cpu": "6 to 15 times slower in decode and 1.4 to 3 times in prefill",
@@ -42,7 +45,7 @@ def select_backend(
         raise _config_error(f"attention_backend={name!r} is not known: allowed are {known}")
     if name == CpuAttention.name and device.type != "cpu":
         raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
-    if name == TritonAttention.name and device.type == "cpu" and not interpreted():
+    if name in _ON_GPUS and device.type == "cpu" and not interpreted():
         raise _config_error(
             f"attention_backend={name!r} runs on a CUDA device, not on {device.type} (save for tests, with "
             "TRITON_INTERPRET=1): use 'auto'"

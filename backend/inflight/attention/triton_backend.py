@@ -30,7 +30,7 @@ from inflight.attention.triton_configs import (
     tile_for,
 )
 
-__all__ = ["TritonAttention", "interpreted", "unavailable"]
+__all__ = ["TritonAttention", "TritonKVCache", "interpreted", "unavailable"]
 
 _MAX_HEAD_SIZE = 256
 _MAX_GROUP = 64
@@ -71,7 +71,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 @dataclass(slots=True)
-class _TritonKVCache(KVCache):
+class TritonKVCache(KVCache):
     """`key` and `value` are [num_blocks, num_kv_heads, block_size, size].
 
     Attributes:
@@ -154,7 +154,7 @@ class TritonAttention:
         key_scale, value_scale = (
             torch.ones(spec.num_kv_heads, device=device) if has_scales else None for _ in range(2)
         )
-        cache = _TritonKVCache(
+        cache = TritonKVCache(
             torch.empty(*shape, spec.key_head_size, dtype=stored, device=device),
             torch.empty(*shape, spec.value_head_size, dtype=stored, device=device),
             key_scale,
@@ -171,7 +171,7 @@ class TritonAttention:
         return cache
 
     def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
-        assert isinstance(cache, _TritonKVCache)
+        assert isinstance(cache, TritonKVCache)
         if cache.key_scale is not None and not cache.scaled:
             _scale_to_fit(key, value, cache)
         key, value = _aligned(key), _aligned(value)
@@ -224,7 +224,7 @@ class TritonAttention:
         plan: SplitPlan,
     ) -> Any:
         """Returns Triton's handle of the attention kernel."""
-        assert isinstance(cache, _TritonKVCache) and self._scratch is not None
+        assert isinstance(cache, TritonKVCache) and self._scratch is not None
         query = _aligned(query)
         kernels, tile = _kernels()[0], layer.geometry.tile
         num_requests = metadata.seq_lens.shape[0]
@@ -281,26 +281,30 @@ class TritonAttention:
             layer.running = self.card.num_sms  # until `_warm_up` knows better
         return layer
 
-    def _warm_up(self, cache: _TritonKVCache, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
+    def _warm_up(self, cache: TritonKVCache, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
         """Launch each kernel that steps of this kind of layer can ask for, once, on one request."""
-        device = cache.key.device
-        group = spec.num_heads // spec.num_kv_heads
+        self._warm_up_write(cache, spec, dtype, block_size)
+        device, group = cache.key.device, spec.num_heads // spec.num_kv_heads
         for count in (1, padded(group) // group + 1):
             metadata = _one_request(count, block_size, device)
             query = torch.zeros(count, spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
-            key = torch.zeros(count, spec.num_kv_heads, spec.key_head_size, dtype=dtype, device=device)
-            value = torch.zeros(count, spec.num_kv_heads, spec.value_head_size, dtype=dtype, device=device)
             sinks = torch.zeros(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
             out = query.new_empty(count, spec.num_heads, spec.value_head_size)
             layer = self._layer(spec, dtype, block_size, is_decode=count == 1)
             rows = layer.geometry.tile.block_m or layer.geometry.short_rows
             split = SplitPlan(2, 1, layer.geometry.num_blocks(count, 1), rows, False)
-            scaled, cache.scaled = cache.scaled, True
-            self.write(key, value, cache, metadata)
-            cache.scaled = scaled
             kernel = self._launch(out, query, cache, metadata, spec, sinks, layer, split)
             taken = (layer.geometry.tile.num_warps, kernel.n_regs, kernel.metadata.shared)
             layer.running = self.card.num_sms * self.card.programs_at_once(*taken)
+
+    def _warm_up_write(self, cache: TritonKVCache, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
+        key, value = (
+            torch.zeros(1, spec.num_kv_heads, size, dtype=dtype, device=cache.key.device)
+            for size in (spec.key_head_size, spec.value_head_size)
+        )
+        scaled, cache.scaled = cache.scaled, True
+        self.write(key, value, cache, _one_request(1, block_size, cache.key.device))
+        cache.scaled = scaled
 
 
 def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile) -> _Layer:
@@ -353,7 +357,7 @@ def _one_request(count: int, block_size: int, device: torch.device) -> Attention
     )
 
 
-def _scale_to_fit(key: Tensor, value: Tensor, cache: _TritonKVCache) -> None:
+def _scale_to_fit(key: Tensor, value: Tensor, cache: TritonKVCache) -> None:
     """Scales per head from the first batch: at load, the one that is compared with transformers' attention."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     for x, scale in ((key, cache.key_scale), (value, cache.value_scale)):
