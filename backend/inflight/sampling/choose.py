@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import numpy as np
@@ -19,6 +20,7 @@ _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
 
 
+@functools.cache
 def has_kernel(device: torch.device) -> bool:
     """Whether rows on `device` are chosen by one kernel (`triton_sampler`) instead of in groups."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

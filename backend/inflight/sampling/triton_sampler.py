@@ -242,7 +242,7 @@ def _kth_rank(values, ids_ptr, size, k, low, high, LISTED: tl.constexpr, BLOCK: 
     """
     lanes = tl.arange(0, BLOCK)
     reach = size
-    while reach > k:
+    while (reach > k) & (low < high):  # NaN ranks above all else: the ends must not pass each other
         middle = _middle(low, high)
         counts = tl.zeros((BLOCK,), tl.int32)
         least = tl.full((BLOCK,), _HIGHEST_RANK, tl.int64)

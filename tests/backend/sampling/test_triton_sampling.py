@@ -124,6 +124,16 @@ def test_hopeless_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
     assert got[:5] == [0] * 5
 
 
+def test_nan_among_ties_ends(monkeypatch):
+    """More ties than the list holds, and more NaN than top_k: the search for the k-th rank still ends."""
+    monkeypatch.setattr(triton_sampler, "BLOCK", 16)
+    monkeypatch.setattr(triton_sampler, "CAPACITY", 4)
+    logits = torch.zeros(1, 60)
+    logits[0, ::3] = float("nan")
+    got, _ = both(logits, [SamplingParams(top_k=5)])
+    assert 0 <= got[0] < 60
+
+
 @pytest.mark.usefixtures("blocks")
 def test_few_tokens_left_by_a_mask():
     logits = torch.full((len(KINDS), 301), -float("inf"))
