@@ -1,0 +1,115 @@
+"""Who is next, seen through a real server: an interactive request among batch work, limits of tenants and classes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from wire import Stream
+
+from inflight.cli import app
+from inflight.engine.step_trace import Trace
+from inflight.launcher import TritonServer
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+SLOTS = 8
+MODEL = "scheduling"
+OPTIONS = {
+    "model": str(CHECKPOINT),
+    "dtype": "float32",
+    "kv_cache_memory": "128MiB",
+    "cpu_threads": 1,
+    "max_num_seqs": SLOTS,
+    "step_trace": True,
+    "scheduling_policy": "priority",
+    "priority_classes": {"7": {"max_queue_size": 1}},
+    "tenants": {"small": {"max_queued": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def scheduling(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    version = tmp_path_factory.mktemp("scheduling") / MODEL / "1"
+    version.mkdir(parents=True)
+    (version / "model.json").write_text(json.dumps(OPTIONS))
+    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    with TritonServer(version.parents[1], exit_timeout=5) as server:
+        yield server
+
+
+def parameters(max_tokens: int) -> dict:
+    return {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+
+
+def errors(stream: Stream, count: int) -> list[str]:
+    """Texts of the next `count` errors of a stream; whose they are, a stream's errors do not say."""
+    while len(found := [answer.error.message() for answer in stream.answers.values() if answer.error]) < count:
+        stream.events.get(timeout=60)
+    return found
+
+
+def test_an_interactive_request_among_30_batch_requests_starts_at_once(scheduling, tmp_path):
+    """Its first token takes two steps and its prefill; the batch requests that gave way lose nothing."""
+    batch = [f"batch {index}" for index in range(30)]
+    probes = [f"probe {index}" for index in range(5)]
+    with Stream(scheduling.grpc_address, MODEL) as stream:
+        for request_id in reversed(batch):
+            stream.send(
+                request_id, text_input="Once upon a time", request_priority=2, return_token_ids=True,
+                exclude_input_in_output=True, stream=request_id == batch[-1],
+                sampling_parameters=parameters(300 + 5 * int(request_id.split()[1])),
+            )  # fmt: skip
+        stream.wait_chunks(batch[-1], 20)
+        for request_id in probes:
+            stream.send(
+                request_id, text_input="Hello", stream=True, request_priority=0,
+                sampling_parameters=parameters(3),
+            )  # fmt: skip
+            stream.wait(request_id)
+        stream.wait(*batch)
+        answers = stream.answers
+    assert all(answer.error is None for answer in answers.values())
+    longest = answers[batch[-1]].token_ids
+    for number, request_id in enumerate(batch):  # equal prompts have equal outputs, preempted or not
+        assert answers[request_id].token_ids == longest[: 300 + 5 * number]
+    raw = tmp_path / "trace.json"
+    result = CliRunner().invoke(app, ["trace", "--url", scheduling.http_address, "--model", MODEL, "-o", str(raw)])
+    assert result.exit_code == 0, result.output
+    trace = Trace.from_json(raw.read_bytes())
+    urgent = [request for request in trace.requests if request.num_output_tokens == 3]
+    assert len(urgent) == len(probes)
+    waits = []
+    for request in urgent:
+        first = next(step for step in trace.steps if request.key in step.keys)
+        before = trace.steps[first.number - trace.steps[0].number - 1]
+        assert len(before.keys) == SLOTS, "every slot was taken"
+        assert first.preempted or before.ended, "it took a slot, unless one had just become free"
+        assert first.samples[first.keys.index(request.key)], "its prompt was computed in one step"
+        waits.append(sum(request.arrival < step.start <= first.start for step in trace.steps) - 1)
+    assert any(step.preempted for step in trace.steps)
+    # The frontend's own milliseconds are in it, while steps of a small model go on: not each one of five.
+    assert statistics.median(waits) <= 2, waits
+
+
+def test_limits_of_a_tenant_and_of_a_class_are_named_when_they_refuse(scheduling):
+    with Stream(scheduling.grpc_address, MODEL) as stream:
+        for number in range(SLOTS):
+            stream.send(f"runs {number}", text_input="Hello", stream=True, sampling_parameters=parameters(1800))
+        for number in range(SLOTS):
+            stream.wait_chunks(f"runs {number}", 1)
+        with Stream(scheduling.grpc_address, MODEL) as small, Stream(scheduling.grpc_address, MODEL) as seven:
+            for number in range(4):
+                fields = {"text_input": "Hello", "sampling_parameters": parameters(9)}
+                small.send(f"small {number}", request_priority=1, tenant="small", **fields)
+                seven.send(f"seven {number}", request_priority=7, **fields)
+            tenant_errors, class_errors = errors(small, 3), errors(seven, 3)  # one waits, the others are refused
+            stream.close(cancel=True)
+            while not small.answers["small 0"].finals:
+                small.events.get(timeout=60)
+        for text in tenant_errors:
+            assert "tenant 'small' is full: 1 sequences are waiting (tenants: max_queued=1)" in text
+        assert all("priority class 7 is full: 1 sequences are waiting" in text for text in class_errors)
