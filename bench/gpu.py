@@ -45,6 +45,12 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def card_name(device: str) -> str:
     import torch
 
@@ -122,6 +128,9 @@ def main() -> int:
     if args.device == "cpu":
         # The language reads this when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
+    elif not has_gpu():
+        print("no CUDA device is visible here: --device cpu shows that the script runs", file=sys.stderr)
+        return 2
     if args.what == "kernels":
         return kernels(args)
     import gpu_engine
