@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from engine_rig import Info, PagedHashRunner, add
+from engine_rig import Info, PagedHashRunner, add, collect, expected_output, make_core, run_until_idle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,6 +144,64 @@ def test_steps_stay_within_the_target_whatever_a_step_costs(
     late = [wait for wait in waits if wait > target]
     assert len(late) <= len(waits) * (0.01 if noise else 0.0), (max(late), target)
     assert max(waits) <= target * (1.25 if noise else 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=10),
+    target=st.sampled_from([None, 1e-4, 1.0, 1000.0]),
+    partial=st.integers(1, 3),
+    threshold=st.sampled_from([0, 2, 16]),
+    budget=st.sampled_from([1, 5, 64]),
+)
+def test_whatever_the_budget_every_request_gets_its_tokens(arrivals, target, partial, threshold, budget):
+    info = Info(num_blocks=40)
+    core = make_core(
+        info, block_size=4, max_num_batched_tokens=budget, max_num_seqs=4, itl_target_ms=target,
+        max_num_partial_prefills=partial, long_prefill_token_threshold=threshold,
+    )  # fmt: skip
+    outputs: dict = {}
+    reasons: dict = {}
+    expected = {}
+    for request_id, (gap, length, max_tokens) in enumerate(arrivals):
+        for _ in range(gap):
+            collect(core, outputs, reasons)
+        prompt = [1 + (request_id + k) % 7 for k in range(length)]
+        params = add(core, request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
+        expected[request_id, 0] = expected_output(prompt, params, info)
+    run_until_idle(core, outputs, reasons)
+    assert {key: (outputs[key], reasons[key]) for key in expected} == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    prompts=st.lists(st.integers(2, 400), min_size=1, max_size=8),
+    every=st.integers(1, 30),
+    streams=st.integers(1, 4),
+)
+def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, streams):
+    """With a target that no step meets: of STARVED_STEPS steps in a row with a prompt to compute one does."""
+    rig = Rig(itl_target_ms=1e-3)
+    for request_id in range(streams):
+        rig.add(request_id, 8, 2000)
+    rig.step()
+    waiting = dict(enumerate(prompts, 10))
+    starved = 0
+    for step in range(20_000):
+        if step % every == 0 and waiting:
+            request_id = min(waiting)
+            rig.add(request_id, waiting.pop(request_id), 1)
+        lagging = len(rig.scheduler.waiting) or any(
+            r.num_tokens - r.num_computed_tokens > 1 for r in rig.scheduler.running
+        )
+        out_tokens = [tokens for _, tokens in rig.step()]
+        chunks = [tokens for tokens in out_tokens if tokens > 1]
+        assert sum(chunks) <= MIN_CHUNK
+        starved = starved + 1 if lagging and len(out_tokens) == streams and not chunks else 0
+        assert starved < STARVED_STEPS
+        if not waiting and not lagging:
+            return
+    raise AssertionError("a prompt was never computed")
 
 
 def test_a_short_prompt_passes_long_ones():
