@@ -55,7 +55,7 @@ class Budget:
     """
 
     seconds: float
-    rounds: int
+    rounds: dict[str, int]
     started: float = field(default_factory=time.monotonic)
     longest: dict[str, float] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Budget:
         for earlier in self.longest:
             if earlier == name:
                 break
-            reserved += self.longest[earlier] * max(0, self.rounds - self.done[earlier])
+            reserved += self.longest[earlier] * max(0, self.rounds[earlier] - self.done[earlier])
         return self.started + self.seconds - now - reserved
 
     def fits(self, name: str, now: float) -> bool:
@@ -113,7 +113,8 @@ class Comparison:
         self.task = make_task(workload, args)
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.left_out: dict[str, str] = {}
-        self.budget = Budget(args.budget, args.rounds)
+        rounds = {name: 1 if name in args.once else args.rounds for name in args.engines}
+        self.budget = Budget(args.budget, rounds)
         self.floor: float | None = None
         self.outputs: list[list[int]] = []  # of our first run
         self.record: dict[str, Any] = {
@@ -150,7 +151,7 @@ class Comparison:
         """All rounds of all engines, as far as the budget goes; stored after each run."""
         for number in range(1, self.args.rounds + 1):
             for name, (python, path) in engines.items():
-                if name in self.left_out:
+                if name in self.left_out or number > self.budget.rounds[name]:
                     continue
                 task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {})}
                 result = self._run(name, python, task, f"round {number}")
@@ -249,6 +250,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, help="of the workload, from the front; default: all")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--once", default="", metavar="NAME,...", help="engines that run in the first round only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all runs together")
     parser.add_argument("--no-breakdown", dest="breakdown", action="store_false")
@@ -256,9 +258,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.kv = args.kv or args.weights
     args.engines = args.engines.split(",") + ["inflight-triton"] * args.through_triton
-    unknown = sorted(set(args.engines) - set(ENGINES))
+    args.once = args.once.split(",") if args.once else []
+    unknown = sorted({*args.engines, *args.once} - set(ENGINES))
     if unknown:
-        parser.error(f"--engines: {unknown[0]!r} is not known: allowed are {', '.join(ENGINES)}")
+        parser.error(f"--engines, --once: {unknown[0]!r} is not known: allowed are {', '.join(ENGINES)}")
     try:
         args.peer = dict(entry.split("=", 1) for entry in args.peer)
         args.option = _options(args.option)

@@ -123,7 +123,7 @@ def test_plot_draws_each_comparison(tmp_path):
 
 
 def test_a_slow_engine_leaves_the_rounds_of_those_before_it():
-    budget = cpu.Budget(100.0, rounds=3, started=0.0)
+    budget = cpu.Budget(100.0, {"fast": 3, "slow": 3}, started=0.0)
     budget.ran("fast", 10.0)
     assert budget.limit("slow", now=10.0) == 70.0  # 90 are left, two rounds of "fast" are to come
     budget.ran("slow", 65.0)
@@ -131,6 +131,12 @@ def test_a_slow_engine_leaves_the_rounds_of_those_before_it():
     budget.ran("fast", 10.0)
     assert not budget.fits("slow", now=85.0)
     assert budget.fits("fast", now=85.0)
+
+
+def test_an_engine_that_runs_once_reserves_nothing_more():
+    budget = cpu.Budget(100.0, {"slow": 1, "fast": 3}, started=0.0)
+    budget.ran("slow", 60.0)
+    assert budget.limit("fast", now=60.0) == 40.0
 
 
 def test_kv_is_as_the_weights_and_the_command_names_no_path():
