@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """What a step costs outside of the device: `schedule()` and `update()` with many requests running.
 
-    python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400] [--output FILE]
+    python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400]
+                              [--order fcfs priority sjf edf tenants] [--output FILE]
 
 The real scheduler and pool, every running request decoding one token a step; each request that
 ends is replaced by a waiting one, and blocks are taken, filled and published as they would be.
+`--order` takes other policies in turn with fcfs: requests are of three classes and twenty tenants.
 Nothing else runs in the process; the collector of garbage runs as in the engine process.  The figures to
 hold against them: 300 microseconds at 256 running requests, 1.2 ms at 1,024.
 """
@@ -22,7 +24,10 @@ from typing import Any
 
 import common
 
+from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies import make_policies
+from inflight.engine.policy import Policies
 from inflight.engine.process import settle_garbage_collector
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
@@ -30,6 +35,10 @@ from inflight.engine.step import StepOutput
 
 TARGET = {256: 300.0, 1024: 1200.0}  # microseconds
 BLOCK_SIZE = 16
+ORDERS: dict[str, dict[str, Any]] = {
+    **{policy: {"scheduling_policy": policy} for policy in ("fcfs", "priority", "sjf", "edf")},
+    "tenants": {"tenants": {"*": {}}},
+}
 
 
 def fill(scheduler: Scheduler, count: int, rng: random.Random, first_id: int) -> None:
@@ -37,14 +46,16 @@ def fill(scheduler: Scheduler, count: int, rng: random.Random, first_id: int) ->
     for request_id in range(first_id, first_id + count):
         prompt = [rng.randrange(32_000) for _ in range(rng.randrange(16, 129))]
         max_tokens = int(min(max(rng.lognormvariate(4.0, 0.8), 10), 370))
-        scheduler.add(Request(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
+        params = SamplingParams(max_tokens=max_tokens)
+        scheduler.add(Request(request_id, prompt, params, priority=request_id % 3, tenant=str(request_id % 20)))
 
 
-def measure(running: int, waiting: int, steps: int, seed: int) -> dict[str, Any]:
+def measure(running: int, waiting: int, steps: int, seed: int, order: str = "fcfs") -> dict[str, Any]:
     """Medians in microseconds of `steps` steps with `running` requests in each."""
     rng = random.Random(seed)
     blocks = (running + 1) * (512 // BLOCK_SIZE)
-    scheduler = Scheduler(SchedulerLimits(running, max(2048, 2 * running)), KVPool(blocks, BLOCK_SIZE))
+    policies = Policies(order=make_policies(EngineConfig(model="none", **ORDERS[order])).order)
+    scheduler = Scheduler(SchedulerLimits(running, max(2048, 2 * running)), KVPool(blocks, BLOCK_SIZE), policies)
     fill(scheduler, running + waiting, rng, 0)
     num_requests = running + waiting
     settle_garbage_collector()
@@ -68,6 +79,7 @@ def measure(running: int, waiting: int, steps: int, seed: int) -> dict[str, Any]
     gc.unfreeze()
     both = sorted(1e6 * (a + b) for a, b in zip(schedule, update))
     return {
+        "order": order,
         "running": running,
         "waiting": waiting,
         "steps": steps,
@@ -84,19 +96,22 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=list(TARGET))
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--order", nargs="+", choices=list(ORDERS), default=["fcfs"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the record there as JSON")
     args = parser.parse_args()
-    runs = [[measure(n, args.waiting, args.steps, seed) for n in args.running] for seed in range(args.rounds)]
+    cases = [(number, order) for number in args.running for order in args.order]
+    runs = [[measure(n, args.waiting, args.steps, seed, order) for n, order in cases] for seed in range(args.rounds)]
     print(f"{common.machine()}, medians of {args.rounds} x {args.steps} steps, {args.waiting} requests waiting")
     summary = []
-    for at in zip(*runs):
-        row = {key: statistics.median(run[key] for run in at) for key in at[0] if at[0][key] is not None}
+    for (_, order), at in zip(cases, zip(*runs)):
+        measured = [key for key, value in at[0].items() if isinstance(value, (int, float))]
+        row = {"order": order, **{key: statistics.median(run[key] for run in at) for key in measured}}
         summary.append(row)
         target = f"   target {row['target_us']:.0f}" if "target_us" in row else ""
         print(
-            f"  {row['running']:5.0f} running: schedule {row['schedule_us']:6.0f} us + update {row['update_us']:6.0f} us"
-            f" = {row['both_us']:6.0f} us (p99 {row['both_p99_us']:6.0f}){target}"
+            f"  {row['running']:5.0f} running, {order:8}: schedule {row['schedule_us']:6.0f} us"
+            f" + update {row['update_us']:6.0f} us = {row['both_us']:6.0f} us (p99 {row['both_p99_us']:6.0f}){target}"
         )
     arguments = json.loads(json.dumps(vars(args), default=str))
     common.record(args.output, {"scheduler": [row for run in runs for row in run]}, arguments, summary=summary)
