@@ -71,6 +71,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
                     f"{source}: {key}={getattr(config, key)!r}, but profile {self.name!r} was measured with "
                     f"{getattr(measured, key)!r}: leave it, or run inflight calibrate --set {key}=..."
                 )
+        if (config.max_model_len or 0) > self.max_model_len:
+            raise ConfigError(
+                f"{source}: max_model_len={config.max_model_len} is more than the {self.max_model_len} of profile "
+                f"{self.name!r}: lower it, or calibrate with more"
+            )
+        if config.swap_bytes and not self.swap_seconds_per_block:
+            raise ConfigError(
+                f"{source}: swap_space={config.swap_space!r}, but profile {self.name!r} was measured without swapping: "
+                "leave it, or run inflight calibrate --set swap_space=..."
+            )
         return config
 
     def blocks(self, config: EngineConfig) -> int:

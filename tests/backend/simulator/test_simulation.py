@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from simulated import PROFILE, engine, job, simulate
@@ -104,7 +105,26 @@ def test_the_report_counts_what_met_the_slo():
     assert "50.0% within 5 s to the first token and 1000 ms per further one" in table(report, slo)
 
 
-def test_options_that_the_costs_do_not_hold_for_are_refused():
-    with pytest.raises(ConfigError, match="dtype='bfloat16', but profile 'made-up' was measured with 'float32'"):
-        PROFILE.config({"dtype": "bfloat16"})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype='bfloat16', but profile 'made-up' was measured with 'float32'"),
+        ({"max_model_len": 4096}, "max_model_len=4096 is more than the 2048 of profile 'made-up'"),
+        ({"swap_space": 1}, "profile 'made-up' was measured without swapping"),
+    ],
+)
+def test_options_that_the_costs_do_not_hold_for_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        PROFILE.config(values)
     assert PROFILE.config({"dtype": "auto"}).max_num_seqs == 8
+
+
+def test_swapped_blocks_take_their_time_on_the_way():
+    slow = msgspec.structs.replace(PROFILE, swap_seconds_per_block=0.1)
+    seconds = []
+    for mode in ("recompute", "swap"):
+        config = slow.config({"num_gpu_blocks_override": 64, "swap_space": 1, "preemption_mode": mode})
+        outcome = simulate([SimulatedEngine.of(config, slow)], [job(i, 100, 300) for i in range(8)])
+        assert summarise(outcome, SLO()).preemptions > 0
+        seconds.append(outcome.seconds)
+    assert seconds[1] > seconds[0] + 1.0
