@@ -6,7 +6,7 @@
 Workload a is 32 requests to the shape of Qwen3-0.6B, 16 at once; b is 128 to a llama of 60 M parameters, 32 at once;
 all greedy, end of sequence ignored, offered at once. Every run is a fresh process; the engines take turns, so that a
 machine that drifts drifts for all. An engine whose output is not exactly as long as asked for has failed. The record
-is written after each run, and a run that would not fit into the budget is left out and named.
+(`--output`) is written after each run, and a run that would not fit into the budget is left out and named.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ import cpu_engines
 import cpu_floor
 import cpu_report
 from cpu_engines import ENGINES, RunFailed
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -209,6 +207,8 @@ class Comparison:
             "left_out": self.left_out,
             "runs": self.runs,
         }
+        if self.args.output is None:
+            return
         record = cpu_report.store(self.args.output, self.key, self.record)
         if importlib.util.find_spec("matplotlib"):
             cpu_report.plot(record, self.args.output.with_suffix(".png"))
@@ -254,7 +254,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all runs together")
     parser.add_argument("--no-breakdown", dest="breakdown", action="store_false")
-    parser.add_argument("--output", type=Path, default=RESULTS / "cpu.json", help="the plot goes beside it")
+    parser.add_argument("--output", type=Path, help="record, in which this comparison is replaced; the plot beside it")
     args = parser.parse_args(argv)
     args.kv = args.kv or args.weights
     args.engines = args.engines.split(",") + ["inflight-triton"] * args.through_triton

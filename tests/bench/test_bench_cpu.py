@@ -213,3 +213,24 @@ def test_run_with_too_few_tokens_has_failed(stand_in):
 def test_run_beyond_its_limit_is_ended(stand_in):
     with pytest.raises(RunFailed, match="cut off after 1 s"):
         stand_in(limit=1.0, sleep=60)
+
+
+def test_comparison_records_the_rounds_and_what_was_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu.common, "CACHE", tmp_path)
+    (tmp_path / "llama-60m-rand").mkdir()
+    for name, script in (("inflight", ENGINE), ("hf-static", ENGINE.replace('get("short", 0)', "get('short', 1)"))):
+        (tmp_path / f"{name}.py").write_text(script.format(peers=str(cpu_engines.PEERS)))
+        monkeypatch.setitem(cpu_engines.ENGINES, name, cpu_engines.Engine(str(tmp_path / f"{name}.py")))
+    record = tmp_path / "record.json"
+    words = ["--requests", "4", "--rounds", "2", "--no-breakdown", "--output", str(record)]
+    args = cpu.parse(["--engines", "inflight,hf-static,vllm-cpu", *words])
+    comparison = cpu.Comparison(cpu.WORKLOADS["b"], args)
+    comparison.run_rounds(comparison.find(args.engines), Rates(1e9, 1e9))
+    comparison.store()
+    stored = json.loads(record.read_text())["b bf16/bf16"]
+    assert stored["requests"] == 4 and len(stored["runs"]["inflight"]) == 2
+    assert stored["engines"]["inflight"]["rounds"] == 2
+    assert stored["left_out"]["vllm-cpu"].startswith("not installed")
+    assert stored["left_out"]["hf-static"].startswith("round 1: exit status 1: AssertionError: asked for")
+    assert "round 2/2  inflight" in capsys.readouterr().out
+    assert str(tmp_path) not in json.dumps(stored["runs"] | stored["left_out"])
