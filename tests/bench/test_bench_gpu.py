@@ -27,7 +27,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert set(record["rates"]) == {"copy", "gemm"}
     checked = [row for row in record["rows"] if row["unit"] in ("error", "tokens")]
     assert {row["name"].split()[0] for row in checked} == {
-        "rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "sampling",
+        "rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "sampling", "attention",
     }  # fmt: skip
     assert all(row["passed"] for row in checked)
     assert "checks passed" in done.stdout
@@ -75,8 +75,9 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_a_failed_check_is_the_exit_status(tmp_path: Path) -> None:
     """The kernel under test is broken on purpose."""
     script = (
-        "import sys, gpu, gpu_ops, torch\n"
+        "import sys, gpu, gpu_attention, gpu_ops\n"
         "gpu_ops.sampling_check_rows = gpu_ops.timed_rows = gpu_ops.sampling_rows = lambda *_: []\n"
+        "gpu_attention.run = lambda *_: []\n"
         "broken = {'silu_and_mul': lambda self, x: x[:, ::2] * 1.0}\n"
         "gpu_ops.KERNELS = type('Broken', (gpu_ops.ReferenceOps,), broken)()\n"
         "sys.argv = ['bench/gpu.py', 'kernels', '--device', 'cpu', '--quick']\n"

@@ -15,8 +15,9 @@ One program takes one row and reads it as rarely as its parameters allow:
 Entries are ordered by their rank: by falling logit, then by rising token id, in one int64.
 Masses are sums of fixed-point weights, so that they are the same in any order; noise and weights
 are made of correctly rounded operations (`triton_math`).  A row's token is therefore a function of
-its logits, parameters, seed and position alone, and differs from the CPU's only where two scores or
-a mass and its bound agree to about 1 part in 10**7.
+its logits, parameters, seed and position alone.  It differs from the CPU's only where two scores, or
+a mass and its bound, agree to about 1 part in 10**7, or where the two best of all are in one lane and
+within 2e-4, which the lane cannot tell: each for about one token in ten million.
 """
 
 from __future__ import annotations
