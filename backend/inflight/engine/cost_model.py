@@ -196,11 +196,13 @@ class OnlineStepCost:
         kind.equations.add(_terms(load), seconds, weight / scale**2, self._keep)
         kind.count += 1
         self.largest_prefill = max(self.largest_prefill, load.prefill_tokens)
-        _descend([kind.equations for kind in self._kinds], self._weights, _ONLINE_SWEEPS)
-        self.cost = _cost(self._weights)
+        if load.prefills or kind.count < _WARM_UP or not kind.count % _REFIT_EVERY:
+            _descend([kind.equations for kind in self._kinds], self._weights, _ONLINE_SWEEPS)
+            self.cost = _cost(self._weights)
 
 
 _WARM_UP = 8  # steps of a kind before one of them can be an outlier
 _SMOOTHING = 0.05
 _LEAST_TOLERANCE = 0.05
 _ONLINE_SWEEPS = 8
+_REFIT_EVERY = 4  # steps without prompts, of which there are many alike
