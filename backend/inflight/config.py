@@ -112,8 +112,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             does not preempt at once. It never keeps out a request that would run alone.
         admission: "predicted_peak" admits while the most blocks that the running requests will ever need, judged
             by the outputs of those that ended lately, fit the pool; "free_blocks" looks at what is free now.
-        preemption_victim: who gives up its blocks when they run out: "lowest_priority" the latest arrival of the
-            least urgent class, "longest" who has most tokens, "least_preempted" who was preempted least.
+        preemption_victim: who gives up its blocks when they run out: "last" whom `scheduling_policy` ranks last
+            (under "fcfs" the latest admitted, under "priority" the least urgent class and the latest arrival in it),
+            "lowest_priority" that by class and arrival alone, "longest" who has most tokens, "least_preempted"
+            who was preempted least.
         swap_space: host memory for KV blocks of preempted requests, in GiB (4 or 0.5) or as a size ("512MiB");
             0 has none, and they are computed again.
         preemption_mode: with `swap_space`, "auto" swaps or recomputes each victim, by what is cheaper as measured;
@@ -175,7 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: _PositiveInt | None = None
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     admission: Literal["predicted_peak", "free_blocks"] = "predicted_peak"
-    preemption_victim: Literal["lowest_priority", "longest", "least_preempted"] = "lowest_priority"
+    preemption_victim: Literal["last", "lowest_priority", "longest", "least_preempted"] = "last"
     swap_space: Annotated[float, Meta(ge=0, le=2**20)] | str = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True

@@ -32,7 +32,7 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "swap_space": -1}, "swap_space=-1: Expected `float` >= 0"),
         ({"model": "x", "preemption_mode": "swap"}, 'preemption_mode="swap" needs host memory .* set swap_space'),
         ({"model": "x", "watermark": 1.0}, "watermark=1.0: Expected `float` < 1"),
-        ({"model": "x", "preemption_victim": "oldest"}, "allowed are 'lowest_priority', 'longest', 'least_preempted'"),
+        ({"model": "x", "preemption_victim": "oldest"}, "allowed are 'last', 'lowest_priority', 'longest'"),
         ({"model": "x", "admission": "all"}, "admission='all': .*allowed are 'predicted_peak', 'free_blocks'"),
         (["model"], "expected a JSON object, got list"),
         ({"model": "x", "scheduling_policy": "lifo"}, "'lifo'.*allowed are 'fcfs', 'priority', 'sjf', 'edf'"),

@@ -26,7 +26,7 @@ __all__ = [
     "Policies",
     "StaticBudget",
     "VictimPolicy",
-    "latest_admitted",
+    "last_in_order",
 ]
 
 
@@ -158,8 +158,9 @@ class FcfsOrder:
         pass
 
 
-def latest_admitted(candidates: Sequence[Request]) -> Request:
-    """The one that has computed least, as a rule."""
+def last_in_order(candidates: Sequence[Request]) -> Request:
+    """Whom the order policy ranks last: the latest admitted under fcfs, of the least urgent class under
+    priority.  Those ahead of it never lose blocks to it, so what the order says of starvation holds."""
     return candidates[-1]
 
 
@@ -206,6 +207,6 @@ class Policies:
     """One answer to each of the scheduler's questions; the defaults are `model.json`'s."""
 
     order: OrderPolicy = field(default_factory=FcfsOrder)
-    victim: VictimPolicy = latest_admitted
+    victim: VictimPolicy = last_in_order
     admission: AdmissionPolicy = field(default_factory=FreeBlocksAdmission)
     budget: BudgetPolicy = field(default_factory=StaticBudget)

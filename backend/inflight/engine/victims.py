@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inflight.config import EngineConfig
-from inflight.engine.policy import VictimPolicy
+from inflight.engine.policy import VictimPolicy, last_in_order
 from inflight.engine.request import Request
 
 __all__ = ["VICTIM_POLICIES", "least_preempted", "longest", "lowest_priority", "make_victim"]
 
 
 def lowest_priority(candidates: Sequence[Request]) -> Request:
-    """Of the least urgent class, the latest arrival: it has waited least."""
+    """Of the least urgent class, however long it has waited, the latest arrival."""
     return max(candidates, key=lambda request: (request.priority, request.arrival_time, request.request_id))
 
 
@@ -32,6 +32,7 @@ def least_preempted(candidates: Sequence[Request]) -> Request:
 
 
 VICTIM_POLICIES: dict[str, VictimPolicy] = {
+    "last": last_in_order,
     "lowest_priority": lowest_priority,
     "longest": longest,
     "least_preempted": least_preempted,

@@ -12,7 +12,7 @@ memory_policies = st.fixed_dictionaries(
     {
         "admission": st.sampled_from(["free_blocks", "predicted_peak"]),
         "watermark": st.sampled_from([0, 0.01, 0.3]),
-        "preemption_victim": st.sampled_from(["lowest_priority", "longest", "least_preempted"]),
+        "preemption_victim": st.sampled_from(["last", "lowest_priority", "longest", "least_preempted"]),
         "preemption_mode": st.sampled_from(["recompute", "swap"]),
         "swap_space": st.just("1MiB"),
     }

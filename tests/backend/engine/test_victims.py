@@ -42,15 +42,28 @@ def test_least_preempted_then_lowest_priority_then_latest_arrival():
 
 
 def test_model_json_chooses():
-    """Three requests outgrow the pool; who has given way differs."""
+    """Three requests outgrow the pool; who gives way first differs."""
     preempted = {}
-    for policy in ("lowest_priority", "longest"):
+    for policy in ("last", "lowest_priority", "longest"):
         core = make_core(Info(num_blocks=24), block_size=4, preemption_victim=policy, enable_prefix_caching=False)
         for request_id, (length, priority) in enumerate([(8, 1), (30, 0), (20, 0)]):
             params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
             core.add_request(AddRequest(request_id, [request_id + 1] * length, params, priority=priority))
         requests = [sequences[0] for sequences in core._live.values()]
+        while not core.scheduler.num_preempted_total:
+            core.step()
+        preempted[policy] = next(r.request_id for r in requests if r.num_preemptions)
         run_until_idle(core, {}, {})
-        preempted[policy] = [r.request_id for r in requests if r.num_preemptions]
-    assert preempted["lowest_priority"][0] == 0, "the only one of its class"
-    assert preempted["longest"] == [1]
+    assert preempted == {"last": 2, "lowest_priority": 0, "longest": 1}
+
+
+def test_the_default_keeps_what_the_order_promises():
+    """A batch request that has aged stands before a fresh interactive one, which gives way to it."""
+    core = make_core(Info(num_blocks=20), block_size=4, scheduling_policy="priority", priority_aging_seconds=10)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=40, ignore_eos=True)
+    for request_id, (priority, arrival) in enumerate([(2, 0.0), (0, 100.0)]):
+        message = AddRequest(request_id, [request_id + 1] * 20, params, priority=priority, arrival=arrival)
+        assert core.add_request(message) is None
+    aged, fresh = (sequences[0] for sequences in core._live.values())
+    run_until_idle(core, {}, {})
+    assert (aged.num_preemptions, fresh.num_preemptions) == (0, 1)
