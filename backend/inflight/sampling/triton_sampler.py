@@ -17,7 +17,7 @@ Masses are sums of fixed-point weights, so that they are the same in any order; 
 are made of correctly rounded operations (`triton_math`).  A row's token is therefore a function of
 its logits, parameters, seed and position alone.  It differs from the CPU's only where two scores, or
 a mass and its bound, agree to about 1 part in 10**7, or where the two best of all are in one lane and
-within 2e-4, which the lane cannot tell: each for about one token in ten million.
+within 2e-4, which the lane cannot tell: each, by estimate, for one token in ten million.
 """
 
 from __future__ import annotations
