@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Admission by predicted peak against admission by free blocks, on a virtual clock.
+
+    python bench/admission.py [--requests 400] [--seeds 4] [--output FILE]
+
+The real core, scheduler, pool and policies; only the device is missing: a step takes 8 ms, 0.1 ms a
+token and 0.05 ms a sequence, and a request ends after a drawn number of tokens, of which the scheduler
+knows nothing but `max_tokens`.  All requests come at once, outputs are lognormal(4.5, 0.9) clipped to
+5..1000, and the pool holds a tenth of the blocks that they take in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest
+from inflight.engine.request import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+_EOS, _TOKEN, _BLOCK_SIZE, _MAX_MODEL_LEN = 0, 1, 16, 4096
+LOADS = {"prompts of 20..400 tokens": (20, 400), "prompts of 5..50 tokens": (5, 50)}
+SIDES: dict[str, dict[str, Any]] = {
+    "free_blocks, watermark 0": {"admission": "free_blocks", "watermark": 0},
+    "free_blocks": {"admission": "free_blocks"},
+    "predicted_peak": {"admission": "predicted_peak"},
+}
+
+
+@dataclass
+class _Info:
+    num_blocks: int
+    max_model_len: int = _MAX_MODEL_LEN
+    vocab_size: int = 100
+    eos_token_ids: list[int] = field(default_factory=lambda: [_EOS])
+    num_host_blocks: int = 0
+    swap_seconds_per_block: float = 0.0
+
+
+class _NoDevice:
+    """Samples a token for every row that is due; the one at the drawn length ends the request."""
+
+    def __init__(self, info: _Info, lengths: list[int]) -> None:
+        self.info = info
+        self._lengths = lengths
+
+    def prepare(self, out: SchedulerOutput) -> None:
+        return None
+
+    def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
+        tokens = []
+        for request, samples in zip(out.requests, out.samples):
+            last = request.num_output_tokens + 1 == self._lengths[request.request_id]
+            tokens.append(-1 if not samples else _EOS if last else _TOKEN)
+        return StepOutput(tokens)
+
+
+def run(
+    seed: int, count: int, prompt_range: tuple[int, int], max_tokens: int, options: dict[str, Any]
+) -> dict[str, float]:
+    rng = random.Random(seed)
+    lengths = [max(5, min(1000, int(rng.lognormvariate(4.5, 0.9)))) for _ in range(count)]
+    prompts = [[rng.randrange(1, 100) for _ in range(rng.randrange(*prompt_range))] for _ in range(count)]
+    demand = sum((len(prompt) + length) // _BLOCK_SIZE + 1 for prompt, length in zip(prompts, lengths))
+    config = EngineConfig.from_dict({"model": "none", "block_size": _BLOCK_SIZE, **options})
+    core = EngineCore(config, _NoDevice(_Info(max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE)), lengths))
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    for request_id, prompt in enumerate(prompts):
+        assert core.add_request(AddRequest(request_id, prompt, params)) is None
+    preemptions = [0] * count
+    seconds = 0.0
+    preempt = core.scheduler._preempt
+
+    def counting(request: Any, out: SchedulerOutput) -> None:
+        preemptions[request.request_id] += 1
+        preempt(request, out)
+
+    core.scheduler._preempt = counting  # type: ignore[method-assign]
+    while core.has_work:
+        stats = core.step().stats
+        seconds += 0.008 + 0.0001 * stats.scheduled_tokens + 0.00005 * stats.batch_size
+    return {
+        "tokens_per_second": sum(lengths) / seconds,
+        "preemptions": sum(preemptions),
+        "most_of_one_request": max(preemptions),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    args = parser.parse_args()
+    runs: dict[str, Any] = {}
+    for load, prompt_range in LOADS.items():
+        for max_tokens in (256, 1024, 3000):
+            name = f"{load}, max_tokens {max_tokens}"
+            print(name)
+            runs[name] = {}
+            for side, options in SIDES.items():
+                results = [run(seed, args.requests, prompt_range, max_tokens, options) for seed in range(args.seeds)]
+                runs[name][side] = results
+                rate, total = (statistics.mean(r[key] for r in results) for key in ("tokens_per_second", "preemptions"))
+                most = max(result["most_of_one_request"] for result in results)
+                print(
+                    f"  {side:<26} {rate:7.0f} tokens/s  {total:6.1f} preemptions, {most:2.0f} at most of one request"
+                )
+    common.record(args.output, runs, {"requests": args.requests, "seeds": args.seeds})
+
+
+if __name__ == "__main__":
+    main()
