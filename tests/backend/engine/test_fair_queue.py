@@ -234,7 +234,7 @@ def test_an_aborted_tenant_leaves_the_line():
 
 def test_tenants_that_went_away_are_forgotten():
     rig = Tenants({"*": {}}, max_num_seqs=4)
-    for number in range(3000):
+    for number in range(1100):
         rig.add(1, 1, tenant=f"client {number}")
         rig.step()
-    assert len(rig.scheduler.waiting._tenants) <= 1024
+    assert len(rig.scheduler.waiting._tenants) == 1024

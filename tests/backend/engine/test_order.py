@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_clock import Clocked
 
-from inflight.engine.request import Request
+from inflight.config import EngineConfig
+from inflight.engine.policies import make_policies
+from inflight.engine.request import Request, SamplingParams
 
 AGING, PER_TOKEN, DEFAULT_TIMEOUT = 8.0, 0.5, 20.0
 OPTIONS = {
@@ -204,6 +206,18 @@ def test_whoever_has_waited_out_its_patience_is_not_pushed_out():
     rig.now = 11
     rig.add(3, 3, priority=0)
     assert not rig.step().preempted
+
+
+def test_what_has_aged_is_no_victim_of_those_that_came_later_either():
+    policies = make_policies(EngineConfig(model="none", scheduling_policy="priority", priority_aging_seconds=10))
+    batch = Request(0, [1], SamplingParams(), arrival_time=0.0, priority=2)
+    early, late = (Request(i, [1], SamplingParams(), arrival_time=t) for i, t in ((1, 19.0), (2, 21.0)))
+    running: list[Request] = []
+    for request in (batch, late, early):
+        running.insert(policies.order.position(request, running), request)
+    assert running == [early, batch, late]
+    assert policies.victim(running) is late
+    assert policies.victim(running[:2]) is batch
 
 
 @settings(max_examples=60, deadline=None)
