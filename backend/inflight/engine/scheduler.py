@@ -149,13 +149,18 @@ class Scheduler:
             left = self.limits.max_num_batched_tokens - out.total_tokens
             if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
                 return
+            prefix = self.pool.find_prefix(request)
+            num_tokens = self._grant(request, prefix, max(1, left - len(self.running)))
+            if num_tokens <= 0:
+                continue  # nobody is preempted for a request that the budget passes over
             # What is behind it gives way to it also later, when blocks run out: the others must have room.
             ahead = [*out.requests, *self.running[: self.waiting.position(request, self.running)]]
-            while not (self._free_slots and self._start(out, request, ahead, max(1, left - len(self.running)))):
+            while not (self._free_slots and self.policies.admission.admits(request, prefix, ahead, self.pool)):
                 victim = self.waiting.outranked_by(request, self.running)
                 if victim is None:
                     return
                 self._preempt(victim, out)
+            self._admit(out, request, prefix, num_tokens)
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.
@@ -213,33 +218,25 @@ class Scheduler:
             left = budget - out.total_tokens
             if left <= 0 or not self._free_slots:
                 return
-            if not self._start(out, request, self.running, left):
+            prefix = self.pool.find_prefix(request)
+            if not self.policies.admission.admits(request, prefix, self.running, self.pool):
                 return  # nobody overtakes it: it would never find room
-            if request.status is _RUNNING:
+            num_tokens = self._grant(request, prefix, left)
+            if num_tokens > 0:
+                self._admit(out, request, prefix, num_tokens)
                 self.running.insert(self.waiting.position(request, self.running), request)
             else:
                 passed_over += 1
                 if passed_over == _LOOK_AHEAD:
                     return
 
-    def _start(self, out: SchedulerOutput, request: Request, beside: list[Request], left: int) -> bool:
-        """Admit a request beside others, with up to `left` tokens, unless the budget passes it over.
-
-        The caller puts it among the running.
-
-        Returns:
-            False where there is no room for it.
-        """
-        prefix = self.pool.find_prefix(request)
-        if not self.policies.admission.admits(request, prefix, beside, self.pool):
-            return False
+    def _grant(self, request: Request, prefix: list[int], left: int) -> int:
+        """Tokens, up to `left`, with which the waiting `request` starts; 0 where the budget passes it over."""
         lag = request.num_tokens - self.swap.num_resumable(request, len(prefix))
-        num_tokens = self.policies.budget.grant(request, lag, min(lag, left))
-        if num_tokens > 0:
-            self._admit(out, request, prefix, num_tokens)
-        return True
+        return self.policies.budget.grant(request, lag, min(lag, left))
 
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
+        """Give it slot, blocks and its tokens of this step; the caller puts it among the running."""
         self.waiting.remove(request)
         self.pool.admit(request, prefix)
         if request.num_preemptions:

@@ -191,6 +191,20 @@ def test_an_interactive_prompt_of_several_chunks_keeps_its_precedence():
     assert steps == [{request: 15, document: 1}, {request: 15, document: 1}, {request: 10, document: 6}]
 
 
+def test_nobody_gives_way_to_a_prompt_that_the_budget_passes_over():
+    limits = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 10}
+    rig = Clocked(scheduling_policy="priority", max_num_seqs=2, max_num_batched_tokens=16, **limits)
+    rig.add(60, 2, priority=2)
+    rig.add(2, 40, priority=2)
+    rig.step()
+    document = rig.add(50, 2, priority=0)
+    while document.request_id not in rig.started:
+        assert not rig.step().preempted or document.request_id in rig.started
+    rig.run()
+    assert rig.all_finished
+    assert rig.scheduler.num_preempted_total == 1
+
+
 def test_equal_classes_and_other_policies_push_nobody_out():
     rig = saturated()
     rig.add(3, 3, priority=2)
