@@ -242,9 +242,11 @@ def test_what_has_aged_is_no_victim_of_those_that_came_later_either():
     st.integers(8, 64),  # token budget
     st.integers(1, 30),  # steps before the interactive request
     st.integers(1, 60),  # tokens of its prompt
+    st.booleans(),
 )
-def test_first_token_within_two_steps_and_the_prefill(batch, max_num_seqs, blocks, budget, before, prompt):
-    rig = Clocked(blocks, scheduling_policy="priority", max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+def test_first_token_within_two_steps_and_the_prefill(batch, max_num_seqs, blocks, budget, before, prompt, overlap):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "async_scheduling": overlap}
+    rig = Clocked(blocks, scheduling_policy="priority", **options)
     for tokens, output, n in batch:
         rig.add(tokens, output, n=n, priority=2)
     for _ in range(before):
