@@ -13,7 +13,7 @@ plus written).  Prefill multiplies: the causal half of the products over the rat
 product, and beside torch's flash attention, which is given contiguous keys and values.  Times are
 medians of graph replays; the pool is many times the size of the L2 cache.
 
---compile needs no GPU: it compiles what is shipped and prints registers, spills and shared memory.
+--compile needs no GPU: it compiles what is shipped and prints registers, stack (spills) and shared memory.
 --tune tries other tile shapes and prints the best for each kind of batch.
 """
 
@@ -307,7 +307,7 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
 
 
 def compile_shipped() -> list[dict[str, Any]]:
-    """What ptxas says of each shipped shape, for cards that need not be here."""
+    """What each shipped shape takes, for cards that need not be here."""
     from triton_target import card, target
 
     def layer(size: int, **features: Any) -> LayerSpec:

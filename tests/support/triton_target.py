@@ -30,7 +30,7 @@ def card(arch: int) -> Card:
 
 @dataclass
 class Compiled:
-    """One kernel: what `ptxas -v` and the disassembler say of it."""
+    """One kernel: what the compiler made of it."""
 
     name: str
     constants: dict[str, Any]
@@ -40,21 +40,19 @@ class Compiled:
     ptx: str
     cubin: bytes
 
-    def resources(self, arch: int) -> tuple[int, int]:
-        """Registers of a thread, and bytes that spill."""
-        folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        tool = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-            source.write(self.ptx)
-            source.flush()
-            name = f"sm_{arch}" + ("a" if arch >= 90 else "")
-            command = [str(tool), "-v", f"--gpu-name={name}", source.name, "-o", "/dev/null"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-        return int(registers[-1]), int(spilled[-1])
+    def resources(self) -> tuple[int, int]:
+        """Registers of a thread, and bytes of its stack: what spills lies there."""
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            command = [str(tool), "--dump-resource-usage", file.name]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.findall(r"REG:(\d+)", said), re.findall(r"STACK:(\d+)", said)
+        return int(registers[-1]), int(stack[-1])
 
     def report(self, arch: int) -> dict[str, Any]:
-        registers, spilled = self.resources(arch)
+        registers, stack = self.resources()
         chosen = {key.lower(): self.constants[key] for key in ("BLOCK_M", "BLOCK_N") if key in self.constants}
         products = sorted(set(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.cg)", self.ptx)))
         return dict(
@@ -62,7 +60,7 @@ class Compiled:
             **chosen,
             warps=self.num_warps,
             registers=registers,
-            spilled_bytes=spilled,
+            stack_bytes=stack,
             shared_bytes=self.shared,
             shared_limit=SHARED_MEMORY[arch] * 1024,
             tf32="tf32" in self.ptx,
