@@ -1,9 +1,9 @@
 """The seam between a model's small operations and who computes them.
 
 Between two matrix products a decoder does little arithmetic over much memory: norms, rotary
-embedding, the gate of the MLP.  Each is one pass over its operands here, by a native CPU kernel, a
-kernel in the Triton language or (`reference.py`) torch, which all give the same numbers up to
-rounding: inputs are read in their own dtype, the arithmetic is float32.
+embedding, the gate of the MLP.  Each is one pass over its operands here, by a kernel in the Triton
+language or (`reference.py`) torch, which give the same numbers up to rounding: inputs are read in
+their own dtype, the arithmetic is float32.  (On a CPU a whole decoder is one native call: `cpu.py`.)
 """
 
 from __future__ import annotations
