@@ -18,6 +18,9 @@ namespace {
 
 // Tokens whose activations stay in a core's second-level cache on their way through a layer.
 constexpr int64_t kChunkRows = 96;
+// Elements that every thread norms or quantizes for itself rather than wait for the others' shares.
+constexpr int64_t kAloneElements = 1 << 15;
+
 // Whole team on the same rows, or one thread alone on its own (`team` is null).
 template <class Function>
 void each(Team* team, int64_t count, Function function) {
@@ -28,17 +31,24 @@ void each(Team* team, int64_t count, Function function) {
   }
 }
 
-// `bytes` holds the operand of int8 weights: rows of bytes, then their scales.
-void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, char* bytes) {
+// What one thread, or the team for a short step, needs between two attentions.
+struct Scratch {
+  char* normed;  // [rows, hidden_size] activations
+  char* middle;  // [rows, results of gate_up] activations
+  char* bytes;   // the operand of int8 weights: rows of bytes, then their scales
+  bool alone;    // normed and bytes are each thread's own, the same for all
+};
+
+void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, const Scratch& scratch) {
   if (linear.dtype == kInt8) {
     const int64_t size = linear.in_features, element = element_size(result.dtype);
-    auto* quantized = reinterpret_cast<uint8_t*>(bytes);
-    auto* scales = reinterpret_cast<float*>(bytes + padded(x.rows * size, 64));
-    each(team, x.rows, [&](int64_t first, int64_t last) {
+    auto* quantized = reinterpret_cast<uint8_t*>(scratch.bytes);
+    auto* scales = reinterpret_cast<float*>(scratch.bytes + padded(x.rows * size, 64));
+    each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
       ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size,
                              quantized + first * size, scales + first);
     });
-    x = {bytes, size, x.rows, scales};
+    x = {scratch.bytes, size, x.rows, scales};
   }
   each(team, linear.num_panels(),
        [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
@@ -58,13 +68,6 @@ class Arena {
 
  private:
   char* at_;
-};
-
-// What one thread, or the team for a short step, needs between two attentions.
-struct Scratch {
-  char* normed;  // [rows, hidden_size] activations
-  char* middle;  // [rows, results of gate_up] activations
-  char* bytes;   // the operand of int8 weights
 };
 
 class Pass {
@@ -109,11 +112,13 @@ class Pass {
     const Scratch own = take_scratch(arena, kChunkRows);
     embed();
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      if (leads) plan(decoder_.layers[i]);
       over_rows(count_, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
         if (i > 0) after_attention(team, decoder_.layers[i - 1], {hidden_, attended_}, scratch, begin, end);
         before_attention(team, decoder_.layers[i], scratch, begin, end);
       });
-      attend(decoder_.layers[i], leads);
+      attention_.work();
+      team_.barrier();
     }
     if (tokens_.num_kept > 0) finish(own);
   }
@@ -128,14 +133,16 @@ class Pass {
     char* normed = arena.take(rows * decoder_.hidden_size * element_);
     char* middle = arena.take(rows * middle_width_ * element_);
     const int64_t widest = std::max({decoder_.hidden_size, middle_width_, out_width_});
-    return {normed, middle, arena.take(quantized_bytes(rows, widest))};
+    return {normed, middle, arena.take(quantized_bytes(rows, widest)), false};
   }
 
   // Share out the rows in chunks, or do all of them together where they are few.
   template <class Function>
   void over_rows(int64_t rows, const Scratch& own, Function function) {
     if (rows <= kChunkRows * team_.size()) {
-      function(&team_, scratch_, int64_t(0), rows);
+      const bool alone = rows <= kChunkRows && rows * decoder_.hidden_size <= kAloneElements;
+      const Scratch mixed = {own.normed, scratch_.middle, own.bytes, true};
+      function(&team_, alone ? mixed : scratch_, int64_t(0), rows);
       return;
     }
     const int64_t unit = kChunkRows * team_.size(), chunks = (rows + unit - 1) / unit * team_.size();
@@ -162,20 +169,20 @@ class Pass {
     });
   }
 
-  void norm(Team* team, const float* weight, const float* hidden, int64_t rows, char* out) {
+  void norm(Team* team, const float* weight, const float* hidden, int64_t rows, const Scratch& scratch) {
     const int64_t size = decoder_.hidden_size;
-    each(team, rows, [&](int64_t begin, int64_t end) {
-      kernels_.norm(hidden + begin * size, end - begin, size, weight, decoder_.eps, out + begin * size * element_,
-                    dtype_);
+    each(scratch.alone ? nullptr : team, rows, [&](int64_t begin, int64_t end) {
+      char* out = scratch.normed + begin * size * element_;
+      kernels_.norm(hidden + begin * size, end - begin, size, weight, decoder_.eps, out, dtype_);
     });
   }
 
   // Norm and projections of tokens begin .. end; their keys and values go to the pool.
   void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
-    norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch.normed);
+    norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch);
     char* qkv = qkv_ + begin * width_ * element_;
     multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin, nullptr},
-             {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch.bytes);
+             {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch);
     const int64_t half = decoder_.rotary_size / 2;
     const Layer& attention = *layer.attention;
     const Rows keys = {qkv_ + query_width_ * element_, width_, attention.key_size, dtype_};
@@ -190,12 +197,10 @@ class Pass {
     });
   }
 
-  void attend(const DecoderLayer& layer, bool leads) {
+  // What the layer's attention will be, while the others are on their way to it.
+  void plan(const DecoderLayer& layer) {
     const Rows query = {qkv_, width_, layer.attention->key_size, dtype_};
-    if (leads) attention_.plan({layer.attention, tokens_.batch, query, attended_, nullptr}, team_.size());
-    team_.barrier();
-    attention_.work();
-    team_.barrier();
+    attention_.plan({layer.attention, tokens_.batch, query, attended_, nullptr}, team_.size());
   }
 
   // Output projection and MLP of rows begin .. end, added to their residual.
@@ -205,11 +210,11 @@ class Pass {
     float* hidden = stream.hidden + begin * size;
     const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor, dtype_};
     const char* attended = stream.attended + begin * out_width_ * element_;
-    multiply(team, layer.output, {attended, out_width_, rows, nullptr}, residual, scratch.bytes);
-    norm(team, layer.post_norm, hidden, rows, scratch.normed);
+    multiply(team, layer.output, {attended, out_width_, rows, nullptr}, residual, scratch);
+    norm(team, layer.post_norm, hidden, rows, scratch);
     multiply(team, layer.gate_up, {scratch.normed, size, rows, nullptr},
-             {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch.bytes);
-    multiply(team, layer.down, {scratch.middle, middle_width_, rows, nullptr}, residual, scratch.bytes);
+             {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch);
+    multiply(team, layer.down, {scratch.middle, middle_width_, rows, nullptr}, residual, scratch);
   }
 
   // The last layer's end and the logits, for the kept tokens only.
@@ -226,10 +231,10 @@ class Pass {
     const int64_t vocabulary = decoder_.head.out_features;
     over_rows(tokens_.num_kept, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
       after_attention(team, decoder_.layers[decoder_.num_layers - 1], kept, scratch, begin, end);
-      norm(team, decoder_.final_norm, kept.hidden + begin * size, end - begin, scratch.normed);
+      norm(team, decoder_.final_norm, kept.hidden + begin * size, end - begin, scratch);
       char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
       multiply(team, decoder_.head, {scratch.normed, size, end - begin, nullptr},
-               {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch.bytes);
+               {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch);
     });
   }
 
@@ -255,7 +260,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
   const bool converts = activations != dtype;
   thread_local Buffer buffer;
   Arena arena(buffer.get(quantized_bytes(rows, size) + (converts ? rows * (size + results) * sizeof(float) : 0) + 192));
-  char* bytes = arena.take(quantized_bytes(rows, size));
+  const Scratch scratch = {nullptr, nullptr, arena.take(quantized_bytes(rows, size)), false};
   if (converts) {
     auto* floats = reinterpret_cast<float*>(arena.take(rows * size * sizeof(float)));
     kernels.to_floats(x, dtype, 1.0f, floats, rows * size);
@@ -264,7 +269,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
   char* to = converts ? arena.take(rows * results * sizeof(float)) : out;
   Team team(threads);
   team.run([&](bool) {
-    multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, bytes);
+    multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
   });
   if (converts) kernels.from_floats(reinterpret_cast<const float*>(to), dtype, out, rows * results);
 }

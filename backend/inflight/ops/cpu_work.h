@@ -13,8 +13,6 @@
 
 namespace inflight {
 
-// Work is shared out in about so many parts a thread, so that who is late gets less of it.
-constexpr int64_t kPartsPerThread = 4;
 constexpr int kSpins = 500;  // at a barrier, before others that want the core get it
 
 inline bool can_fork() {
@@ -46,9 +44,12 @@ class Team {
       if (count > 0) function(int64_t(0), count);
       return;
     }
-    const int64_t grain = std::max(int64_t(1), count / (size() * kPartsPerThread));
-    for (int64_t begin; (begin = next_.fetch_add(grain, std::memory_order_relaxed)) < count;) {
-      function(begin, std::min(begin + grain, count));
+    for (int64_t begin = next_.load(std::memory_order_relaxed); begin < count;) {
+      // Half of a fair share of what is left: long runs first, and nobody waits long at the end.
+      const int64_t end = begin + std::max(int64_t(1), (count - begin) / (2 * size()));
+      if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      function(begin, end);
+      begin = next_.load(std::memory_order_relaxed);
     }
     barrier();
   }
