@@ -1,0 +1,96 @@
+"""Too little memory behind a real tritonserver: every request ends with its tokens, and nothing thrashes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from offline import make_core, run, tokens
+from wire import Stream, gauges
+
+from inflight.engine.request import SamplingParams
+from inflight.launcher import TritonServer
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+COUNT, BLOCK_SIZE, MAX_MODEL_LEN = 48, 16, 256
+MODELS: dict[str, dict] = {
+    "predicting": {},
+    "swapping": {"admission": "free_blocks", "swap_space": "1MiB", "preemption_mode": "swap"},
+}
+
+
+def workload() -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths that take ten times the blocks of one request of the longest kind."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(10, 200) for _ in range(rng.randrange(4, 40))] for _ in range(COUNT)]
+    return prompts, [rng.randrange(15, 60) for _ in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def squeezed(triton_installed, tmp_path_factory) -> Iterator[TritonServer]:
+    repository: Path = tmp_path_factory.mktemp("repository")
+    options = {
+        "model": str(CHECKPOINT),
+        "dtype": "float32",
+        "device": "cpu",
+        "cpu_threads": 1,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        "num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE,
+        "enable_prefix_caching": False,
+    }
+    for name, changes in MODELS.items():
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.json").write_text(json.dumps({**options, **changes}))
+        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    with TritonServer(repository, exit_timeout=5) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    prompts, lengths = workload()
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    offline = run(make_core(str(CHECKPOINT)), prompts, params)
+    return [tokens(offline[index, 0]) for index in range(COUNT)]
+
+
+def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[str, float]]:
+    """Output tokens of all requests, sent at once, and the model's metrics when they are counted."""
+    prompts, lengths = workload()
+    names = [str(index) for index in range(COUNT)]
+    with Stream(server.grpc_address, model) as stream:
+        for name, prompt, length in zip(names, prompts, lengths):
+            params = {"max_tokens": length, "ignore_eos": True, "temperature": 0}
+            stream.send(name, input_ids=prompt, stream=True, return_token_ids=True, sampling_parameters=params)
+        stream.wait(*names)
+        assert not [answer.error for answer in stream.answers.values() if answer.error]
+        said = [stream.answers[name].token_ids for name in names]
+    deadline = time.monotonic() + 10
+    while (now := gauges(server.metrics_address, model)).get("vllm:request_params_n_count", 0) < COUNT:
+        assert time.monotonic() < deadline, "the metrics do not arrive"
+        time.sleep(0.1)
+    return said, now
+
+
+def test_a_pool_at_a_tenth_of_the_demand_serves_all_without_a_storm(squeezed, expected):
+    prompts, lengths = workload()
+    demand = sum(-(-(len(prompt) + length) // BLOCK_SIZE) for prompt, length in zip(prompts, lengths))
+    assert demand >= 10 * MAX_MODEL_LEN // BLOCK_SIZE
+    said, metrics = serve_all(squeezed, "predicting")
+    assert said == expected
+    assert metrics["inflight_requests_preempted_total"] <= COUNT / 2
+    assert metrics["inflight_kv_blocks_used"] == 0
+
+
+def test_swapped_requests_say_the_same(squeezed, expected):
+    said, metrics = serve_all(squeezed, "swapping")
+    assert said == expected
+    assert metrics["inflight_requests_preempted_total"] > 0
+    assert metrics["inflight_swapped_in_blocks_total"] > 0
+    assert metrics["inflight_host_blocks_used"] == 0
