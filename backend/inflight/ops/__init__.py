@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
+from inflight.triton_launch import can_launch
 
 __all__ = ["FusedOps", "select_ops"]
 
 
 def select_ops(device: torch.device) -> FusedOps:
     """The fastest implementation that runs on `device`: `ReferenceOps` where there is no other."""
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
+    if can_launch(device):
         from inflight.ops.triton_ops import TritonOps
 
         return TritonOps()

@@ -26,8 +26,8 @@ The caller (the model runner) owns one `SamplingTable` with a row per slot and o
 - `set_row` raises `ValueError` for token ids outside the vocabulary, so check params against it
   when a request is taken.
 - On a GPU one kernel in the Triton language chooses for all rows, whatever their parameters, and
-  the host waits for nothing but log probabilities, which are returned as Python values.  Where that
-  language is not installed the groups of `choose.py` wait once or a few times for rows with top_k,
+  the host waits for nothing but log probabilities, which are returned as Python values.  Where it
+  cannot be launched the groups of `choose.py` wait once or a few times for rows with top_k,
   top_p or min_p.  `Sampler.warm_up` compiles the kernels before the first request.
 
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,17 +10,11 @@ from inflight.sampling.candidates import argmax, top_candidates
 from inflight.sampling.metadata import RandomGroup
 from inflight.sampling.noise import negative_exponential, token_hashes
 
-__all__ = ["draw", "has_kernel"]
+__all__ = ["draw"]
 
 # Entries worked on at once: on a CPU about what its cache holds, on a GPU a bound on memory.
 _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
-
-
-@functools.cache
-def has_kernel(device: torch.device) -> bool:
-    """Whether rows on `device` are chosen by one kernel (`triton_sampler`) instead of in groups."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def draw(logits: Tensor, group: RandomGroup) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.sampling.choose import has_kernel
 from inflight.sampling.metadata import Penalties, SamplingMetadata
+from inflight.triton_launch import can_launch
 
 __all__ = ["edit_logits"]
 
@@ -20,7 +20,7 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         flat[metadata.bias_index] += metadata.bias_values
     if metadata.banned_index is not None:
         flat[metadata.banned_index] = float("-inf")
-    if metadata.penalties is not None and has_kernel(logits.device):
+    if metadata.penalties is not None and can_launch(logits.device):
         from inflight.sampling import triton_penalties
 
         triton_penalties.penalise(edited, metadata.penalties)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from inflight.engine.request import SamplingParams
 from inflight.sampling.candidates import argmax
-from inflight.sampling.choose import draw, has_kernel
+from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.processors import edit_logits
 from inflight.sampling.table import sampling_metadata
+from inflight.triton_launch import can_launch
 
 __all__ = ["Sampler"]
 
@@ -43,7 +44,7 @@ class Sampler:
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Have the kernels for logits[R, vocab_size] of `dtype` compiled, so that no request waits for it."""
-        if not has_kernel(device):
+        if not can_launch(device):
             return
         params = SamplingParams(temperature=1.0, top_k=2, repetition_penalty=2.0)
         row = SampleRow(params, seed=0, position=1, prompt_token_ids=_TOKEN, output_token_ids=_TOKEN[:0])
@@ -63,7 +64,7 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     greedy = metadata.greedy_rows
     if greedy is None:
         return argmax(logits)
-    if has_kernel(logits.device):
+    if can_launch(logits.device):
         from inflight.sampling import triton_sampler
 
         return triton_sampler.choose(logits, metadata)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from inflight.engine.request import SamplingParams
-from inflight.sampling.choose import has_kernel
 from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
 from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
+from inflight.triton_launch import can_launch
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 
@@ -50,7 +50,7 @@ class SamplingTable:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._one_kernel = has_kernel(self.device)
+        self._one_kernel = can_launch(self.device)
         self._flags = np.zeros(max_num_seqs, dtype=np.int32)
         self._bucket = np.zeros(max_num_seqs, dtype=np.int64)
         self._origin = np.zeros(max_num_seqs, dtype=np.uint64)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from inflight.ops import select_ops
 from inflight.ops.reference import ReferenceOps
 from inflight.ops.triton_ops import TritonOps
+from inflight.triton_launch import can_launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,5 +132,15 @@ def test_rows_too_wide_for_a_program_are_refused():
         kernels.rms_norm(random(1, 70000), random(70000), 1e-6)
 
 
-def test_without_a_gpu_torch_does_it():
-    assert select_ops(torch.device("cpu")).name != "triton"
+def test_who_computes_them(monkeypatch):
+    """Triton builds its launchers with a C compiler: without one torch computes on a GPU, too."""
+    cuda = torch.device("cuda")
+    monkeypatch.setenv("CC", "gcc")
+    can_launch.cache_clear()
+    assert select_ops(cuda).name == "triton"
+    assert select_ops(torch.device("cpu")).name == "reference"
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    can_launch.cache_clear()
+    assert select_ops(cuda).name == "reference"
+    can_launch.cache_clear()

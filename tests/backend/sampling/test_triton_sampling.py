@@ -189,7 +189,7 @@ def test_the_sampler_takes_the_kernel_where_there_is_one(monkeypatch):
 
     without, groups = run()
     for module in (processors, sampler, table):
-        monkeypatch.setattr(module, "has_kernel", lambda device: True)
+        monkeypatch.setattr(module, "can_launch", lambda device: True)
     assert run() == (without, 0)
     assert groups > 0 or DEVICE.type == "cuda"
 
@@ -209,8 +209,8 @@ def test_penalties_have_the_bits_of_the_cpu():
 
 
 def test_warm_up_runs_what_requests_will_run(monkeypatch):
-    monkeypatch.setattr(sampler, "has_kernel", lambda device: True)
-    monkeypatch.setattr(processors, "has_kernel", lambda device: True)
+    monkeypatch.setattr(sampler, "can_launch", lambda device: True)
+    monkeypatch.setattr(processors, "can_launch", lambda device: True)
     dtypes = []
     real = triton_sampler.choose
     monkeypatch.setattr(triton_sampler, "choose", lambda x, m: dtypes.append(x.dtype) or real(x, m))
