@@ -255,6 +255,7 @@ class TritonAttention:
             **layer.attend,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=True,  # scale and shift of the scores are one operation
         )
         if plan.num_splits > 1:
             rows = min(plan.slot_rows, metadata.max_query_len * layer.geometry.group)
