@@ -66,7 +66,8 @@ class Tile:
     num_stages: int
 
 
-# (family, is decode) -> padded head size -> tile, for 16-bit queries.
+# (family, is decode) -> padded head size -> tile, for 16-bit queries.  Chosen by what fits registers and shared
+# memory (bench/gpu_attention.py --compile); on a card, --tune times others beside these.
 _TILES: dict[tuple[str, bool], dict[int, Tile]] = {
     ("hopper", True): {64: Tile(0, 128, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
     ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4), 256: Tile(128, 32, 8, 4)},

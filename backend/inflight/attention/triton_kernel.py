@@ -4,12 +4,14 @@ A program computes one *query block* of one KV head: some tokens of one request 
 that share the KV head (GQA), which stand side by side as rows, so that keys and values are read once
 for all of them.  It walks over the keys in tiles of BLOCK_N, with an online softmax in base 2.
 
-    rows of a query block, 3 heads per KV head       keys of the request
-    token 7 head 0 |                                 tile 0   tile 1   tile 2   tile 3
-    token 7 head 1 |                                 [......] [......] [..\\\\] [      ]
-    token 7 head 2 |                                  all rows see it   masked   skipped
-    token 8 head 0 |                                    \\_ a tile spans blocks, or a part of one
-    ...
+    rows of a query block, 3 heads per KV head     keys of the request, tile by tile
+    token 7 head 0 |                               [ seen ] [ seen ] [ s--- ] [      ]
+    token 7 head 1 |                               [ seen ] [ seen ] [ s--- ] [      ]
+    token 7 head 2 |                               [ seen ] [ seen ] [ s--- ] [      ]
+    token 8 head 0 |                               [ seen ] [ seen ] [ se-- ] [      ]
+    ...                                             no mask  no mask  masked   skipped
+
+A tile spans several blocks or a part of one; only what a window lets someone see is walked over.
 
 Request r owns the query blocks from query_start_loc[r] // BLOCK_Q + r on: computed without the host,
 at most T // BLOCK_Q + R in all, and a binary search finds the request of a block.  Programs of blocks

@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FP8_MAX", "write_kernel"]
+__all__ = ["write_kernel"]
 
-FP8_MAX = 448.0  # of e4m3; beyond it lies NaN
-_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_MAX = tl.constexpr(448.0)  # of e4m3; beyond it lies NaN
 
 
 @triton.jit
@@ -23,6 +22,7 @@ def _write_rows(
     PADDED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
+    """Stores the rows [BLOCK_T] that are `mapped`, divided by their head's scale where the cache is fp8."""
     element = tl.arange(0, PADDED)
     mask = mapped[:, None] & (element < SIZE)[None, :]
     x = tl.load(rows[:, None] + element[None, :], mask=mask, other=0.0)
