@@ -243,7 +243,7 @@ class ItemKernel {
       if constexpr (Op::kScaled) {
         scale_scores(row, first, tile.last * kGroup, query_scales_[head * padded_rows(rows_) + row]);
       }
-      softmax(row, start, first, tile.last * kGroup, state);
+      softmax(row, start, first, tile.last * kGroup, tile.values, offset + kAhead, state);
     }
     const ValueTile values = {tile.values + tile.first, offset,
                               (Op::kScaled ? tile.last * kGroup : stop - start) - first,
@@ -257,8 +257,9 @@ class ItemKernel {
     for (int i = begin; i < end; i += kLanes) store(scores + i, load(scores + i) * (load(key_scales_ + i) * factor));
   }
 
-  // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.
-  void softmax(int row, int start, int begin, int end, State& state) {
+  // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.  What lies
+  // at ahead[group] + offset is read soon.
+  void softmax(int row, int start, int begin, int end, const char* const* ahead, int64_t offset, State& state) {
     const int position = first_position_ + row / group_;
     const int behind = position + 1 - start, before = layer_.window > 0 ? behind - layer_.window : 0;
     const int first = before > begin ? before : begin, last = behind < end ? behind : end;
@@ -282,6 +283,11 @@ class ItemKernel {
     Vec sum = {};
     [[maybe_unused]] UintVec peak = {};
     for (int i = begin; i < end; i += kLanes) {
+      if (rows_ <= kFewRows) {
+        const char* lines = ahead[i / kGroup] + offset + row * kLinesPerRow * 64;
+#pragma GCC unroll 8
+        for (int line = 0; line < kLinesPerRow; ++line) prefetch(lines + line * 64);
+      }
       Vec weight = exp2<sizeof(Elem) == 4>(load(scores + i) * scale - shift);
       sum += weight;
       if constexpr (Op::kScaled) weight *= load(value_scales_ + i);

@@ -25,10 +25,17 @@ INFLIGHT_INLINE int next_row_block(int rows_left) {
 // A tile's groups are read line by line in turn, and what follows a line in memory is what is read next
 // of that group: its values, then the next head's panel.
 constexpr int kAhead = 2048;
+constexpr int kNear = 128;  // into the first-level cache
+// Memory would rest during the softmax: of the values that come next, these lines of each group and row.
+constexpr int kLinesPerRow = 4;
+constexpr int kFewRows = 8;  // with more, it is not memory that takes the time
+
+INFLIGHT_INLINE void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }  // into the second-level cache
 
 template <class Op>
 INFLIGHT_INLINE typename Op::Right read(const char* from) {
-  __builtin_prefetch(from + kAhead, 0, 2);  // into the second-level cache
+  prefetch(from + kAhead);
+  __builtin_prefetch(from + kNear, 0, 3);
   return Op::right(from);
 }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -92,13 +94,56 @@ class TestWithoutTheKernel:
             select_backend("cpu", [SPEC], torch.float32, 16, CPU)
 
 
-def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_ABI", -1)
+@pytest.fixture
+def fresh_load() -> Iterator[None]:
     cpu._load.cache_clear()
-    try:
-        assert "inflight.attention.build" in (cpu.unavailable() or "")
-    finally:
-        cpu._load.cache_clear()
+    yield
+    cpu._load.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_load")
+class TestAnotherLibrary:
+    """What is there at a load after an update."""
+
+    def test_of_another_version_without_a_compiler_is_refused(self, monkeypatch, tmp_path) -> None:
+        monkeypatch.setattr(cpu, "_ABI", -1)
+        monkeypatch.setattr(build, "is_current", lambda: False)
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        message = cpu.unavailable() or ""
+        assert "this version's source" in message and "apt install g++" in message
+
+    @pytest.mark.skipif(not build.LIBRARY.exists() or not shutil.which("gcc"), reason="no kernel or no C compiler")
+    def test_of_another_version_is_compiled_again(self, monkeypatch, tmp_path, caplog) -> None:
+        """The old one has been loaded to learn its version; the new one has the same path."""
+        real, library = build.LIBRARY, tmp_path / "library.so"
+        (tmp_path / "old.c").write_text("int inflight_attention_abi(void) { return -1; }")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "old.c"], check=True)
+
+        def compile_it(announce: Callable[[], None]) -> None:
+            announce()
+            shutil.copy(real, tmp_path / "new.so")
+            (tmp_path / "new.so").replace(library)
+
+        monkeypatch.setattr(build, "LIBRARY", library)
+        monkeypatch.setattr(build, "build", compile_it)
+        assert cpu.unavailable() is None
+        assert cpu.instruction_set()
+        assert "compiling the CPU kernels" in caplog.text
+
+    @pytest.mark.skipif(not build.LIBRARY.exists(), reason="no compiled kernel")
+    def test_of_other_sources_serves_with_a_word(self, monkeypatch, caplog) -> None:
+        monkeypatch.setattr(build, "is_current", lambda: False)
+        assert cpu.unavailable() is None
+        assert "inflight.attention.build" in caplog.text
+
+    def test_one_that_cannot_be_loaded_says_why(self, monkeypatch, tmp_path) -> None:
+        library = tmp_path / "library.so"
+        library.write_text("no library")
+        monkeypatch.setattr(build, "LIBRARY", library)
+        monkeypatch.setenv("CXX", "/nowhere/g++")
+        message = cpu.unavailable() or ""
+        assert "for this machine" in message and "/nowhere/g++" in message
 
 
 def test_it_is_refused_on_a_gpu() -> None:
