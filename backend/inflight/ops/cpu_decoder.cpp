@@ -269,7 +269,20 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
   char* to = converts ? arena.take(rows * results * sizeof(float)) : out;
   Team team(threads);
   team.run([&](bool) {
-    multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
+    if (rows <= kChunkRows * team.size()) {
+      multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
+      return;
+    }
+    thread_local Buffer own;
+    const Scratch alone = {nullptr, nullptr, own.get(quantized_bytes(kChunkRows, size)), true};
+    const int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, element = element_size(activations);
+    team.each(chunks, [&](int64_t first, int64_t last) {
+      for (int64_t chunk = first; chunk < last; ++chunk) {
+        const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
+        multiply(nullptr, linear, {x + begin * size * element, size, end - begin, nullptr},
+                 {Into::kActivations, to + begin * results * element, results, 1.0f, activations}, alone);
+      }
+    });
   });
   if (converts) kernels.from_floats(reinterpret_cast<const float*>(to), dtype, out, rows * results);
 }
