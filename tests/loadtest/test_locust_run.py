@@ -67,20 +67,7 @@ def _rows(record: Path) -> list[dict[str, Any]]:
 
 
 def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Path) -> None:
-    load = [
-        "--context",
-        "220",
-        "--requests",
-        "28",
-        "--users",
-        "14",
-        "--rounds",
-        "1",
-        "--sweep",
-        "1",
-        "--sweep-seconds",
-        "1",
-    ]
+    load = ["--context", "220", "--requests", "28", "--users", "14", "--rounds", "1"]
     done = _loadtest(server, *load, "--sweep", "1", "--sweep-seconds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -97,7 +84,8 @@ def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Pat
     counts = {
         kind: sum(int(row["Request Count"]) for (k, _), row in streamed.items() if k == kind) for kind, _ in streamed
     }
-    assert (counts["grpc"], counts["TTFT"], counts["TPOT"]) == (28, 28, 28)
+    assert (counts["grpc"], counts["TTFT"]) == (28, 28)
+    assert 20 < counts["TPOT"] <= 28  # an answer that a busy machine brings in one response has none
     assert counts["ITL"] > 56  # it streams: far more than one gap a request
     locked = {kind for kind, _ in _statistics(tmp_path / "baseline-round1_stats.csv")}
     assert locked == {"grpc", "TTFT", ""}
