@@ -60,7 +60,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("vllm:request_params_n", HISTOGRAM, "The n request parameter.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     MetricSpec("inflight_requests_running", GAUGE, "Sequences in the running batch."),
     MetricSpec("inflight_requests_waiting", GAUGE, "Sequences that wait for a slot or for blocks."),
-    MetricSpec("inflight_requests_preempted_total", COUNTER, "Sequences put back to wait: blocks ran out, or more urgent ones came."),
+    MetricSpec(
+        "inflight_requests_preempted_total",
+        COUNTER,
+        "Sequences put back to wait: blocks ran out, or more urgent ones came.",
+    ),
     MetricSpec("inflight_kv_blocks_used", GAUGE, "KV blocks that sequences hold."),
     MetricSpec("inflight_kv_blocks_free", GAUGE, "KV blocks that are free or only cached."),
     MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory, of swapped sequences."),
