@@ -221,13 +221,20 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(serving):
     with Stream(serving.grpc_address, "tiny") as stream:
-        long_request(stream, "victim")
-        stream.wait_chunks("victim", 2)
+        victims = [str(index) for index in range(64)]  # so many that none is through at once
+        for victim in victims:
+            long_request(stream, victim)
+        stream.wait_chunks("0", 2)
         for engine in engine_processes(serving):  # of both models
             os.kill(engine.pid, signal.SIGKILL)
-        stream.wait("victim", timeout=20)
-        error = stream.answers["victim"].error
-        assert "engine process died" in error.message()
+        for victim in victims:
+            stream.wait(victim, timeout=20)
+        failed = [answer for victim in victims if (answer := stream.answers[victim]).error is not None]
+        assert failed
+        assert all("engine process died" in answer.error.message() for answer in failed)
+        assert all(
+            len(stream.answers[victim].token_ids) == 240 for victim in victims if not stream.answers[victim].error
+        )
     with Stream(serving.grpc_address, "tiny") as stream:
         long_request(stream, "next", max_tokens=5)
         stream.wait("next")

@@ -205,13 +205,15 @@ class EngineCore:
         prepared = self.runner.prepare(out) if out.requests else None
         scheduled = time.monotonic()
         if self._device is None or not out.requests:
-            return _Step(out, start, scheduled, partial(self._execute, out, prepared))
+            return _Step(out, start, scheduled, partial(self._execute, out, prepared, scheduled))
         future = self._device.submit(self._execute, out, prepared)
         return _Step(out, start, scheduled if behind is None else None, future.result)
 
-    def _execute(self, out: SchedulerOutput, prepared: Any) -> tuple[StepOutput, float, float]:
-        """The step's tokens, and `time.monotonic()` before and after."""
-        begun = time.monotonic()
+    def _execute(
+        self, out: SchedulerOutput, prepared: Any, begun: float | None = None
+    ) -> tuple[StepOutput, float, float]:
+        """The step's tokens, and `time.monotonic()` before (`begun`, where that is known) and after."""
+        begun = time.monotonic() if begun is None else begun
         result = self.runner.execute(out, prepared) if out.requests else StepOutput([])
         return result, begun, time.monotonic()
 

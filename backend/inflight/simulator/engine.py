@@ -132,7 +132,9 @@ class SimulatedEngine(EngineCore):
             raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
         return message
 
-    def _execute(self, out: SchedulerOutput, prepared: Any) -> tuple[StepOutput, float, float]:
+    def _execute(
+        self, out: SchedulerOutput, prepared: Any, begun: float | None = None
+    ) -> tuple[StepOutput, float, float]:
         if not out.requests:
             return StepOutput([]), self.now, self.now
         device, host = self._costs

@@ -68,8 +68,8 @@ def test_the_runners_word_splits_forward_from_sampling(monkeypatch):
     core = traced_core(monkeypatch, Info())
     execute = core.runner.execute
 
-    def told(out):
-        result = execute(out)
+    def told(out, prepared):
+        result = execute(out, prepared)
         result.forward_end = out.requests[0].arrival_time + 2.25  # scheduled at 3, executed at 4
         return result
 
