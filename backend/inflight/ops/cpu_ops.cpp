@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <string_view>
 
 #include "cpu_decoder.h"
@@ -35,23 +36,23 @@ int64_t feature_of(const Linear& linear, int64_t panel, int64_t column) {
   return result < linear.num_results() ? column / width * linear.num_results() + result : linear.out_features;
 }
 
-// Between plain [out_features, in_features] and the panels first .. last.
+// Between plain [out_features, in_features] and the panels first .. last; a word holds what one step multiplies.
 template <class Word, bool kUnpack>
-void repack(const Linear& linear, Word* plain, Word* packed, int64_t first, int64_t last) {
-  const int64_t depth = linear.depth(), size = linear.in_features;
+void repack(const Linear& linear, char* plain, char* packed, int64_t first, int64_t last) {
+  const int64_t words = linear.in_features / linear.depth();
   for (int64_t panel = first; panel < last; ++panel) {
-    Word* rows[kPanel];
+    char* rows[kPanel];  // aligned to an element, which may be less than a word
     for (int64_t column = 0; column < kPanel; ++column) {
       const int64_t feature = feature_of(linear, panel, column);
-      rows[column] = feature < linear.out_features ? plain + feature * size : nullptr;
+      rows[column] = feature < linear.out_features ? plain + feature * words * sizeof(Word) : nullptr;
     }
-    Word* at = packed + panel * size * kPanel;
-    for (int64_t k = 0; k < size; k += depth) {
-      for (int64_t column = 0; column < kPanel; ++column) {
-        for (int64_t i = k; i < k + depth; ++i, ++at) {
-          if (!kUnpack) *at = rows[column] != nullptr ? rows[column][i] : Word(0);
-          else if (rows[column] != nullptr) rows[column][i] = *at;
-        }
+    Word* at = reinterpret_cast<Word*>(packed) + panel * words * kPanel;
+    for (int64_t offset = 0; offset < words * int64_t(sizeof(Word)); offset += sizeof(Word)) {
+      for (int64_t column = 0; column < kPanel; ++column, ++at) {
+        if (!kUnpack) *at = 0;
+        if (rows[column] == nullptr) continue;
+        if (kUnpack) std::memcpy(rows[column] + offset, at, sizeof(Word));
+        else std::memcpy(at, rows[column] + offset, sizeof(Word));
       }
     }
   }
@@ -62,15 +63,8 @@ void repack(const Linear& linear, char* plain, char* packed, int threads) {
   Team team(threads);
   team.run([&](bool) {
     team.each(linear.num_panels(), [&](int64_t first, int64_t last) {
-      if (linear.dtype == kInt8) {
-        repack<char, kUnpack>(linear, plain, packed, first, last);
-      } else if (element_size(linear.dtype) == 2) {
-        repack<uint16_t, kUnpack>(linear, reinterpret_cast<uint16_t*>(plain), reinterpret_cast<uint16_t*>(packed),
-                                  first, last);
-      } else {
-        repack<uint32_t, kUnpack>(linear, reinterpret_cast<uint32_t*>(plain), reinterpret_cast<uint32_t*>(packed),
-                                  first, last);
-      }
+      if (linear.dtype == kFloat16) repack<uint16_t, kUnpack>(linear, plain, packed, first, last);
+      else repack<uint32_t, kUnpack>(linear, plain, packed, first, last);
     });
   });
 }
