@@ -78,7 +78,7 @@ def store(path: Path, key: str, comparison: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Bars of tokens/s, one panel a comparison, with the ratio of ours to each engine."""
+    """Bars of tokens/s, one panel a comparison; in brackets the ratio of ours to each engine."""
     from matplotlib.figure import Figure
 
     record = {key: comparison for key, comparison in record.items() if comparison["engines"]}
@@ -90,17 +90,20 @@ def plot(record: dict[str, Any], path: Path) -> None:
         rows = sorted(comparison["engines"].items(), key=lambda item: item[1]["tokens_per_second"])
         rates = [row["tokens_per_second"] for _, row in rows]
         bars = axes.barh([name for name, _ in rows], rates, color=[_colour(name) for name, _ in rows])
-        ratios = [
-            f"{row['tokens_per_second']:.0f}" + (f"  ({row['ratio']:.2f} x)" if row["ratio"] else "") for _, row in rows
-        ]
-        axes.bar_label(bars, ratios, padding=3, fontsize=8)
+        labels = [_label(name, row) for name, row in rows]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
         axes.set_xlim(0, max(rates) * 1.45)
         axes.set_title(key, fontsize=10)
-        axes.set_xlabel("output tokens/s", fontsize=9)
+        axes.set_xlabel("output tokens/s (Inflight's multiple of it)", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _label(name: str, row: dict[str, Any]) -> str:
+    rate = f"{row['tokens_per_second']:.3g}" if row["tokens_per_second"] < 100 else f"{row['tokens_per_second']:.0f}"
+    return rate if name == OURS or row["ratio"] is None else f"{rate}  ({row['ratio']:.2f} x)"
 
 
 def _colour(name: str) -> str:

