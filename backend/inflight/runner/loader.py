@@ -25,7 +25,7 @@ from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_la
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 from inflight.runner.acceleration import CannotQuantize, accelerate
 from inflight.runner.memory import available_memory, format_bytes
-from inflight.runner.self_check import Reference, reference, relative_error
+from inflight.runner.self_check import Reference, lengths_that_fit, reference, relative_error
 from inflight.runner.swap import HostCache
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
@@ -123,7 +123,8 @@ def load(config: EngineConfig) -> LoadedModel:
         caches.append(cache)
         module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
     tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE.get(kv_dtype or dtype, 0.0))
-    forward = _checked(model, text_config, config, max_model_len, device, tolerance)
+    lengths = lengths_that_fit(max_model_len, num_blocks, config.block_size)
+    forward = _checked(model, text_config, config, lengths, device, tolerance)
     host_cache = HostCache(caches, num_host_blocks) if num_host_blocks else None
     info = CheckpointInfo(
         max_model_len=max_model_len,
@@ -292,14 +293,14 @@ def _checked(
     model: nn.Module,
     text_config: Any,
     config: EngineConfig,
-    max_model_len: int,
+    lengths: list[int],
     device: torch.device,
     tolerance: float,
 ) -> Any:
     """The forward pass to serve with: the fastest that agrees with transformers' own attention."""
     expected: Reference | None = None
     if config.check_on_load:
-        expected = reference(model, int(text_config.vocab_size), max_model_len, device)
+        expected = reference(model, int(text_config.vocab_size), lengths, device)
 
     def error(forward: Any) -> float:
         return 0.0 if expected is None else relative_error(forward, expected, config.block_size, device)

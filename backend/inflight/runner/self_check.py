@@ -8,7 +8,7 @@ each alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.runner.batch_state import BatchState
 
-__all__ = ["Reference", "reference", "relative_error"]
+__all__ = ["Reference", "lengths_that_fit", "reference", "relative_error"]
 
 _LENGTHS = (7, 12)
 _CHUNKS = (4, 64)  # tokens of each sequence in the first and the second step
@@ -36,10 +36,16 @@ class Reference:
     logits: list[Tensor]
 
 
+def lengths_that_fit(max_len: int, num_blocks: int, block_size: int) -> list[int]:
+    """Tokens of the test sequences: two, side by side in the pool, or one where it has a single block."""
+    most = min(max_len, max(1, num_blocks // len(_LENGTHS)) * block_size)
+    lengths = [min(length, most) for length in _LENGTHS]
+    return lengths if num_blocks >= len(lengths) else lengths[-1:]
+
+
 @torch.inference_mode()
-def reference(model: nn.Module, vocab_size: int, max_len: int, device: torch.device) -> Reference:
-    """Run the test sequences, each alone, through eager attention."""
-    lengths = [min(length, max_len) for length in _LENGTHS]
+def reference(model: nn.Module, vocab_size: int, lengths: Sequence[int], device: torch.device) -> Reference:
+    """Run test sequences of these lengths, each alone, through eager attention."""
     sequences = [np.random.default_rng(seed).integers(0, vocab_size, n).tolist() for seed, n in enumerate(lengths)]
     model.set_attn_implementation("eager")  # type: ignore[operator]
     try:
@@ -56,7 +62,7 @@ def reference(model: nn.Module, vocab_size: int, max_len: int, device: torch.dev
 def relative_error(model: Callable[..., Any], expected: Reference, block_size: int, device: torch.device) -> float:
     """Largest relative error (Frobenius norms, over sequences) of the paged logits.
 
-    Writes to the first blocks of the pool; call before any request.
+    Writes to the first blocks of the pool, which has room for `lengths_that_fit`; call before any request.
     """
     paged = _paged_logits(model, expected.sequences, block_size, device)
     errors = [

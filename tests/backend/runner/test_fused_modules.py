@@ -26,7 +26,7 @@ def prepared(model_type: str, folder: Path, **options: Any) -> tuple[LoadedModel
     torch.set_num_threads(1)
     config = dict(model=make_checkpoint(model_type, folder), device="cpu", dtype="float32", kv_cache_memory="16MiB")
     loaded = load(EngineConfig.from_dict({**config, "native_forward": False, "block_size": 16, **options}))
-    return loaded, reference(loaded.model, loaded.info.vocab_size, loaded.info.max_model_len, CPU)
+    return loaded, reference(loaded.model, loaded.info.vocab_size, [7, 12], CPU)
 
 
 def fused_kinds(model: Any) -> dict[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import greedy_reference, make_checkpoint
+from offline import make_core, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.request import SamplingParams
 from inflight.runner import loader, memory
 from inflight.runner.loader import LoadError, load
+from inflight.runner.self_check import lengths_that_fit
 
 TINY = dict(
     vocab_size=99,
@@ -139,3 +142,19 @@ def test_memory_is_found_and_written_legibly():
     assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
     assert memory.format_bytes(512) == "512 B"
     assert memory.format_bytes(3 * 2**30) == "3.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "fit"),
+    [(64, 16, [7, 12]), (2, 16, [7, 12]), (2, 8, [7, 8]), (3, 4, [4, 4]), (1, 16, [12])],
+)
+def test_the_check_at_load_writes_no_block_that_the_pool_lacks(num_blocks, block_size, fit):
+    assert lengths_that_fit(64, num_blocks, block_size) == fit
+    assert len(fit) * -(-max(fit) // block_size) <= num_blocks
+
+
+def test_a_pool_of_one_block_can_be_served(llama):
+    core = make_core(llama, num_gpu_blocks_override=1, max_model_len=16, block_size=16)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    deltas = run(core, [[1, 2, 3], [4, 5]], [params, params])
+    assert [tokens(deltas[i, 0]) for i in range(2)] == greedy_reference(llama, [[1, 2, 3], [4, 5]], [6, 6])
