@@ -5,6 +5,7 @@ With `profile` in the job the run is no race: the result says where the time of 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def options(task: dict[str, Any]) -> dict[str, Any]:
 
 def load(task: dict[str, Any]) -> Engine:
     # As the engine process does for itself, before torch is imported.
+    gc.disable()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(task["threads"])
     start, born = time.perf_counter(), time.time() - task["started"]

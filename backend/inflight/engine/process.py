@@ -93,6 +93,7 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine]) -> None:
@@ -147,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.cpu_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)  # before torch is imported
+    gc.disable()  # until it is settled: what imports and loading make stays, and looking at it is a fifth of their time
     try:
         core = _load(connection, config)
         if core is None:
