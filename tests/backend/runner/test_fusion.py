@@ -147,6 +147,14 @@ def test_weights_in_eight_bits_cost_a_few_per_cent(model_type: str, tmp_path: Pa
         assert torch.equal(logits(quantized, sequence, chunk=7), result)
 
 
+def test_keys_and_values_in_eight_bits_go_through_the_native_decoder(llama: str) -> None:
+    forward = loaded(llama, kv_cache_dtype="int8")
+    assert isinstance(forward, FusedDecoder)
+    sequence = tokens(60)
+    plain = logits(loaded(llama, kv_cache_dtype="int8", native_forward=False), sequence)
+    assert ((logits(forward, sequence) - plain).norm() / plain.norm()).item() < 1e-2
+
+
 def test_eight_bits_that_cost_too_much_are_refused(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="runs on a CPU with native_forward"):
         loaded(llama, quantization="int8", native_forward=False)
