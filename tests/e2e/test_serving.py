@@ -260,11 +260,11 @@ def settle(server: TritonServer) -> float:
 def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
     before = settle(serving)
     stream = Stream(serving.grpc_address, "tiny")
-    for index in range(4):
+    for index in range(100):  # seconds of work
         long_request(stream, str(index))
-    stream.wait_chunks("3", 2)
+    stream.wait_chunks("0", 2)
     stream.close(cancel=True)
-    assert settle(serving) - before < 4 * 240, "the engine went on to the end"
+    assert settle(serving) - before < 100 * 240, "the engine went on to the end"
     now = gauges(serving.metrics_address, "tiny")
     assert (now["inflight_requests_running"], now["inflight_kv_blocks_used"]) == (0, 0)
 
