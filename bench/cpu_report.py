@@ -85,6 +85,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     if not record:
         return
     figure = Figure(figsize=(3.6 * len(record), 3.4), layout="constrained")
+    most = max(len(comparison["engines"]) for comparison in record.values())
     for index, (key, comparison) in enumerate(record.items()):
         axes = figure.add_subplot(1, len(record), index + 1)
         rows = sorted(comparison["engines"].items(), key=lambda item: item[1]["tokens_per_second"])
@@ -93,8 +94,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
         labels = [_label(name, row) for name, row in rows]
         axes.bar_label(bars, labels, padding=3, fontsize=8)
         axes.set_xlim(0, max(rates) * 1.45)
+        axes.set_ylim(len(rows) - most - 0.6, len(rows) - 0.4)  # bars of one height in all panels, from the top
         axes.set_title(key, fontsize=10)
-        axes.set_xlabel("output tokens/s (Inflight's multiple of it)", fontsize=9)
+        axes.set_xlabel("output tokens/s (Inflight is ... times as fast)", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
