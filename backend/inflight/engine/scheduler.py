@@ -107,16 +107,15 @@ class Scheduler:
         block_size, token_ids = self.pool.block_size, step.token_ids
         special = bool(step.logprobs or step.prompt_logprobs)
         finished = False
-        for row, request in enumerate(out.requests):
+        rows = zip(out.requests, token_ids, out.num_computed_tokens, out.num_scheduled_tokens)
+        for row, (request, token, computed, scheduled) in enumerate(rows):
             status = request.status
             if status is _FINISHED:
                 continue  # ended while the step ran: its blocks are gone, its token is dropped
-            scheduled = out.num_scheduled_tokens[row]
-            computed = out.num_computed_tokens[row] + scheduled
+            computed += scheduled
             if computed % block_size < scheduled and request.caches_blocks and status is _RUNNING:
                 self.pool.publish(request, computed)
             entries = self._new_prompt_logprobs(request, row, out, step) if special else None
-            token = token_ids[row]
             if token >= 0:  # whoever was preempted since gets it, too: it came of blocks that were whole
                 request.token_ids.append(token)
                 request.num_pending_tokens -= 1
@@ -169,6 +168,7 @@ class Scheduler:
         """
         running, block_size = self.running, self.pool.block_size
         left = self.limits.max_num_batched_tokens - out.total_tokens
+        decodes: list[Request] = []
         index = 0
         while index < len(running) and left > 0:
             request = running[index]
@@ -185,11 +185,17 @@ class Scheduler:
                 if blocks is None:
                     continue  # it was preempted itself: the next one stands at `index` now
                 out.new_block_ids[request.slot] = blocks
-            out.append(request, num_tokens)
-            if num_tokens > 1 and request.caches_blocks:
-                self.pool.publish(request, request.num_computed_tokens)
+            if computed + 1 == total:
+                request.num_computed_tokens = total
+                request.num_pending_tokens += 1
+                decodes.append(request)
+            else:
+                out.append(request, num_tokens)
+                if num_tokens > 1 and request.caches_blocks:
+                    self.pool.publish(request, request.num_computed_tokens)
             left -= num_tokens
             index += 1
+        out.put_first(decodes)
 
     def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
         """Tokens for a running request that lags by `lag`, with `behind` running ones after it."""

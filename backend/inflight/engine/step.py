@@ -80,6 +80,16 @@ class SchedulerOutput:
         self.total_tokens += num_tokens
 
 
+    def put_first(self, decodes: list[Request]) -> None:
+        """Schedule one token, which samples, of each, ahead of all others; their own counts are already past it."""
+        self.requests[:0] = decodes
+        self.slots[:0] = [request.slot for request in decodes]
+        self.num_computed_tokens[:0] = [request.num_computed_tokens - 1 for request in decodes]
+        self.num_scheduled_tokens[:0] = [1] * len(decodes)
+        self.samples[:0] = [True] * len(decodes)
+        self.total_tokens += len(decodes)
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What the runner made of a `SchedulerOutput`; lists are parallel to its `requests`.
