@@ -141,7 +141,7 @@ class KVPool:
             return []
         if need > len(self._free) + len(self._cached):
             return None
-        new = [self._take() for _ in range(need)]
+        new = [self._take()] if need == 1 else [self._take() for _ in range(need)]
         request.block_ids += new
         return new
 
@@ -150,15 +150,16 @@ class KVPool:
 
         Blocks whose last token is not known yet stay hidden: they have no hash.
         """
-        full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        for index in range(full - 1, -1, -1):
-            block = request.block_ids[index]
-            if self._hash_of[block] is not None:
-                break  # published before, and so is everything before it
+        num_known_tokens = request.num_tokens
+        full = (num_computed_tokens if num_computed_tokens < num_known_tokens else num_known_tokens) // self.block_size
+        blocks, hash_of, block_of = request.block_ids, self._hash_of, self._block_of
+        index = full - 1
+        while index >= 0 and hash_of[block := blocks[index]] is None:  # else published, and so is all before it
             block_hash = self._hash(request, index)
-            if block_hash not in self._block_of:  # else a twin was computed at the same time: keep the first
-                self._hash_of[block] = block_hash
-                self._block_of[block_hash] = block
+            if block_hash not in block_of:  # else a twin was computed at the same time: keep the first
+                hash_of[block] = block_hash
+                block_of[block_hash] = block
+            index -= 1
 
     def release(self, request: Request) -> None:
         """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
@@ -175,11 +176,11 @@ class KVPool:
 
     def _hash(self, request: Request, index: int) -> bytes:
         """Chain hash of the request's full block `index`, computed once."""
-        hashes = request.block_hashes
+        hashes, size = request.block_hashes, self.block_size
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
-            start = len(hashes) * self.block_size
-            hashes.append(_block_hash(parent, self._pack(*request.token_ids[start : start + self.block_size])))
+            start = len(hashes) * size
+            hashes.append(_block_hash(parent, self._pack(*request.token_ids[start : start + size])))
         return hashes[index]
 
     def _take(self) -> int:

@@ -79,7 +79,6 @@ class SchedulerOutput:
         self.samples.append(samples)
         self.total_tokens += num_tokens
 
-
     def put_first(self, decodes: list[Request]) -> None:
         """Schedule one token, which samples, of each, ahead of all others; their own counts are already past it."""
         self.requests[:0] = decodes
