@@ -4,8 +4,9 @@
     python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400]
                               [--order fcfs priority sjf edf tenants] [--output FILE]
 
-The real scheduler and pool, every running request decoding one token a step; each request that
-ends is replaced by a waiting one, and blocks are taken, filled and published as they would be.
+The real scheduler, pool and policies of `model.json`'s defaults or with `--admission free_blocks`, every
+running request decoding one token a step; each request that ends is replaced by a waiting one, and
+blocks are taken, filled and published as they would be.
 `--order` takes other policies in turn with fcfs: requests are of three classes and twenty tenants.
 Nothing else runs in the process; the collector of garbage runs as in the engine process.  The figures to
 hold against them: 300 microseconds at 256 running requests, 1.2 ms at 1,024.
@@ -27,7 +28,6 @@ import common
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies import make_policies
-from inflight.engine.policy import Policies
 from inflight.engine.process import settle_garbage_collector
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
@@ -50,16 +50,16 @@ def fill(scheduler: Scheduler, count: int, rng: random.Random, first_id: int) ->
         scheduler.add(Request(request_id, prompt, params, priority=request_id % 3, tenant=str(request_id % 20)))
 
 
-def measure(running: int, waiting: int, steps: int, seed: int, order: str = "fcfs") -> dict[str, Any]:
+def measure(running: int, waiting: int, steps: int, seed: int, order: str, admission: str) -> dict[str, Any]:
     """Medians in microseconds of `steps` steps with `running` requests in each."""
     rng = random.Random(seed)
     blocks = (running + 1) * (512 // BLOCK_SIZE)
-    policies = Policies(order=make_policies(EngineConfig(model="none", **ORDERS[order])).order)
+    policies = make_policies(EngineConfig(model="none", admission=admission, **ORDERS[order]))
     scheduler = Scheduler(SchedulerLimits(running, max(2048, 2 * running)), KVPool(blocks, BLOCK_SIZE), policies)
     fill(scheduler, running + waiting, rng, 0)
     num_requests = running + waiting
     settle_garbage_collector()
-    schedule, update, rows = [], [], []
+    schedule, update = [], []
     while len(schedule) < steps:
         start = time.perf_counter()
         out = scheduler.schedule()
@@ -72,7 +72,6 @@ def measure(running: int, waiting: int, steps: int, seed: int, order: str = "fcf
         if len(out.requests) == running and out.total_tokens <= 2 * running:  # a step of decodes, above all
             schedule.append(scheduled - start)
             update.append(end - executed)
-            rows.append(len(out.requests))
         missing = running + waiting - len(scheduler.running) - len(scheduler.waiting)
         fill(scheduler, missing, rng, num_requests)
         num_requests += missing
@@ -97,11 +96,15 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--order", nargs="+", choices=list(ORDERS), default=["fcfs"])
+    parser.add_argument("--admission", choices=["predicted_peak", "free_blocks"], default="predicted_peak")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the record there as JSON")
     args = parser.parse_args()
     cases = [(number, order) for number in args.running for order in args.order]
-    runs = [[measure(n, args.waiting, args.steps, seed, order) for n, order in cases] for seed in range(args.rounds)]
+    runs = [
+        [measure(n, args.waiting, args.steps, seed, order, args.admission) for n, order in cases]
+        for seed in range(args.rounds)
+    ]
     print(f"{common.machine()}, medians of {args.rounds} x {args.steps} steps, {args.waiting} requests waiting")
     summary = []
     for (_, order), at in zip(cases, zip(*runs)):

@@ -204,7 +204,7 @@ class StaticBudget:
 
 @dataclass
 class Policies:
-    """One answer to each of the scheduler's questions; the defaults are `model.json`'s."""
+    """One answer to each of the scheduler's questions; the defaults here are the simplest ones."""
 
     order: OrderPolicy = field(default_factory=FcfsOrder)
     victim: VictimPolicy = last_in_order
