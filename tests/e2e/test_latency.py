@@ -33,7 +33,7 @@ OPTIONS = {
 TARGET_MS = 20.0
 MODELS = {"target": TARGET_MS, "unreachable": 0.001}
 PROMPT = [5 + k % 1000 for k in range(1200)]
-STREAMS, TOKENS = 4, 900
+STREAMS, TOKENS = 4, 1900
 
 
 @pytest.fixture(scope="module")

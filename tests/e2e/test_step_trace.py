@@ -47,7 +47,7 @@ def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
     words = "the list of names " * 20  # longer than the budget of a step: several chunks
 
     def ask(number: int) -> None:
-        status, answer = post(url, {"text_input": words, "max_tokens": 10 + number, "ignore_eos": True})
+        status, answer = post(url, {"text_input": words, "max_tokens": 400 + number, "ignore_eos": True})
         assert status == 200, answer
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -58,9 +58,9 @@ def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
     result = trace(traced, "traced", page, perfetto, raw)
     assert result.exit_code == 0, result.output
     found = Trace.from_json(raw.read_bytes())
-    assert sorted(request.num_output_tokens for request in found.requests) == [10, 11, 12, 13]
+    assert sorted(request.num_output_tokens for request in found.requests) == [400, 401, 402, 403]
     assert {request.finish_reason for request in found.requests} == {"length"}
-    assert sum(sum(step.samples) for step in found.steps) == 10 + 11 + 12 + 13
+    assert sum(sum(step.samples) for step in found.steps) == 400 + 401 + 402 + 403
     assert all(sum(step.tokens) <= OPTIONS["max_num_batched_tokens"] for step in found.steps)
     assert any(len(step.keys) > 1 for step in found.steps), "they shared batches"
     for step in found.steps:
