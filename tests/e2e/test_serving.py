@@ -237,7 +237,7 @@ def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(
         for engine in engine_processes(serving):  # of both models
             os.kill(engine.pid, signal.SIGKILL)
         for victim in victims:
-            stream.wait(victim, timeout=20)
+            stream.wait(victim, timeout=90)
         failed = [answer for victim in victims if (answer := stream.answers[victim]).error is not None]
         assert failed
         assert all("engine process died" in answer.error.message() for answer in failed)
