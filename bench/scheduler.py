@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """What a step costs outside of the device: `schedule()` and `update()` with many requests running.
 
-    python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400]
+    python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400] [--pool 1.0 0.25]
                               [--order fcfs priority sjf edf tenants] [--output FILE]
 
 The real scheduler, pool and policies of `model.json`'s defaults or with `--admission free_blocks`, every
 running request decoding one token a step; each request that ends is replaced by a waiting one, and
 blocks are taken, filled and published as they would be.
 `--order` takes other policies in turn with fcfs: requests are of three classes and twenty tenants.
+`--pool` is the pool in 512-token requests, as a share of the slots: at 1 slots are scarce, at 0.25 blocks
+are, fewer requests run than there are slots, and every step asks whether one more fits.
 Nothing else runs in the process; the collector of garbage runs as in the engine process.  The figures to
 hold against them: 300 microseconds at 256 running requests, 1.2 ms at 1,024.
 """
@@ -50,16 +52,19 @@ def fill(scheduler: Scheduler, count: int, rng: random.Random, first_id: int) ->
         scheduler.add(Request(request_id, prompt, params, priority=request_id % 3, tenant=str(request_id % 20)))
 
 
-def measure(running: int, waiting: int, steps: int, seed: int, order: str, admission: str) -> dict[str, Any]:
-    """Medians in microseconds of `steps` steps with `running` requests in each."""
+def measure(
+    running: int, waiting: int, steps: int, seed: int, order: str, admission: str, pool: float
+) -> dict[str, Any]:
+    """Medians in microseconds of `steps` steps, with `running` requests in each where the pool holds as many."""
     rng = random.Random(seed)
-    blocks = (running + 1) * (512 // BLOCK_SIZE)
+    blocks = int(pool * (running + 1) * (512 // BLOCK_SIZE))
     policies = make_policies(EngineConfig(model="none", admission=admission, **ORDERS[order]))
     scheduler = Scheduler(SchedulerLimits(running, max(2048, 2 * running)), KVPool(blocks, BLOCK_SIZE), policies)
     fill(scheduler, running + waiting, rng, 0)
     num_requests = running + waiting
     settle_garbage_collector()
-    schedule, update = [], []
+    schedule, update, rows = [], [], []
+    steps_to_fill = 0 if pool >= 1 else 400
     while len(schedule) < steps:
         start = time.perf_counter()
         out = scheduler.schedule()
@@ -69,7 +74,10 @@ def measure(running: int, waiting: int, steps: int, seed: int, order: str, admis
         executed = time.perf_counter()
         scheduler.update(out, result)
         end = time.perf_counter()
-        if len(out.requests) == running and out.total_tokens <= 2 * running:  # a step of decodes, above all
+        steps_to_fill -= 1
+        full = len(out.requests) == running if pool >= 1 else steps_to_fill < 0
+        if full and out.total_tokens <= 2 * running:  # a step of decodes, above all
+            rows.append(len(out.requests))
             schedule.append(scheduled - start)
             update.append(end - executed)
         missing = running + waiting - len(scheduler.running) - len(scheduler.waiting)
@@ -80,13 +88,16 @@ def measure(running: int, waiting: int, steps: int, seed: int, order: str, admis
     return {
         "order": order,
         "running": running,
+        "pool": pool,
+        "in_a_step": statistics.median(rows),
+        "preemptions": scheduler.num_preempted_total,
         "waiting": waiting,
         "steps": steps,
         "schedule_us": 1e6 * statistics.median(schedule),
         "update_us": 1e6 * statistics.median(update),
         "both_us": statistics.median(both),
         "both_p99_us": both[int(0.99 * len(both))],
-        "target_us": TARGET.get(running),
+        "target_us": TARGET.get(running) if pool >= 1 else None,
     }
 
 
@@ -97,23 +108,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--order", nargs="+", choices=list(ORDERS), default=["fcfs"])
     parser.add_argument("--admission", choices=["predicted_peak", "free_blocks"], default="predicted_peak")
+    parser.add_argument("--pool", type=float, nargs="+", default=[1.0], help="1: slots are scarce; 0.25: blocks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the record there as JSON")
     args = parser.parse_args()
-    cases = [(number, order) for number in args.running for order in args.order]
+    cases = [(number, order, pool) for pool in args.pool for number in args.running for order in args.order]
     runs = [
-        [measure(n, args.waiting, args.steps, seed, order, args.admission) for n, order in cases]
+        [measure(n, args.waiting, args.steps, seed, order, args.admission, pool) for n, order, pool in cases]
         for seed in range(args.rounds)
     ]
     print(f"{common.machine()}, medians of {args.rounds} x {args.steps} steps, {args.waiting} requests waiting")
     summary = []
-    for (_, order), at in zip(cases, zip(*runs)):
+    for (_, order, _), at in zip(cases, zip(*runs)):
         measured = [key for key, value in at[0].items() if isinstance(value, (int, float))]
         row = {"order": order, **{key: statistics.median(run[key] for run in at) for key in measured}}
         summary.append(row)
         target = f"   target {row['target_us']:.0f}" if "target_us" in row else ""
         print(
-            f"  {row['running']:5.0f} running, {order:8}: schedule {row['schedule_us']:6.0f} us"
+            f"  {row['in_a_step']:5.0f} running, pool {row['pool']:4}, {order:8}: schedule {row['schedule_us']:6.0f} us"
             f" + update {row['update_us']:6.0f} us = {row['both_us']:6.0f} us (p99 {row['both_p99_us']:6.0f}){target}"
         )
     arguments = json.loads(json.dumps(vars(args), default=str))

@@ -54,6 +54,7 @@ class KVPool:
     Attributes:
         num_prefix_queries: prompt tokens looked up in the prefix cache, ever.
         num_prefix_hits: those of them that were found.
+        num_references: entries of all block tables; a block that several share counts for each.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -61,6 +62,7 @@ class KVPool:
         self.block_size = block_size
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        self.num_references = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         # Not a dict: that would look for its first key past all those deleted before it.
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -108,8 +110,11 @@ class KVPool:
 
         Those of the prefix count where they are available (cached) now and would be owned then.
         """
-        reclaimed = sum(1 for block in prefix if not self._ref[block])
-        return self.blocks_for(request.num_tokens + 1) - len(prefix) + reclaimed
+        return self.blocks_for(request.num_tokens + 1) - len(prefix) + self.num_reclaimed(prefix)
+
+    def num_reclaimed(self, prefix: Sequence[int]) -> int:
+        """Blocks of a prefix that nobody owns."""
+        return sum(1 for block in prefix if not self._ref[block])
 
     def admit(self, request: Request, prefix: Sequence[int]) -> None:
         """Give a request without blocks the prefix found for it."""
@@ -119,6 +124,7 @@ class KVPool:
                 del self._cached[block]
             self._ref[block] += 1
         request.block_ids = list(prefix)
+        self.num_references += len(prefix)
         request.num_computed_tokens = len(prefix) * self.block_size
         if request.caches_blocks and not request.num_preemptions:
             self.num_prefix_queries += request.num_tokens
@@ -143,6 +149,7 @@ class KVPool:
             return None
         new = [self._take()] if need == 1 else [self._take() for _ in range(need)]
         request.block_ids += new
+        self.num_references += need
         return new
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
@@ -163,6 +170,7 @@ class KVPool:
 
     def release(self, request: Request) -> None:
         """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
+        self.num_references -= len(request.block_ids)
         for block in reversed(request.block_ids):
             self._ref[block] -= 1
             if self._ref[block]:
@@ -209,6 +217,7 @@ class KVPool:
             writable = request.block_ids[request.num_computed_tokens // self.block_size :]
             for block in writable:
                 assert self._ref[block] == 1, f"block {block} is written to and shared"
+        assert self.num_references == tables.total(), "block tables are miscounted"
         for block in range(self.num_blocks):
             assert self._ref[block] == tables[block], f"block {block}: {self._ref[block]} != {tables[block]} tables"
         unowned = [*self._free, *self._cached]

@@ -86,11 +86,20 @@ VictimPolicy = Callable[[Sequence[Request]], Request]
 class AdmissionPolicy(Protocol):
     """Whether a waiting request may start now, as far as memory goes."""
 
-    def refresh(self) -> None:
-        """What was known of the running requests is void: a new step is made, or one was preempted."""
+    def begin(self) -> None:
+        """A step is about to be made."""
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
-        """`prefix` are the blocks that the prefix cache would give it."""
+        """Beside `running`, all running requests or those that will not give way to it.
+
+        `prefix` are the blocks that the prefix cache would give it.
+        """
+
+    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
+        """It runs from now on, with `prefix` of the prefix cache."""
+
+    def left(self, request: Request) -> None:
+        """It no longer runs: finished, aborted or preempted."""
 
     def ended(self, request: Request) -> None:
         """A request that was admitted once has ended, by itself or aborted."""
@@ -178,12 +187,18 @@ class FreeBlocksAdmission:
     def __init__(self, watermark: float = 0.0) -> None:
         self._watermark = watermark
 
-    def refresh(self) -> None:
+    def begin(self) -> None:
         pass
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         kept = int(self._watermark * pool.num_blocks) if running else 0
         return pool.missing_blocks(request, prefix) + kept <= pool.num_available
+
+    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
+        pass
+
+    def left(self, request: Request) -> None:
+        pass
 
     def ended(self, request: Request) -> None:
         pass

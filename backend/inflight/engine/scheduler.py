@@ -89,7 +89,7 @@ class Scheduler:
         """
         out = SchedulerOutput()
         self.policies.budget.begin(self.running)
-        self.policies.admission.refresh()
+        self.policies.admission.begin()
         if self.waiting.preempts:
             self._admit_urgent(out)
         urgent = list(out.requests)
@@ -255,6 +255,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         self.waiting.admitted(request)
+        self.policies.admission.admitted(request, prefix, self.pool)
         row = NewRow(
             request.slot,
             list(request.token_ids),
@@ -273,7 +274,6 @@ class Scheduler:
         self.running.remove(request)
         self.swap.swap_out(request, self.pool)
         self._release(request)
-        self.policies.admission.refresh()
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preempted_total += 1
@@ -331,6 +331,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """What a running request holds goes back; it is WAITING or FINISHED next."""
         self.waiting.left(request)
+        self.policies.admission.left(request)
         self.pool.release(request)
         self._free_slots.append(request.slot)
         request.slot = -1

@@ -10,8 +10,8 @@ from engine_rig import Info, add, collect, expected_output, make_core, run_until
 from inflight.engine.admission import OutputLengths, PredictedPeakAdmission
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
-from inflight.engine.policy import FreeBlocksAdmission
-from inflight.engine.request import Request, SamplingParams, Status
+from inflight.engine.policy import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.request import Request, SamplingParams
 
 
 def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:
@@ -25,6 +25,12 @@ def run_one(pool: KVPool, *arguments, **options) -> Request:
     result = request(*arguments, **options)
     pool.admit(result, [])
     assert pool.extend(result, result.num_tokens) is not None
+    return result
+
+
+def run(admission: AdmissionPolicy, pool: KVPool, *arguments, **options) -> Request:
+    result = run_one(pool, *arguments, **options)
+    admission.admitted(result, [], pool)
     return result
 
 
@@ -64,41 +70,41 @@ def test_nothing_is_known_at_first_and_old_news_is_forgotten():
     assert sorted({lengths.expected(request(5, request_id=i)) for i in range(100)}) == [7, 256]
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "peak"), [(4, 10, 65), (40, 1, 74)])
+@pytest.mark.parametrize(("prompt", "max_tokens", "peak"), [(4, 12, 71), (40, 4, 83)])
 def test_the_peak_is_reached_just_before_an_end(prompt, max_tokens, peak):
-    """Blocks of one token.  A holds 10 and ends in 10 steps, B holds 20 and ends in 40.
+    """Blocks of one token.  A holds 10 and ends in 12 steps, B holds 20 and ends in 40.
 
-    C takes 5 and ends in 10 steps: the peak is 10 + 20 + 5 + 3 * 10.  Or it takes 41 and ends in one
-    step: 10 + 20 + 41 + 3.
+    C takes 5 and ends in 12 steps: the peak is 10 + 20 + 5 + 3 * 12.  Or it takes 41 and ends in four
+    steps: 10 + 20 + 41 + 3 * 4.
     """
     for there in (peak, peak - 1):
         pool = KVPool(there, 1)
-        running = [run_one(pool, 9, max_tokens=10), run_one(pool, 19, max_tokens=40)]
-        for each in running:
-            pool.extend(each, each.num_tokens + 1)
+        admission = PredictedPeakAdmission(margin=0)
+        running = [run(admission, pool, 9, max_tokens=12), run(admission, pool, 19, max_tokens=40)]
         new = request(prompt, max_tokens=max_tokens)
-        assert PredictedPeakAdmission(margin=0).admits(new, [], running, pool) is (there == peak)
+        assert admission.admits(new, [], running, pool) is (there == peak)
 
 
 def test_a_burst_that_fits_now_and_not_later_waits():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
-    running = [run_one(pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
     late = request(8, max_tokens=200, request_id=3)
     assert FreeBlocksAdmission().admits(late, [], running, pool)
     assert not admission.admits(late, [], running, pool), "3 * 52 blocks"
     for _ in range(30):
         admission.ended(request(8, 10))
+    admission.begin()
     assert admission.admits(late, [], running, pool), "outputs turn out to be short"
 
 
 def test_a_refusal_is_reconsidered_when_a_running_request_leaves():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
-    running = [run_one(pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
     late = request(8, max_tokens=180, request_id=3)
     assert not admission.admits(late, [], running, pool)
-    admission.refresh()
+    admission.left(running[1])
     pool.release(running.pop())
     assert admission.admits(late, [], running, pool), "it was preempted, say"
 
@@ -107,16 +113,17 @@ def test_who_was_preempted_comes_back_when_it_is_likely_to_stay():
     running_and_room = {0: True, 1: True, 2: False}
     for num_preemptions, admitted in running_and_room.items():
         pool = KVPool(100, 4)
-        running = [run_one(pool, 8, max_tokens=168, request_id=0)]
+        admission = PredictedPeakAdmission()
+        running = [run(admission, pool, 8, max_tokens=168, request_id=0)]
         back = request(8, max_tokens=168, request_id=1)
         back.num_preemptions = num_preemptions
-        assert PredictedPeakAdmission().admits(back, [], running, pool) is admitted, "90 blocks at the peak"
+        assert admission.admits(back, [], running, pool) is admitted, "90 blocks at the peak"
 
 
 def test_those_admitted_in_the_same_step_count():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
-    running = [run_one(pool, 8, max_tokens=116, request_id=0)]
+    running = [run(admission, pool, 8, max_tokens=116, request_id=0)]
     fits = []
     for request_id in range(1, 5):
         late = request(8, max_tokens=116, request_id=request_id)
@@ -125,7 +132,7 @@ def test_those_admitted_in_the_same_step_count():
             assert admission.admits(late, [], running, pool), "passed over by a budget, it does not count"
             pool.admit(late, [])
             pool.extend(late, 8)
-            late.status = Status.RUNNING
+            admission.admitted(late, [], pool)
             running.append(late)
     assert fits == [True, True, False, False], "32 blocks each at the end"
 
