@@ -191,7 +191,7 @@ class EngineCore:
         end = time.monotonic()
         start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
         if step.out.requests:
-            self.scheduler.policies.budget.observe(step.out, executed - begun)
+            self.scheduler.policies.budget.observe(step.out, executed - start)  # whoever waits, waits for both
             self.swap.observe(step.out, executed - begun)
         message = StepMessage(deltas, self._stats(step.out, end - start))
         if self.trace is not None:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from inflight.attention import select_backend
-from inflight.attention.base import KV_DTYPES, LayerAttention, LayerSpec
+from inflight.attention.base import KV_DTYPES, KVCache, LayerAttention, LayerSpec
 from inflight.attention.hf import IMPLEMENTATION, UnsupportedAttention, probe_layers
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 from inflight.runner.acceleration import CannotQuantize, accelerate
@@ -31,7 +31,7 @@ from inflight.runner.swap import HostCache
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
 # Share of the free RAM that the KV pool takes on a CPU when `kv_cache_memory` is not set.  Pages
-# are touched on first use only, so this is a ceiling, not a cost.
+# are touched on first use only (`_touch` is the exception), so this is a ceiling, not a cost.
 _CPU_KV_SHARE = 0.4
 # Relative error of the logits that rounding explains: a router of experts may turn on it in half
 # precision, whereas a dropped positional bias or a leak between sequences costs far more.  Keys and
@@ -120,6 +120,8 @@ def load(config: EngineConfig) -> LoadedModel:
     caches = []
     for module, spec in layers:
         cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
+        if config.itl_target_ms is not None and device.type == "cpu":
+            _touch(cache)
         caches.append(cache)
         module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
     tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE.get(kv_dtype or dtype, 0.0))
@@ -140,6 +142,16 @@ def load(config: EngineConfig) -> LoadedModel:
         load_seconds=time.perf_counter() - start,
     )
     return LoadedModel(forward, info, device, dtype, host_cache)
+
+
+def _touch(cache: KVCache) -> None:
+    """Have the system give the pool its pages now.
+
+    Each page costs the step that writes to it first: where the pages are huge and the machine is a
+    virtual one, tens of milliseconds every few thousand tokens, which no plan of the step foresees.
+    """
+    cache.key.zero_()
+    cache.value.zero_()
 
 
 def _device(name: str) -> torch.device:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
+
+import numpy as np
 import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from offline import make_core, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.request import SamplingParams
 from inflight.runner import loader, memory
@@ -61,8 +65,6 @@ def test_architectures_that_paging_would_get_wrong(tmp_path, model_type, changes
 
 
 def test_a_model_whose_output_differs_is_refused(llama, monkeypatch):
-    from inflight.attention.reference import ReferenceAttention
-
     attend = ReferenceAttention.attend
     monkeypatch.setattr(ReferenceAttention, "attend", lambda self, *args: attend(self, *args) * 1.05)
     with pytest.raises(LoadError, match="its logits are off by"):
@@ -158,3 +160,24 @@ def test_a_pool_of_one_block_can_be_served(llama):
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     deltas = run(core, [[1, 2, 3], [4, 5]], [params, params])
     assert [tokens(deltas[i, 0]) for i in range(2)] == greedy_reference(llama, [[1, 2, 3], [4, 5]], [6, 6])
+
+
+def share_in_memory(tensor: torch.Tensor) -> float:
+    """Of a tensor's pages, the share that the system has given it."""
+    first, last = tensor.data_ptr() // PAGESIZE + 1, (tensor.data_ptr() + tensor.nbytes) // PAGESIZE
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = np.fromfile(pagemap, np.uint64, last - first)
+    return float((entries >> np.uint64(63)).mean())
+
+
+@pytest.mark.parametrize("target", [None, 40])
+def test_with_a_latency_target_no_step_waits_for_pages_of_the_pool(llama, monkeypatch, target):
+    caches = []
+    new_cache = ReferenceAttention.new_cache
+    monkeypatch.setattr(ReferenceAttention, "new_cache", lambda *args: caches.append(new_cache(*args)) or caches[-1])
+    # Each tensor is too large for memory that was freed before.
+    load(config(llama, attention_backend="reference", kv_cache_memory="160MiB", itl_target_ms=target))
+    shares = [share_in_memory(tensor) for cache in caches for tensor in (cache.key, cache.value)]
+    assert len(shares) >= 4
+    assert min(shares) == 1.0 if target else max(shares) < 0.5
