@@ -7,6 +7,7 @@ queueing behind long ones.  Pure Python, no torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from math import sqrt
 
@@ -18,15 +19,18 @@ from inflight.engine.step import SchedulerOutput
 
 __all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "make_budget"]
 
-# Progress of prompts whatever the target: of this many steps in a row with decodes and prompts, one at
-# least computes a chunk of this many tokens (or what is left of the prompt).  A prompt of P tokens that
-# is first in line is therefore computed within STARVED_STEPS * ceil(P / MIN_CHUNK) steps.
+# Progress of prompts whatever the target: in this many steps in a row with decodes and prompts, these
+# compute this many tokens at least.  A prompt of P tokens that is first in line is therefore computed
+# within STARVED_STEPS * (P / MIN_CHUNK + 1) steps.
 MIN_CHUNK = 32
 STARVED_STEPS = 8
+_PACE = MIN_CHUNK // STARVED_STEPS  # tokens a step; no chunk is smaller by choice
 # A chunk is at most so many times the largest one that was ever measured.
 _LARGEST_JUMP = 2
-# Room for the steps that take longer than expected, in mean deviations; and the most that it may take.
-_DEVIATIONS = 3.0
+# Steps with prompts by which the headroom is judged, and what it is before the first of them.
+_JUDGED = 100
+_UNSURE = 0.25
+# No headroom covers a step that takes longer than expected by more than this.
 _MOST_HEADROOM = 0.5
 
 
@@ -53,10 +57,12 @@ class LatencyBudget:
 
         expected(decodes + chunks so far + this chunk) * (1 + headroom) <= target
 
-    where the headroom is three mean deviations of the steps from what was expected of them.  While
-    little is known the chunks are small: the first has `MIN_CHUNK` tokens, and none has more than
-    twice as many as the largest one measured.  The target yields where it cannot be kept: prompts
-    progress as stated at `STARVED_STEPS`.
+    where the headroom is the 99th percentile of what the last steps with prompts took beyond what was
+    expected of them, so that one step in a hundred is late: whatever shape a machine's noise has, and
+    whatever the model does not know of its cost.  While little is known the headroom is large and the
+    chunks are small: the first has `MIN_CHUNK` tokens, and none has more than twice as many as the
+    largest one measured.  The target yields where it cannot be kept: prompts progress as stated at
+    `STARVED_STEPS`.
 
     Args:
         target: seconds between two tokens of a running request.
@@ -67,15 +73,16 @@ class LatencyBudget:
         self.model = OnlineStepCost()
         self._load = StepLoad()
         self._decodes = 0
-        self._asked = self._granted = False
-        self._starved = 0
+        self.headroom = _UNSURE
+        self._overruns: deque[float] = deque(maxlen=_JUDGED)
+        self._asked = False
+        self._granted = 0
+        self._behind = 0  # tokens, of the pace that prompts have at least
 
     def begin(self, running: Sequence[Request]) -> None:
-        if self._granted:
-            self._starved = 0
-        elif self._asked:
-            self._starved += 1
-        self._asked = self._granted = False
+        if self._asked:
+            self._behind = max(0, self._behind + _PACE - self._granted)
+        self._asked, self._granted = False, 0
         decodes = context = 0
         for request in running:
             total = request.num_tokens + request.num_pending_tokens
@@ -93,24 +100,30 @@ class LatencyBudget:
             )
             return most
         num_tokens = min(most, self._affordable(computed)) if self._decodes else most
-        if num_tokens < min(most, MIN_CHUNK):
-            starved = self._starved >= STARVED_STEPS - 1 and not self._granted
+        if num_tokens < min(most, _PACE):
+            starved = self._behind + _PACE >= MIN_CHUNK and not self._granted
             num_tokens = min(most, MIN_CHUNK) if starved else 0
         self._asked = True
         if num_tokens:
-            self._granted = True
+            self._granted += MIN_CHUNK if num_tokens == lag else num_tokens  # the last one counts as a whole one
             self._load = self._load.with_prefill(computed, num_tokens)
         return num_tokens
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        self.model.observe(step_load(out), seconds)
+        load = step_load(out)
+        expected = self.model.cost.seconds(load)
+        if load.prefills and load.decodes and 0.0 < seconds <= expected * (1 + _MOST_HEADROOM):
+            self._overruns.append(seconds / expected - 1)
+            judged = len(self._overruns)
+            late = sorted(self._overruns)[-1 - judged // 100]
+            self.headroom = max(late, _UNSURE * (1 - judged / _JUDGED))
+        self.model.observe(load, seconds)
 
     def _affordable(self, computed: int) -> int:
         """Most tokens behind `computed` ones that the step has time for."""
         cost = self.model.cost
         jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
-        headroom = min(_MOST_HEADROOM, _DEVIATIONS * self.model.deviation)
-        room = self.target / (1 + headroom) - cost.seconds(self._load.with_prefill(computed, 0))
+        room = self.target / (1 + self.headroom) - cost.seconds(self._load.with_prefill(computed, 0))
         if room <= 0:
             return 0
         # room = b n + e (n computed + n (n + 1) / 2), solved for n
