@@ -217,9 +217,11 @@ def test_generate_with_logprobs(fake: TritonServer) -> None:
 
 
 def test_generate_stream(fake: TritonServer) -> None:
-    status, answer = post(fake, "generate_stream", {"text_input": PROMPT, "stream": True})
+    pauses = {"tenant": "delay=0.05", "max_tokens": 16}  # a frontend that is kept from its core sends several at once
+    status, answer = post(fake, "generate_stream", {"text_input": PROMPT, "stream": True, "parameters": pauses})
     assert status == 200
     assert "".join(event["text_output"] for event in events(answer)) == ECHO
+    assert len(events(answer)) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -135,7 +135,6 @@ def test_http_generate_and_its_stream_say_the_same_as_grpc(serving, checkpoint):
     status, answer = post(f"{url}/generate_stream", {**body, "stream": True})
     assert status == 200, answer
     events = server_sent_events(answer)
-    assert len(events) > 1
     got = [e["token_ids"] if isinstance(e["token_ids"], list) else [e["token_ids"]] for e in events]
     assert [token for part in got for token in part] == expected
     with Stream(serving.grpc_address, "tiny") as stream:
