@@ -49,7 +49,8 @@ def run_static(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds}
 
 
-def run_inflight(arguments: dict[str, Any]) -> dict[str, Any]:
+def run_inflight(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """One run of the engine in-process; `options` are keys of its configuration."""
     from inflight import LLM, SamplingParams
 
     llm = LLM(
@@ -59,6 +60,7 @@ def run_inflight(arguments: dict[str, Any]) -> dict[str, Any]:
         cpu_threads=arguments["threads"],
         kv_cache_memory="2GiB",
         enable_prefix_caching=False,
+        **options,
     )
     requests = common.workload(arguments["requests"])
     llm.generate([request["prompt"][:16] for request in requests[:8]], SamplingParams(temperature=0.0, max_tokens=4))
