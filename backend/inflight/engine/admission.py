@@ -20,14 +20,13 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policy import AdmissionPolicy, FreeBlocksAdmission
 from inflight.engine.request import Request
 
-__all__ = ["Course", "Forecast", "OutputLengths", "PredictedPeakAdmission", "make_admission"]
+__all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission", "make_admission"]
 
 _WINDOW = 256  # ended requests that outputs are predicted from
 _UNKNOWN = 256  # output tokens expected of a request while nothing is known
@@ -86,11 +85,8 @@ class OutputLengths:
         return min(guess, limit)
 
 
-class Course(NamedTuple):
-    """A request that has `offset + t` tokens in step t, up to the step `end`."""
-
-    offset: int
-    end: int
+# A request that has `offset + t` tokens in step t, up to step `end`: (offset, end).
+Course = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -190,9 +186,11 @@ class PredictedPeakAdmission:
         self._forecast = Forecast()  # of all that run, without the tokens of `_hits`
         self._hits: dict[Request, int] = {}  # leading tokens of each in blocks of the prefix cache
         self._num_hits = 0
+        self._asked: tuple[Request | None, Course] = None, (0, 0)  # whom `admits` was asked about last in this step
 
     def begin(self) -> None:
         self._step += 1
+        self._asked = None, (0, 0)
         drawn = self._forecast.ending(self._step)
         if self._lengths.num_seen >= self._next_review:
             self._next_review = 2 * self._lengths.num_seen
@@ -207,6 +205,7 @@ class PredictedPeakAdmission:
         if not running:
             return True
         new = self._course(request, pool.block_size * len(prefix))
+        self._asked = request, new
         own = pool.num_references - self._num_hits // pool.block_size
         if self._fits(request, new, prefix, self._forecast, own, pool):
             return True
@@ -235,7 +234,8 @@ class PredictedPeakAdmission:
     def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
         hits = self._hits[request] = pool.block_size * len(prefix)
         self._num_hits += hits
-        self._forecast.add(request, self._course(request, hits))
+        asked, course = self._asked
+        self._forecast.add(request, course if asked is request else self._course(request, hits))
 
     def left(self, request: Request) -> None:
         self._num_hits -= self._hits.pop(request)
@@ -249,4 +249,4 @@ class PredictedPeakAdmission:
         num_tokens = request.num_tokens + request.num_pending_tokens
         left = request.num_prompt_tokens + self._lengths.expected(request) - num_tokens
         end = self._step + max(1, left)
-        return Course(num_tokens - hits - self._step, -(-end // _GRAIN) * _GRAIN)
+        return num_tokens - hits - self._step, -(-end // _GRAIN) * _GRAIN

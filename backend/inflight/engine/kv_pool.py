@@ -20,28 +20,27 @@ arrive together therefore compute it once.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
 
 from inflight.engine.request import Request
 
 __all__ = ["KVPool"]
 
 
+_BLOCK_HASH = blake2b(digest_size=16)  # empty; a copy is cheaper than a new one
+
+
+@lru_cache(1024)
 def _root_hash(tenant: str, salt: str) -> bytes:
     """Where the chains of a tenant's requests with this salt start.
 
     The length keeps ("ab", "c") and ("a", "bc") apart, `person` a root and a block's hash.
     """
     content = f"{len(tenant)}:{tenant}{salt}".encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(content, digest_size=16, person=b"root").digest()
-
-
-def _block_hash(parent: bytes, token_ids: bytes) -> bytes:
-    """16-byte chain hash of one full block; `parent` is the hash before it, or the root."""
-    return hashlib.blake2b(parent + token_ids, digest_size=16).digest()
+    return blake2b(content, digest_size=16, person=b"root").digest()
 
 
 class KVPool:
@@ -66,7 +65,6 @@ class KVPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         # Not a dict: that would look for its first key past all those deleted before it.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._pack = struct.Struct(f"{block_size}i").pack  # a block's token ids as bytes
         self._ref = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -98,8 +96,11 @@ class KVPool:
         if request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens:
             known = request.num_prompt_logprobs
         hit: list[int] = []
+        hashes = request.block_hashes
         for index in range((known - 1) // self.block_size):
-            block = self._block_of.get(self._hash(request, index))
+            if index == len(hashes):
+                self._hash(request, index + 1)
+            block = self._block_of.get(hashes[index])
             if block is None:
                 break
             hit.append(block)
@@ -114,7 +115,8 @@ class KVPool:
 
     def num_reclaimed(self, prefix: Sequence[int]) -> int:
         """Blocks of a prefix that nobody owns."""
-        return sum(1 for block in prefix if not self._ref[block])
+        ref = self._ref
+        return len([block for block in prefix if not ref[block]])
 
     def admit(self, request: Request, prefix: Sequence[int]) -> None:
         """Give a request without blocks the prefix found for it."""
@@ -123,8 +125,7 @@ class KVPool:
             if not self._ref[block]:
                 del self._cached[block]
             self._ref[block] += 1
-        request.block_ids = list(prefix)
-        self.num_references += len(prefix)
+        self._append(request, prefix)
         request.num_computed_tokens = len(prefix) * self.block_size
         if request.caches_blocks and not request.num_preemptions:
             self.num_prefix_queries += request.num_tokens
@@ -143,13 +144,16 @@ class KVPool:
             has changed.
         """
         need = -(-num_tokens // self.block_size) - len(request.block_ids)
-        if need <= 0:
-            return []
         if need > len(self._free) + len(self._cached):
             return None
-        new = [self._take()] if need == 1 else [self._take() for _ in range(need)]
-        request.block_ids += new
-        self.num_references += need
+        while need > len(self._free):
+            self._evict()
+        new, ref = [], self._ref
+        for _ in range(need):
+            block = self._free.pop()
+            ref[block] = 1
+            new.append(block)
+        self._append(request, new)
         return new
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
@@ -157,52 +161,61 @@ class KVPool:
 
         Blocks whose last token is not known yet stay hidden: they have no hash.
         """
-        num_known_tokens = request.num_tokens
-        full = (num_computed_tokens if num_computed_tokens < num_known_tokens else num_known_tokens) // self.block_size
+        full = min(num_computed_tokens, request.num_tokens) // self.block_size
         blocks, hash_of, block_of = request.block_ids, self._hash_of, self._block_of
-        index = full - 1
-        while index >= 0 and hash_of[block := blocks[index]] is None:  # else published, and so is all before it
-            block_hash = self._hash(request, index)
+        if not full or hash_of[blocks[full - 1]] is not None:
+            return  # published, and so is all before it
+        hashes = request.block_hashes
+        if len(hashes) < full:
+            self._hash(request, full)
+        for index in range(full - 1, -1, -1):
+            block, block_hash = blocks[index], hashes[index]
+            if hash_of[block] is not None:
+                return
             if block_hash not in block_of:  # else a twin was computed at the same time: keep the first
                 hash_of[block] = block_hash
                 block_of[block_hash] = block
-            index -= 1
 
     def release(self, request: Request) -> None:
         """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
-        self.num_references -= len(request.block_ids)
+        ref, hash_of = self._ref, self._hash_of
         for block in reversed(request.block_ids):
-            self._ref[block] -= 1
-            if self._ref[block]:
+            ref[block] = left = ref[block] - 1
+            if left:
                 continue
-            if self._hash_of[block] is None:
+            if hash_of[block] is None:
                 self._free.append(block)
             else:
                 self._cached[block] = None
+        self.num_references -= len(request.block_ids)
         request.block_ids = []
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_computable_tokens = 0
 
-    def _hash(self, request: Request, index: int) -> bytes:
-        """Chain hash of the request's full block `index`, computed once."""
-        hashes, size = request.block_hashes, self.block_size
-        while len(hashes) <= index:
-            parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
-            start = len(hashes) * size
-            hashes.append(_block_hash(parent, self._pack(*request.token_ids[start : start + size])))
-        return hashes[index]
+    def _append(self, request: Request, blocks: Sequence[int]) -> None:
+        """Put blocks, whose references are counted, at the end of the request's block table."""
+        request.block_ids += blocks
+        room = len(request.block_ids) * self.block_size
+        request.num_computable_tokens = min(room, request.max_total_tokens - 1)
+        self.num_references += len(blocks)
 
-    def _take(self) -> int:
-        """One available block, now owned: a free one, else the least recently used cached one."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            block_hash = self._hash_of[block]
-            assert block_hash is not None
-            del self._block_of[block_hash]
-            self._hash_of[block] = None
-        self._ref[block] = 1
-        return block
+    def _hash(self, request: Request, count: int) -> None:
+        """Chain hashes of the request's first `count` blocks, which are full; each is computed once."""
+        hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
+        parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
+        for start in range(len(hashes) * size, count * size, size):
+            block_hash = _BLOCK_HASH.copy()
+            block_hash.update(parent + token_ids[start : start + size].tobytes())
+            parent = block_hash.digest()
+            hashes.append(parent)
+
+    def _evict(self) -> None:
+        """Free the least recently used cached block."""
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        del self._block_of[block_hash]
+        self._hash_of[block] = None
+        self._free.append(block)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert invariants 1 and 2 against the block tables of all live requests.

@@ -83,8 +83,8 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=4, frozen=True):
 TokenLogprobs = list[tuple[int, float, int]]
 
 
-class SequenceDelta(msgspec.Struct, array_like=True):
-    """What one step added to one sequence.
+class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
+    """What one step added to one sequence.  It is in no cycle, so that the garbage collector need not know it.
 
     Attributes:
         request_id, index: which sequence.

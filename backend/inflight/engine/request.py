@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
 
 import msgspec
 
@@ -140,9 +142,12 @@ class Request:
     Attributes:
         request_id: unique in the engine; children of an n > 1 request share it.
         index: which of the n sequences this is.
-        token_ids: prompt followed by output.
+        prompt_token_ids: what `token_ids` starts with.
+        token_ids: int32, prompt followed by output; flat memory is cheaper to copy and to hash than objects.
         num_prompt_tokens: where the output starts in `token_ids`.
         num_computed_tokens: leading tokens whose KV is in the pool, once the steps made so far have run.
+        num_computable_tokens: leading tokens that can be computed in the blocks it has; never the last one of all,
+            whose KV nobody needs.  Owned by `KVPool`.
         num_pending_tokens: tokens that those steps will have sampled and that are not known yet.
         block_ids: block table; owned by `KVPool`.
         block_hashes: chain hashes of the full blocks, grown by `KVPool`.
@@ -153,11 +158,12 @@ class Request:
         seed: resolved 64-bit seed of this sequence's noise.
         stop_ids: token ids that end this sequence.
         max_total_tokens: `num_tokens` at which it ends for length.
+        milestone: `num_tokens` at which there is more to tell than a token: its first one, then its last.
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
     """
 
     request_id: int
-    prompt_token_ids: list[int]
+    prompt_token_ids: InitVar[Iterable[int]]
     params: SamplingParams
     index: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
@@ -172,10 +178,12 @@ class Request:
     max_total_tokens: int = 0
 
     status: Status = Status.WAITING
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
+    milestone: int = field(init=False)
     num_computed_tokens: int = 0
+    num_computable_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -185,9 +193,10 @@ class Request:
     finish_reason: FinishReason | None = None
     num_prompt_logprobs: int = 0
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+    def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
+        self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.milestone = self.num_prompt_tokens + 1
         self.max_total_tokens = self.max_total_tokens or self.num_prompt_tokens + self.params.max_tokens
 
     @property

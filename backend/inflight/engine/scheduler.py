@@ -18,7 +18,7 @@ from inflight.engine.swap import SwapSpace
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # looked up for every row of every step
+_WAITING, _RUNNING, _FINISHED = Status.WAITING, Status.RUNNING, Status.FINISHED  # members are slow to look up
 # Waiting requests that a budget may pass over in one step before no further one is looked at.
 _LOOK_AHEAD = 16
 
@@ -104,34 +104,21 @@ class Scheduler:
     def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
         """Take in the step's tokens: append, stop, free.  One delta per sequence with news."""
         deltas: list[SequenceDelta] = []
-        block_size, token_ids = self.pool.block_size, step.token_ids
-        special = bool(step.logprobs or step.prompt_logprobs)
         finished = False
-        rows = zip(out.requests, token_ids, out.num_computed_tokens, out.num_scheduled_tokens)
-        for row, (request, token, computed, scheduled) in enumerate(rows):
-            status = request.status
-            if status is _FINISHED:
-                continue  # ended while the step ran: its blocks are gone, its token is dropped
-            computed += scheduled
-            if computed % block_size < scheduled and request.caches_blocks and status is _RUNNING:
-                self.pool.publish(request, computed)
-            entries = self._new_prompt_logprobs(request, row, out, step) if special else None
-            if token >= 0:  # whoever was preempted since gets it, too: it came of blocks that were whole
-                request.token_ids.append(token)
-                request.num_pending_tokens -= 1
-                request.num_tokens = num_tokens = request.num_tokens + 1
-                delta = SequenceDelta(request.request_id, request.index, [token])
-                if num_tokens == request.num_prompt_tokens + 1:
-                    self._first_token(request, delta)
-                if token in request.stop_ids or num_tokens >= request.max_total_tokens:
-                    self._last_token(request, delta)
-                    finished = True
-                if special:
-                    delta.prompt_logprobs = entries
-                    delta.logprobs = [step.logprobs[row]] if row in step.logprobs else None
-                deltas.append(delta)
-            elif entries is not None:
-                deltas.append(SequenceDelta(request.request_id, request.index, [], prompt_logprobs=entries))
+        for request, token in zip(out.requests, step.token_ids):
+            # A request that ended while the step ran has no blocks, and its token is dropped.  Whoever was
+            # preempted since gets it: it came of blocks that were whole.
+            if token < 0 or request.status is _FINISHED:
+                continue
+            request.token_ids.append(token)
+            request.num_pending_tokens -= 1
+            request.num_tokens = num_tokens = request.num_tokens + 1
+            delta = SequenceDelta(request.request_id, request.index, [token])
+            deltas.append(delta)
+            if num_tokens >= request.milestone or token in request.stop_ids:
+                finished |= self._pass_milestone(request, token, delta)
+        if step.logprobs or step.prompt_logprobs:
+            self._add_logprobs(deltas, out, step)
         if finished:
             self.running = [request for request in self.running if request.status is _RUNNING]
         return deltas
@@ -166,54 +153,65 @@ class Scheduler:
 
         A request that lags by more than one token leaves one to each that runs behind it.
         """
-        running, block_size = self.running, self.pool.block_size
         left = self.limits.max_num_batched_tokens - out.total_tokens
         decodes: list[Request] = []
-        index = 0
-        while index < len(running) and left > 0:
-            request = running[index]
+        for request in self.running.copy():  # some may be preempted on the way
+            if left <= 0:
+                break
             computed = request.num_computed_tokens
-            total = request.num_tokens + request.num_pending_tokens
-            num_tokens = total - computed
-            if num_tokens > 1:
-                num_tokens = self._share(request, num_tokens, left, len(running) - index - 1)
-            if total >= request.max_total_tokens or num_tokens <= 0:
-                index += 1  # its last token is in flight, or the budget passes it over
-                continue
-            if computed + num_tokens > len(request.block_ids) * block_size:
-                blocks = self._extend_or_preempt(index, computed + num_tokens, out)
-                if blocks is None:
-                    continue  # it was preempted itself: the next one stands at `index` now
-                out.new_block_ids[request.slot] = blocks
-            if computed + 1 == total:
-                request.num_computed_tokens = total
+            num_tokens = lag = request.num_tokens + request.num_pending_tokens - computed
+            if lag > 1 or computed >= request.num_computable_tokens:
+                num_tokens = self._make_room(request, lag, left, out)
+            if lag == num_tokens == 1:
+                request.num_computed_tokens = computed + 1
                 request.num_pending_tokens += 1
                 decodes.append(request)
-            else:
-                out.append(request, num_tokens)
-                if num_tokens > 1 and request.caches_blocks:
-                    self.pool.publish(request, request.num_computed_tokens)
+            elif num_tokens > 0:
+                self._append(out, request, num_tokens)
             left -= num_tokens
-            index += 1
         out.put_first(decodes)
 
-    def _share(self, request: Request, lag: int, left: int, behind: int) -> int:
-        """Tokens for a running request that lags by `lag`, with `behind` running ones after it."""
-        most = min(lag, max(1, left - behind))
-        return self.policies.budget.grant(request, lag, most)
+    def _make_room(self, request: Request, lag: int, left: int, out: SchedulerOutput) -> int:
+        """Tokens that a request of `running` gets of the `lag` ones it is behind; there are blocks for them then."""
+        if request.status is not _RUNNING:
+            return 0  # preempted for one ahead of it
+        if request.num_computed_tokens + lag >= request.max_total_tokens:
+            return 0  # its last token is in flight
+        num_tokens = lag
+        if lag > 1:
+            behind = len(self.running) - self.running.index(request) - 1
+            num_tokens = self.policies.budget.grant(request, lag, min(lag, max(1, left - behind)))
+            if num_tokens <= 0:
+                return 0
+        end = request.num_computed_tokens + num_tokens
+        if end > request.num_computable_tokens:
+            blocks = self._extend_or_preempt(request, end, out)
+            if blocks is None:
+                return 0
+            out.new_block_ids[request.slot] = blocks
+        return num_tokens
 
-    def _extend_or_preempt(self, index: int, num_tokens: int, out: SchedulerOutput) -> list[int] | None:
-        """Blocks for `running[index]` to hold `num_tokens`; preempts until there are enough.
+    def _extend_or_preempt(self, request: Request, num_tokens: int, out: SchedulerOutput) -> list[int] | None:
+        """Blocks for a request of `running` to hold `num_tokens`; preempts until there are enough, or itself.
 
-        Victims are taken from `index` on: whoever is in the batch already stays in it.
+        Victims are those from it on: whoever is in the batch already stays in it.
         """
-        request = self.running[index]
         while (blocks := self.pool.extend(request, num_tokens)) is None:
-            victim = self.policies.victim(self.running[index:])
+            victim = self.policies.victim(self.running[self.running.index(request) :])
             self._preempt(victim, out)
             if victim is request:
                 return None
         return blocks
+
+    def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
+        """Schedule tokens of a prompt, or all that were computed once before; whoever comes next may share them."""
+        out.append(request, num_tokens)
+        self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        """Let the prefix cache know of what the steps made so far compute of a request."""
+        if request.caches_blocks:
+            self.pool.publish(request, request.num_computed_tokens)
 
     def _admit_waiting(self, out: SchedulerOutput) -> None:
         budget = self.limits.max_num_batched_tokens
@@ -253,47 +251,62 @@ class Scheduler:
         assert blocks is not None  # the admission policy saw room for all of it
         out.swap_in.update(zip(blocks, self.swap.swap_in(request, len(prefix))))
         request.slot = self._free_slots.pop()
-        request.status = Status.RUNNING
+        request.status = _RUNNING
         self.waiting.admitted(request)
         self.policies.admission.admitted(request, prefix, self.pool)
         row = NewRow(
             request.slot,
-            list(request.token_ids),
+            request.token_ids[:],
             request.num_prompt_tokens,
             list(request.block_ids),
             request.params,
             request.seed,
         )
         out.new_rows.append(row)
-        out.append(request, num_tokens)
-        if request.caches_blocks:
-            self.pool.publish(request, request.num_computed_tokens)
+        self._append(out, request, num_tokens)
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
         """Take slot and blocks; the tokens stay.  Their KV is computed again after readmission, or swapped."""
         self.running.remove(request)
         self.swap.swap_out(request, self.pool)
         self._release(request)
-        request.status = Status.WAITING
+        request.status = _WAITING
         request.num_preemptions += 1
         self.num_preempted_total += 1
         out.preempted.append(request)
         self.waiting.add_first(request)
 
-    def _first_token(self, request: Request, delta: SequenceDelta) -> None:
-        delta.num_cached_tokens = request.num_cached_tokens
-        for child in reversed(request.children):  # their prompt's blocks are computed now
-            self.waiting.add_first(child)
-        request.children = []
-
-    def _last_token(self, request: Request, delta: SequenceDelta) -> None:
-        (token,) = delta.token_ids
+    def _pass_milestone(self, request: Request, token: int, delta: SequenceDelta) -> bool:
+        """Tell of its first token, or its last: whether it ended."""
+        if request.num_tokens == request.num_prompt_tokens + 1:
+            request.milestone = request.max_total_tokens
+            delta.num_cached_tokens = request.num_cached_tokens
+            for child in reversed(request.children):  # their prompt's blocks are computed now
+                self.waiting.add_first(child)
+            request.children = []
         if token in request.stop_ids:
             delta.finish_reason, delta.stop_token = "stop", token
             self._finish(request, FinishReason.STOP, keep_running_entry=True)
-        else:
+        elif request.num_tokens >= request.max_total_tokens:
             delta.finish_reason = "length"
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
+        return request.status is _FINISHED
+
+    def _add_logprobs(self, deltas: list[SequenceDelta], out: SchedulerOutput, step: StepOutput) -> None:
+        """Put the step's log probabilities into the deltas of their sequences; one without a token gets a delta."""
+        delta_of = {(delta.request_id, delta.index): delta for delta in deltas}
+        for row in step.logprobs.keys() | step.prompt_logprobs.keys():
+            request = out.requests[row]
+            delta = delta_of.get((request.request_id, request.index))
+            if delta is None:
+                if request.status is _FINISHED:
+                    continue  # ended while the step ran
+                delta = SequenceDelta(request.request_id, request.index, [])
+            delta.prompt_logprobs = self._new_prompt_logprobs(request, row, out, step)
+            if delta.token_ids:
+                delta.logprobs = [step.logprobs[row]] if row in step.logprobs else None
+            elif delta.prompt_logprobs is not None:
+                deltas.append(delta)
 
     def _new_prompt_logprobs(
         self, request: Request, row: int, out: SchedulerOutput, step: StepOutput
@@ -312,24 +325,25 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, *, keep_running_entry: bool = False) -> None:
         """End a request from any state.  `update` sweeps `running` once, for all it finished."""
-        if request.status is Status.RUNNING:
+        if request.status is _RUNNING:
             if not keep_running_entry:
                 self.running.remove(request)
             self._release(request)
-        elif request.status is Status.WAITING and request in self.waiting:
+        elif request.status is _WAITING and request in self.waiting:
             self.waiting.remove(request)
             self.swap.drop(request)
         if request.num_output_tokens:
             self.policies.admission.ended(request)
-        request.status = Status.FINISHED
+        request.status = _FINISHED
         request.finish_reason = reason
         for child in request.children:  # a leader that ends before its prompt is computed takes them along
-            child.status = Status.FINISHED
+            child.status = _FINISHED
             child.finish_reason = reason
         request.children = []
 
     def _release(self, request: Request) -> None:
         """What a running request holds goes back; it is WAITING or FINISHED next."""
+        self._publish(request)
         self.waiting.left(request)
         self.policies.admission.left(request)
         self.pool.release(request)
@@ -340,8 +354,8 @@ class Scheduler:
         """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""
         live = [*self.running, *self.waiting]
         assert len(set(map(id, live))) == len(live), "a request is in two places"
-        assert all(r.status is Status.RUNNING and r.slot >= 0 for r in self.running)
-        assert all(r.status is Status.WAITING and r.slot < 0 and not r.block_ids for r in self.waiting)
+        assert all(r.status is _RUNNING and r.slot >= 0 for r in self.running)
+        assert all(r.status is _WAITING and r.slot < 0 and not r.block_ids for r in self.waiting)
         slots = [*self._free_slots, *(r.slot for r in self.running)]
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or held twice"
         self.pool.check_integrity(self.running)

@@ -7,6 +7,7 @@ says only what changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from inflight.engine.messages import TokenLogprobs
@@ -21,14 +22,14 @@ class NewRow:
 
     Attributes:
         slot: row in the batch state; its old contents are void.
-        token_ids: prompt plus output so far.
+        token_ids: prompt plus output so far; an array of int32 is copied fastest.
         num_prompt_tokens: where the output starts.
         block_ids: whole block table so far.
         seed: 64-bit seed of the sequence's noise.
     """
 
     slot: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     block_ids: list[int]
     params: SamplingParams

@@ -16,7 +16,7 @@ from inflight.engine.request import Request, SamplingParams
 
 def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:
     result = Request(request_id, [1] * prompt, SamplingParams(max_tokens=max_tokens), caches_blocks=False)
-    result.token_ids += [2] * output
+    result.token_ids.extend([2] * output)
     result.num_tokens += output
     return result
 
