@@ -112,11 +112,10 @@ class LatencyBudget:
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         load = step_load(out)
         expected = self.model.cost.seconds(load)
-        if load.prefills and load.decodes and 0.0 < seconds <= expected * (1 + _MOST_HEADROOM):
+        judged = load.prefills and load.decodes and self.model.knows_prompts
+        if judged and 0.0 < seconds <= expected * (1 + _MOST_HEADROOM):
             self._overruns.append(seconds / expected - 1)
-            judged = len(self._overruns)
-            late = sorted(self._overruns)[-1 - judged // 100]
-            self.headroom = max(late, _UNSURE * (1 - judged / _JUDGED))
+            self.headroom = max(*self._overruns, _UNSURE * (1 - len(self._overruns) / _JUDGED))
         self.model.observe(load, seconds)
 
     def _affordable(self, computed: int) -> int:

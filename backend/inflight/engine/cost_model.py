@@ -175,9 +175,9 @@ class OnlineStepCost:
         self.largest_prefill = 0
 
     @property
-    def deviation(self) -> float:
-        """Mean of |measured - expected| / expected over the last steps."""
-        return self._deviation
+    def knows_prompts(self) -> bool:
+        """Whether it has seen enough steps with prompts for one of them to be an outlier."""
+        return self._kinds[True].count >= _WARM_UP
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step with this load took this long."""

@@ -52,7 +52,6 @@ def test_the_online_fit_converges_and_follows_a_machine_that_slows_down():
     rng, model = random.Random(1), OnlineStepCost()
     observe(model, 200, TRUE, rng)
     assert worst(model, TRUE) < 0.1
-    assert model.deviation < 0.05
     slow = StepCost(*(2 * getattr(TRUE, name) for name in TRUE.__struct_fields__))
     observe(model, 600, slow, rng)
     assert worst(model, slow) < 0.15
