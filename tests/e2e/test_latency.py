@@ -103,7 +103,7 @@ def test_a_long_prompt_gets_what_keeps_the_streams_within_the_target(server):
         load = load_of(step)
         if load.decodes and load.prefill_tokens > MIN_CHUNK:
             assert model.cost.seconds(load) <= 1.05 * TARGET_MS / 1000, f"step {step.number}: {load}"
-        model.observe(load, step.forward + step.sample)
+        model.observe(load, step.schedule + step.forward + step.sample)
     assert sum(chunks_beside_decodes(trace)) == len(PROMPT)
 
     # The target that cannot be kept: the prompt progresses as stated, and yields the same tokens.
