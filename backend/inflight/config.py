@@ -23,7 +23,8 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key, the value and the fix."""
 
 
-_PositiveInt = Annotated[int, Meta(ge=1)]
+_MOST = 2**31 - 1  # of counts: what the engine's int32 arrays and the wire hold
+_PositiveInt = Annotated[int, Meta(ge=1, le=_MOST)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -44,6 +45,24 @@ def parse_bytes(value: int | str) -> int:
     if match is None:
         raise ConfigError(f'cannot read {value!r} as a size: give bytes or a text like "4GiB"')
     return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
+
+
+def _bytes_of(name: str, value: int | str) -> int:
+    """`parse_bytes`, with the key's name in its error."""
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _refuse_half_characters(key: str, value: Any, source: str) -> None:
+    """JSON can spell lone surrogates ("\\ud800"), which no file name, message or template can hold."""
+    try:
+        json.dumps([key, value], ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{source}: {key!a} holds half a character (a lone surrogate such as \\ud800); write it whole"
+        ) from None
 
 
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
@@ -163,17 +182,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: _PositiveInt | None = None
+    max_model_len: Annotated[int, Meta(ge=2, le=_MOST)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
     max_num_batched_tokens: _PositiveInt = 2048
-    itl_target_ms: Annotated[float, Meta(gt=0)] | None = None
+    itl_target_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     max_num_partial_prefills: _PositiveInt = 1
     max_long_partial_prefills: _PositiveInt = 1
-    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=_MOST)] = 0
     async_scheduling: bool = False
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
-    kv_cache_memory: int | str | None = None
+    kv_cache_memory: Annotated[int, Meta(le=2**62)] | str | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     num_gpu_blocks_override: _PositiveInt | None = None
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
@@ -183,17 +202,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
-    max_queue_size: Annotated[int, Meta(ge=0)] = 1024
+    max_queue_size: Annotated[int, Meta(ge=0, le=_MOST)] = 1024
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
     priority_aging_seconds: _Seconds = 300.0
     sjf_aging_seconds: _Seconds = 0.1
     edf_default_timeout: _Seconds = 60.0
-    priority_classes: dict[int, PriorityClass] = {}
+    priority_classes: dict[Annotated[int, Meta(ge=-_MOST - 1, le=_MOST)], PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
     stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
-    seed: int | None = None
-    cpu_threads: _PositiveInt | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
     enforce_eager: bool = False
     disable_log_stats: bool = False
@@ -204,14 +223,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8"] | None = None
-    engine_start_timeout: Annotated[float, Meta(gt=0)] = 600.0
+    engine_start_timeout: _Seconds = 600.0
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: this engine runs on one device; set it to 1"
             )
-        if self.kv_cache_memory is not None and parse_bytes(self.kv_cache_memory) <= 0:
+        if self.kv_cache_memory is not None and _bytes_of("kv_cache_memory", self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: it must be more than 0 bytes")
         if not self.swap_bytes and self.preemption_mode == "swap":
             raise ConfigError('preemption_mode="swap" needs host memory for the blocks: set swap_space, to 4 (GiB) say')
@@ -230,7 +249,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def swap_bytes(self) -> int:
         """Bytes of host memory for swapped KV blocks."""
         if isinstance(self.swap_space, str):
-            return parse_bytes(self.swap_space)
+            return _bytes_of("swap_space", self.swap_space)
         return int(self.swap_space * 2**30)
 
     @property
@@ -258,6 +277,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
                 raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
+            _refuse_half_characters(key, values[key], source)
         if "model" not in values:
             raise ConfigError(f'{source}: "model" is missing; name a checkpoint directory or a hub id')
         try:
@@ -282,7 +302,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f'{path}: no such file; write {{"model": "<directory or hub id>"}} there') from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits
             raise ConfigError(f"{path}: not valid JSON: {error}") from None
         config = cls.from_dict(values, source=str(path))
         beside = {

@@ -44,12 +44,27 @@ def test_defaults_are_vllms() -> None:
             {"model": "x", "tenants": {"a": {"wieght": 3}}},
             "'wieght'.*allowed are 'weight', 'max_running', 'max_queued'",
         ),
+        ({"model": "x", "kv_cache_memory": "four"}, "kv_cache_memory: cannot read"),
+        ({"model": "x", "swap_space": "four"}, "swap_space: cannot read"),
+        ({"model": "x", "max_num_batched_tokens": 2**31}, "max_num_batched_tokens=2147483648: Expected `int` <= 2147"),
+        ({"model": "x", "default_max_tokens": 2**31}, "default_max_tokens=2147483648"),
+        ({"model": "x", "max_model_len": 1}, "max_model_len=1: Expected `int` >= 2"),
+        ({"model": "x", "seed": 2**63}, "seed=9223372036854775808"),
+        ({"model": "x", "seed": 10**40}, "seed=1000"),
+        ({"model": "x", "cpu_threads": 100_000}, "cpu_threads=100000"),
+        ({"model": "x", "itl_target_ms": float("inf")}, "itl_target_ms=inf"),
+        ({"model": "x", "engine_start_timeout": 1e300}, "engine_start_timeout=1e\\+300"),
+        ({"model": "x", "priority_classes": {"9" * 30: {"max_queue_size": 3}}}, "priority_classes=.*Expected `int`"),
+        ({"model": "x", "chat_template": "\ud800"}, "'chat_template' holds half a character"),
+        ({"model": "x", "tenants": {"\ud800": {}}}, "'tenants' holds half a character"),
+        ({"model": "x", "max_num_seqs": "\ud800"}, "'max_num_seqs' holds half a character"),
         ({"model": "x", "tenants": {"a": {"weight": 0}}}, r"tenants=\{'a': \{'weight': 0\}\}: Expected `float` > 0"),
     ],
 )
 def test_what_cannot_be_meant_is_named(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig.from_dict(values)
+    assert str(caught.value).isprintable()
 
 
 def test_swap_space_is_in_gib_or_a_size() -> None:
@@ -65,7 +80,12 @@ def test_files(tmp_path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         EngineConfig.from_file(path)
+    path.write_text('{"model": "x", "seed": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError, match=r"not valid JSON|seed="):
+        EngineConfig.from_file(path)
     (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(ConfigError, match="checkpoint: cannot be read: Is a directory"):
+        EngineConfig.from_file(tmp_path / "checkpoint")
     path.write_text(json.dumps({"model": "checkpoint"}))
     assert EngineConfig.from_file(path).model == str(tmp_path / "checkpoint"), "taken from beside the file"
     path.write_text(json.dumps({"model": "org/name"}))

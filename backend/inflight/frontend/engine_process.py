@@ -75,6 +75,10 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+        if shutil.which(command[0]) is None:
+            raise EngineStartError(
+                f"cannot start the engine process: there is no program {command[0]!r}; mend python_executable"
+            )
         ours, theirs = socket.socketpair()
         paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
         wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]

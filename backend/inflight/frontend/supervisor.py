@@ -68,6 +68,10 @@ class RestartPolicy:
         return min(self.longest_delay, self.first_delay * 2 ** min(deaths - 1, 30))
 
 
+def _unexpected(error: Exception) -> EngineStartError:
+    return EngineStartError(f"cannot start the engine process: {type(error).__name__}: {error}")
+
+
 class Supervisor:
     """Starts the engine process, feeds it, watches it, starts it again.
 
@@ -209,7 +213,10 @@ class Supervisor:
         while not self._is_stopping():
             try:
                 process, ready = self._start_process()
-            except EngineStartError as error:
+            except (
+                Exception
+            ) as caught:  # of any kind: without this thread `start` and every request would wait for good
+                error = caught if isinstance(caught, EngineStartError) else _unexpected(caught)
                 if self._first is None:
                     return self._report_first(error)
                 deaths, failed_starts = deaths + 1, failed_starts + 1
@@ -232,7 +239,7 @@ class Supervisor:
             if stopping:  # stop() may have come before it could see this process
                 raise EngineStartError("the model is being unloaded")
             ready = process.wait_ready(self._config.engine_start_timeout)
-        except EngineStartError:
+        except Exception:
             with self._changed:
                 self._process = None
             process.stop(polite=False)

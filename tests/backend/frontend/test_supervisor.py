@@ -215,11 +215,20 @@ def test_a_first_start_that_fails_raises_and_leaves_nothing(tmp_path: Path, orde
     assert not [thread for thread in rig.supervisor._threads if thread.is_alive()]
 
 
-def test_no_such_interpreter() -> None:
-    config = EngineConfig(model="m", python_executable="/nonexistent/python")
-    supervisor = Supervisor(config, lambda level, line: None)
-    with pytest.raises(EngineStartError, match="ended while it loaded the model"):
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"python_executable": "/nonexistent/python"}, "no program '/nonexistent/python'; mend python_executable"),
+        ({"python_executable": "a\0b"}, "cannot start the engine process"),
+        ({"seed": 10**40}, "cannot start the engine process: OverflowError"),
+        ({"engine_start_timeout": 1e300}, "cannot start the engine process: OverflowError"),
+    ],
+)
+def test_what_cannot_even_be_started_is_an_error_and_no_endless_wait(config: dict[str, Any], says: str) -> None:
+    supervisor = Supervisor(EngineConfig(model="m", **config), lambda level, line: None)
+    with pytest.raises(EngineStartError, match=says):
         supervisor.start()
+    assert supervisor._process is None
 
 
 def test_stop_while_the_engine_loads(tmp_path: Path) -> None:
