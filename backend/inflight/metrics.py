@@ -87,7 +87,7 @@ def buckets_1_2_5(most: int) -> list[float]:
 class Metrics:
     """Gathers statistics and publishes them now and then.
 
-    `step`, `first_token` and `finished` may be called by any thread and only append to lists.
+    `step`, `engine_down`, `first_token` and `finished` may be called by any thread and only append to lists.
 
     Args:
         create: makes a Triton metric of a spec and its buckets.
@@ -124,6 +124,15 @@ class Metrics:
             self._steps.append(stats)
             self._prompt_tokens += stats.prompt_tokens
             self._output_tokens += num_output_tokens
+
+    def engine_down(self) -> None:
+        """The engine process is gone, and what it held with it; the next one counts from 0."""
+        with self._lock:
+            last = self._steps[-1] if self._steps else self._last
+            if last is not None:
+                nothing: dict[str, int] = dict.fromkeys(StepStats.__struct_fields__, 0)
+                nothing["blocks_free"] = last.blocks_used + last.blocks_free
+                self._steps.append(StepStats(**nothing))
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token this long after it arrived."""
@@ -208,5 +217,6 @@ class NoMetrics:
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def step(self, stats: StepStats, num_output_tokens: int) -> None: ...
+    def engine_down(self) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def finished(self, stream: Stream) -> None: ...

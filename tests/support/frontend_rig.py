@@ -71,11 +71,15 @@ class Stats:
         self.steps: list[Any] = []
         self.num_tokens = 0
         self.first_tokens: list[float] = []
+        self.deaths = 0
         self.streams: list[Any] = []
 
     def step(self, stats: Any, num_output_tokens: int) -> None:
         self.steps.append(stats)
         self.num_tokens += num_output_tokens
+
+    def engine_down(self) -> None:
+        self.deaths += 1
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)

@@ -19,7 +19,7 @@ import numpy as np
 from inflight.config import EngineConfig
 from inflight.engine.request import SamplingParams
 from inflight.frontend.chat import ChatTemplate, ChatTemplateError
-from inflight.frontend.errors import RequestError
+from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.sampling_keys import (
     sampling_params,
     to_bool,
@@ -330,7 +330,7 @@ def _field(fields: Mapping[str, Any], name: str, convert: Any, allowed: str, def
     try:
         return convert(value)
     except (ValueError, TypeError, OverflowError):
-        raise RequestError("INVALID_ARG", f"{name}={value!r}: allowed is {allowed}") from None
+        raise RequestError("INVALID_ARG", f"{name}={shown(value)}: allowed is {allowed}") from None
 
 
 def _to_int32(value: Any) -> int:

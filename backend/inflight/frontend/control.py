@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.frontend.contract import WireRequest
-from inflight.frontend.errors import RequestError
+from inflight.frontend.errors import RequestError, shown
 
 __all__ = ["STEP_TRACE", "asks_for_trace"]
 
@@ -18,5 +18,5 @@ def asks_for_trace(wire: WireRequest) -> bool:
     """
     control = wire.parameters.get("control")
     if control not in (None, STEP_TRACE):
-        raise RequestError("INVALID_ARG", f'control={control!r}: allowed is "{STEP_TRACE}"')
+        raise RequestError("INVALID_ARG", f'control={shown(control)}: allowed is "{STEP_TRACE}"')
     return control is not None

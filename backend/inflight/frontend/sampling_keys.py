@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight.engine.request import SamplingParams
-from inflight.frontend.errors import RequestError
+from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["MAX_STOP_CHARS", "MAX_STOP_ENTRIES", "MAX_STOP_TOTAL", "SAMPLING_KEYS", "sampling_params"]
@@ -187,7 +187,7 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "lora_name":
             raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
         elif name not in SAMPLING_KEYS:
-            raise RequestError("INVALID_ARG", f"unknown sampling parameter {key!r}; {_nearest(key)}")
+            raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
         else:
             converted = _convert(key, name, value)
             if name == "stop":
@@ -207,19 +207,19 @@ def _convert(key: str, name: str, value: Any) -> Any:
         return convert(value)
     except _TooLong as error:
         raise RequestError("INVALID_ARG", f"{key} is too long ({error}): allowed is {allowed}") from None
-    except (ValueError, TypeError, OverflowError):
-        raise RequestError("INVALID_ARG", f"{key}={_short(value)}: allowed is {allowed}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise RequestError("INVALID_ARG", f"{key}={shown(value)}: allowed is {allowed}") from None
 
 
 def _check_neutral(key: str, value: Any) -> None:
     allowed = _NEUTRAL[key]
     try:
         given = to_bool(value) if isinstance(allowed[0], bool) else to_float(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         given = value
     if given not in allowed:
         raise RequestError(
-            "INVALID_ARG", f"{key}={_short(value)} is not supported: leave it out or set it to {allowed[0]}"
+            "INVALID_ARG", f"{key}={shown(value)} is not supported: leave it out or set it to {allowed[0]}"
         )
 
 
@@ -227,8 +227,3 @@ def _nearest(key: str) -> str:
     known = [*SAMPLING_KEYS, *_ALIASES]
     near = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(known))}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

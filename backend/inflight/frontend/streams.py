@@ -69,6 +69,7 @@ class StatsSink(Protocol):
     """Takes what becomes metrics.  Calls are cheap: no communication in them."""
 
     def step(self, stats: StepStats, num_output_tokens: int) -> None: ...
+    def engine_down(self) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def finished(self, stream: Stream) -> None: ...
 
@@ -233,6 +234,7 @@ class Streams:
         error = RequestError("UNAVAILABLE", reason)
         for request_id in request_ids:
             self._events.put(partial(self._fail, request_id, error))
+        self._events.put(self._stats.engine_down)  # behind the steps that it had sent
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""

@@ -183,6 +183,26 @@ def test_what_is_not_there_is_refused_by_name(key: str, value: Any) -> None:
     assert refused({key: value}).startswith(f"{key}={value!r} is not supported: leave it out or set it to")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("logit_bias", "[" * 50_000),
+        ("stop_token_ids", "[" * 50_000),
+        ("best_of", 10**400),
+        ("length_penalty", 10**400),
+        ("temperature", 10**400),
+        ("stream", "x" * 100_000),
+        ("timeout", "x" * 100_000),
+        ("request_priority", "x" * 100_000),
+        ("k" * 100_000, 1),
+    ],
+)
+def test_values_without_measure_are_refused_in_a_line(key: str, value: Any) -> None:
+    message = refused({key: value})
+    assert key[:50] in message
+    assert len(message) < 1000
+
+
 def test_lora_is_refused_with_vllm_backends_text() -> None:
     assert refused({"lora_name": "x"}) == "LoRA feature is not enabled."
 

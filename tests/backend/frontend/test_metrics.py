@@ -158,3 +158,19 @@ def test_stop_publishes_what_is_left() -> None:
 def test_buckets() -> None:
     assert buckets_1_2_5(100) == [1, 2, 5, 10, 20, 50, 100]
     assert buckets_1_2_5(1) == [1]
+
+
+def test_what_a_dead_engine_held_is_not_shown_on() -> None:
+    metrics, made = recorded()
+    metrics.engine_down()  # before its first step
+    metrics.step(stats(running=30, waiting=4, blocks_used=90, blocks_free=10, host_blocks_used=3, preempted_total=5), 1)
+    metrics.publish()
+    metrics.engine_down()
+    metrics.publish()
+    gauges = {name: recorder.value for name, recorder in made.items() if recorder.spec.kind == "GAUGE"}
+    assert gauges.pop("inflight_kv_blocks_free") == 100
+    assert set(gauges.values()) == {0}
+    metrics.step(stats(preempted_total=2), 0)  # by the next engine
+    metrics.publish()
+    assert made["inflight_requests_preempted_total"].value == 7
+    assert len(made["inflight_batch_size"].observed) == 2
