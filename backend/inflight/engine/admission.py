@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.config import EngineConfig
@@ -115,9 +115,6 @@ class Forecast:
     def __len__(self) -> int:
         return len(self._courses)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._courses)
-
     def add(self, request: Request, course: Course) -> None:
         self._courses[request] = course
         offset, step = course
@@ -137,10 +134,15 @@ class Forecast:
             del self._ends[step]
         self.final_tokens -= offset + step
 
-    def ending(self, step: int) -> list[Request]:
-        """Requests whose end is that step."""
-        end = self._ends.get(step)
-        return [] if end is None else list(end.requests)
+    def pop_ending(self, step: int) -> list[Request]:
+        """Take out the requests whose end is that step."""
+        end = self._ends.pop(step, None)
+        if end is None:
+            return []
+        self.final_tokens -= end.offsets + len(end.requests) * step
+        for request in end.requests:
+            del self._courses[request]
+        return list(end.requests)
 
     def of(self, requests: Iterable[Request]) -> Forecast:
         """The same for some of the requests."""
@@ -191,12 +193,11 @@ class PredictedPeakAdmission:
     def begin(self) -> None:
         self._step += 1
         self._asked = None, (0, 0)
-        drawn = self._forecast.ending(self._step)
+        drawn = self._forecast.pop_ending(self._step)  # they run still
         if self._lengths.num_seen >= self._next_review:
             self._next_review = 2 * self._lengths.num_seen
-            drawn = list(self._forecast)
+            self._forecast, drawn = Forecast(), list(self._hits)
         for request in drawn:
-            self._forecast.remove(request)
             self._forecast.add(request, self._course(request, self._hits[request]))
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:

@@ -186,14 +186,14 @@ class EngineCore:
             following = self._make(behind=step)
             self._in_flight = following if following.out.requests else None
         result, begun, executed = step.result()
-        deltas = self.scheduler.update(step.out, result)
-        self._forget_finished(deltas)
+        news, tokens = self.scheduler.update(step.out, result)
+        self._forget_finished(news)
         end = time.monotonic()
         start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
         if step.out.requests:
             self.scheduler.policies.budget.observe(step.out, executed - start)  # whoever waits, waits for both
             self.swap.observe(step.out, executed - begun)
-        message = StepMessage(deltas, self._stats(step.out, end - start))
+        message = StepMessage(news, self._stats(step.out, end - start), tokens)
         if self.trace is not None:
             self.trace.add(step.out, result, message.stats, (start, scheduled, executed, end))
         return message
@@ -288,8 +288,8 @@ class EngineCore:
             num_blocks=self.info.num_blocks,
         )
 
-    def _forget_finished(self, deltas: list[SequenceDelta]) -> None:
-        for delta in deltas:
+    def _forget_finished(self, news: list[SequenceDelta]) -> None:
+        for delta in news:
             if delta.finish_reason is not None:
                 self._forget_if_done(delta.request_id)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Shutdown",
     "StepMessage",
     "StepStats",
+    "TokenColumns",
     "TokenLogprobs",
     "TraceDump",
     "decode_to_engine",
@@ -108,6 +109,18 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int | None = None
 
 
+class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Sequences of which a step brought one token and no other news, as parallel lists.
+
+    A step is made of hardly anything else, and integers in lists take a fifth of the time that a
+    `SequenceDelta` each takes to make, encode and decode.
+    """
+
+    request_ids: list[int] = []
+    indices: list[int] = []
+    token_ids: list[int] = []
+
+
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """State of the engine after a step; times in seconds, the rest are counts.
 
@@ -134,12 +147,20 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     """Engine -> frontend: all that one step produced.
 
     Attributes:
-        deltas: one per sequence that got a token or ended; order is the step's.
+        news: sequences with more to tell than a token: their first one, their last, log probabilities.
         stats: counters after the step; `prefix_*_total` are counted in tokens.
+        tokens: the other sequences that got a token.
     """
 
-    deltas: list[SequenceDelta]
+    news: list[SequenceDelta]
     stats: StepStats
+    tokens: TokenColumns = TokenColumns()
+
+    @property
+    def deltas(self) -> list[SequenceDelta]:
+        """One per sequence that got a token or ended."""
+        rows = zip(self.tokens.request_ids, self.tokens.indices, self.tokens.token_ids)
+        return [*self.news, *[SequenceDelta(request_id, index, [token]) for request_id, index, token in rows]]
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):

@@ -158,7 +158,8 @@ class Request:
         seed: resolved 64-bit seed of this sequence's noise.
         stop_ids: token ids that end this sequence.
         max_total_tokens: `num_tokens` at which it ends for length.
-        milestone: `num_tokens` at which there is more to tell than a token: its first one, then its last.
+        milestone: `num_tokens` from which on there is more to tell than a token: its first one, then its last; or
+            each, where their log probabilities are asked for.
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
     """
 

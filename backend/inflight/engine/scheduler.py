@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import SequenceDelta, TokenColumns, TokenLogprobs
 from inflight.engine.policy import Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
@@ -101,9 +101,16 @@ class Scheduler:
         self.swap.send(out)
         return out
 
-    def update(self, out: SchedulerOutput, step: StepOutput) -> list[SequenceDelta]:
-        """Take in the step's tokens: append, stop, free.  One delta per sequence with news."""
-        deltas: list[SequenceDelta] = []
+    def update(self, out: SchedulerOutput, step: StepOutput) -> tuple[list[SequenceDelta], TokenColumns]:
+        """Take in the step's tokens: append, stop, free.
+
+        Returns:
+            A delta of each sequence with more news than a token, and the tokens of the others.
+        """
+        news: list[SequenceDelta] = []
+        request_ids: list[int] = []
+        indices: list[int] = []
+        token_ids: list[int] = []
         finished = False
         for request, token in zip(out.requests, step.token_ids):
             # A request that ended while the step ran has no blocks, and its token is dropped.  Whoever was
@@ -113,15 +120,19 @@ class Scheduler:
             request.token_ids.append(token)
             request.num_pending_tokens -= 1
             request.num_tokens = num_tokens = request.num_tokens + 1
-            delta = SequenceDelta(request.request_id, request.index, [token])
-            deltas.append(delta)
             if num_tokens >= request.milestone or token in request.stop_ids:
+                delta = SequenceDelta(request.request_id, request.index, [token])
+                news.append(delta)
                 finished |= self._pass_milestone(request, token, delta)
+            else:
+                request_ids.append(request.request_id)
+                indices.append(request.index)
+                token_ids.append(token)
         if step.logprobs or step.prompt_logprobs:
-            self._add_logprobs(deltas, out, step)
+            self._add_logprobs(news, out, step)
         if finished:
             self.running = [request for request in self.running if request.status is _RUNNING]
-        return deltas
+        return news, TokenColumns(request_ids, indices, token_ids)
 
     def _admit_urgent(self, out: SchedulerOutput) -> None:
         """Admit those next in line that outrank running requests, before these get their tokens.
@@ -279,7 +290,8 @@ class Scheduler:
     def _pass_milestone(self, request: Request, token: int, delta: SequenceDelta) -> bool:
         """Tell of its first token, or its last: whether it ended."""
         if request.num_tokens == request.num_prompt_tokens + 1:
-            request.milestone = request.max_total_tokens
+            if request.params.logprobs is None:
+                request.milestone = request.max_total_tokens
             delta.num_cached_tokens = request.num_cached_tokens
             for child in reversed(request.children):  # their prompt's blocks are computed now
                 self.waiting.add_first(child)
@@ -292,9 +304,9 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
         return request.status is _FINISHED
 
-    def _add_logprobs(self, deltas: list[SequenceDelta], out: SchedulerOutput, step: StepOutput) -> None:
+    def _add_logprobs(self, news: list[SequenceDelta], out: SchedulerOutput, step: StepOutput) -> None:
         """Put the step's log probabilities into the deltas of their sequences; one without a token gets a delta."""
-        delta_of = {(delta.request_id, delta.index): delta for delta in deltas}
+        delta_of = {(delta.request_id, delta.index): delta for delta in news}
         for row in step.logprobs.keys() | step.prompt_logprobs.keys():
             request = out.requests[row]
             delta = delta_of.get((request.request_id, request.index))
@@ -306,7 +318,7 @@ class Scheduler:
             if delta.token_ids:
                 delta.logprobs = [step.logprobs[row]] if row in step.logprobs else None
             elif delta.prompt_logprobs is not None:
-                deltas.append(delta)
+                news.append(delta)
 
     def _new_prompt_logprobs(
         self, request: Request, row: int, out: SchedulerOutput, step: StepOutput
