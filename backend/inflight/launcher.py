@@ -55,11 +55,19 @@ _SERVER_ERROR = re.compile(
 
 
 def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different TCP ports of `host` that are free now."""
+    """`count` different TCP ports of `host` that are free now.
+
+    Raises:
+        LauncherError: `host` is no address of this machine.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket(_family(host))) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((host, 0))
+        try:
+            for sock in sockets:
+                sock.bind((host, 0))
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise LauncherError(f"cannot listen on host {host!r}: {reason}; change --host") from None
         return [sock.getsockname()[1] for sock in sockets]
 
 
@@ -164,13 +172,15 @@ class TritonServer:
 
         Raises:
             LauncherError: no server, no stub or libpython for this Python, no such
-                repository, or a port in use.
+                repository, a port in use, or a log file that cannot be read back.
         """
         if self.process is not None:
             raise LauncherError("the server was already started; make a new TritonServer for another one")
         for repository in self.repositories:
             if not repository.is_dir():
                 raise LauncherError(f"{repository}: no such model repository folder")
+        if self._asked_log_file and self._asked_log_file.exists() and not self._asked_log_file.is_file():
+            raise LauncherError(f"{self._asked_log_file}: not a regular file; the server's log is read back from it")
         installation = TritonInstallation.find()
         libpython = find_libpython()
         self.ports = self._resolve_ports()
@@ -260,6 +270,7 @@ class TritonServer:
 
     def _resolve_ports(self) -> dict[str, int]:
         asked = {service: port for service, port in self._asked_ports.items() if port is not None}
+        pick_ports(1, self.host)  # a wrong host is not the ports' fault
         fixed = [port for port in asked.values() if port]
         for service, port in asked.items():
             option = f"--{service.lower()}-port"
@@ -354,6 +365,8 @@ def session_members(session: int) -> list[int]:
 
 
 def _check_port_free(host: str, port: int, service: str, option: str) -> None:
+    if not 0 < port < 2**16:
+        raise LauncherError(f"port {port} ({service}): allowed are 0 to 65535; change {option}")
     with socket.socket(_family(host)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

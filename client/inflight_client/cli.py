@@ -38,7 +38,7 @@ def generate(
     timeout: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
 ) -> None:
     """Generate text from a prompt on a running server.  Ctrl-C cancels the request."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -61,8 +61,19 @@ def generate(
         _fail(error.message, 2)
     except InflightError as error:
         _fail(error.message, 1)
+    except BrokenPipeError:
+        raise  # who read the output has had enough of it
+    except OSError as error:
+        _fail(f"cannot write the output: {error.strerror}", 1)
     except KeyboardInterrupt:
         _fail("cancelled", _INTERRUPTED)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        _fail(f"standard input is not valid UTF-8: {error.reason} at {error.start}", 2)
 
 
 def _show(client: Client, options: dict[str, Any], live: bool, as_json: bool) -> None:

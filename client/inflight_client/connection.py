@@ -7,6 +7,7 @@ import ssl as ssl_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
+from urllib.parse import urlsplit
 
 __all__ = ["Connection", "ConnectionOptions", "Protocol"]
 
@@ -48,6 +49,17 @@ class ConnectionOptions(TypedDict, total=False):
     keepalive_options: Any
     channel_args: Sequence[tuple[str, Any]]
     ssl_context: ssl_module.SSLContext
+
+
+def _check_http_address(url: str | None, address: str) -> None:
+    """Raise ValueError unless it is `host[:port][/path]`; gRPC, which has more forms, says itself what is wrong."""
+    try:
+        parts = urlsplit(f"//{address}")
+        wrong = None if parts.hostname and parts.port != 0 else "no host, or port 0"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"url={url!r}: {wrong}; allowed is host:port, such as 127.0.0.1:8000")
 
 
 @dataclass(frozen=True)
@@ -92,9 +104,12 @@ class Connection:
         if scheme and scheme not in schemes:
             allowed = " or ".join(f"{name}://" for name in schemes)
             raise ValueError(f"url={url!r}: with protocol={protocol!r} allowed is host:port, or {allowed} before it")
+        address = address.rstrip("/")
+        if protocol == "http":
+            _check_http_address(url, address)
         secure = bool(schemes.get(scheme) or options.get("ssl") or options.get("creds") or options.get("ssl_context"))
         rest: dict[str, Any] = {**options, "ssl": secure, "headers": dict(options.get("headers") or {})}
-        return cls(protocol=protocol, address=address.rstrip("/"), **rest)  # type: ignore[arg-type]
+        return cls(protocol=protocol, address=address, **rest)  # type: ignore[arg-type]
 
     @property
     def is_loopback(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["GenerationRequest", "Message", "RequestOptions"]
+
+_LONGEST_TIMEOUT = 1e9  # seconds; in nanoseconds, as gRPC counts, ten times as many overflow
 
 Message = Mapping[str, Any]
 
@@ -121,7 +122,7 @@ class GenerationRequest:
 
         Raises:
             TypeError: an unknown option (with the nearest known one).
-            ValueError: not exactly one prompt, or a timeout that is not positive.
+            ValueError: not exactly one prompt, one that UTF-8 cannot write, or a timeout that is not positive.
         """
         rest: dict[str, Any] = dict(options)
         given = [
@@ -135,8 +136,9 @@ class GenerationRequest:
         sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
         sampling |= rest.pop("extra_parameters", {})
         timeout = rest.pop("timeout", timeout)
-        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-            raise ValueError(f"timeout={timeout!r}: allowed is a positive number of seconds, or None")
+        if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout={timeout!r}: allowed is a positive number of seconds to 1e9, or None")
+        _check_text("prompt", prompt or "")
         known = RequestOptions.__annotations__
         for name in rest:
             if name not in known:
@@ -158,6 +160,16 @@ class GenerationRequest:
             stream=not rest.pop("one_response", False),
             **rest,
         )
+
+
+def _check_text(name: str, text: str) -> None:
+    """Lone surrogates come of bytes that were no UTF-8 where they were read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid text: {text[error.start]!a} at {error.start} is half a character"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,24 @@ def test_a_port_in_use_names_the_port_and_the_option(repository: Path, option: s
 def test_one_port_for_two_services_is_refused(repository: Path) -> None:
     with pytest.raises(LauncherError, match=r"port 8123 is given to more than one service; change --http-port"):
         TritonServer(repository, http_port=8123, metrics_port=8123).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"http_port": 99999}, r"port 99999 \(HTTP\): allowed are 0 to 65535; change --http-port"),
+        ({"grpc_port": -1}, r"port -1 \(GRPC\): allowed are 0 to 65535; change --grpc-port"),
+        ({"host": "203.0.113.1"}, "cannot listen on host '203.0.113.1': .*; change --host"),
+        ({"host": "a..b"}, r"cannot listen on host 'a\.\.b': .*; change --host"),
+        ({"host": "203.0.113.1", "http_port": 8000}, "change --host"),
+        ({"log_file": "/dev/full"}, "/dev/full: not a regular file"),
+    ],
+)
+def test_an_address_or_file_that_is_none_is_named(repository: Path, options: dict[str, Any], says: str) -> None:
+    server = TritonServer(repository, **options)
+    with pytest.raises(LauncherError, match=says):
+        server.start()
+    assert server.process is None
 
 
 def test_no_such_repository(tmp_path: Path) -> None:

@@ -93,6 +93,35 @@ def test_wrong_usage_is_one_line(wrong: list[str]) -> None:
     assert error.startswith("inflight: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("url", ["localhost:notaport", "localhost:99999", "[::1"])
+def test_an_address_that_is_none_is_one_line(url: str) -> None:
+    status, out, error = run("a", "--protocol", "http", "--url", url)
+    assert (status, out) == (2, "")
+    assert error.startswith(f"inflight: url={url!r}: ") and error.count("\n") == 1
+
+
+def test_standard_input_that_is_no_text_is_one_line() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", RUN, "-"],
+        input=b"a\xffb",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+    )
+    assert process.returncode == 2
+    assert (
+        process.stderr.startswith(b"inflight: standard input is not valid UTF-8") and process.stderr.count(b"\n") == 1
+    )
+
+
+def test_a_full_disk_is_one_line(server: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", RUN, json.dumps({"tokens": 3}), *server], stdout=full, stderr=subprocess.PIPE
+        )
+    assert process.returncode == 1
+    assert process.stderr == b"inflight: cannot write the output: No space left on device\n"
+
+
 def test_ctrl_c_cancels(server: list[str], seen: Callable[..., dict[str, Any]], key: str) -> None:
     process = start(json.dumps({"key": key, "tokens": 1000, "delay": 0.02}), "--max-tokens", "1000", *server)
     assert process.stdout is not None

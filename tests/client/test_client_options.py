@@ -55,6 +55,11 @@ def test_exactly_one_prompt(prompts: tuple[Any, Any, Any]) -> None:
         build(*prompts)
 
 
+def test_half_a_character_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match=r"prompt is not valid text: '\\udcff' at 3 is half a character"):
+        GenerationRequest.build("bad\udcff", None, None, {}, model="m", timeout=None)
+
+
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="'max_token'; did you mean 'max_tokens'"):
         build(max_token=4)
@@ -62,7 +67,7 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         build(zzz=4)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e12])
 def test_a_timeout_is_a_positive_number(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout"):
         build(timeout=timeout)
@@ -89,6 +94,11 @@ def test_a_scheme_says_tls() -> None:
         ("http://host:8000", "grpc", {}, "grpc://"),
         ("host:1", "rest", {}, "protocol='rest'"),
         ("host:1", "http", {"creds": object()}, "creds"),
+        ("host:notaport", "http", {}, "host:port"),
+        ("host:99999", "http", {}, "host:port"),
+        ("::::", "http", {}, "host:port"),
+        ("[::1", "http", {}, "host:port"),
+        ("http://", "http", {}, "host:port"),
         ("host:1", "grpc", {"ssl_context": ssl.create_default_context()}, "ssl_context"),
     ],
 )

@@ -87,7 +87,7 @@ def simulate(
     rate: Annotated[float, typer.Option(min=0, help="Requests per second of an open loop.")] = 0.0,
     cv: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
     context: Annotated[int, typer.Option(min=0, help="Scale the load to so many tokens; 0: to the model's.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed repeats the load.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed repeats the load.")] = 1,
     config: _Config = None,
     set_: _Set = None,
     replicas: Annotated[int, typer.Option(min=1, max=10_000, help="Engines behind the router.")] = 1,
