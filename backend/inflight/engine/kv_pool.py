@@ -227,6 +227,8 @@ class KVPool:
         for request in requests:
             assert len(set(request.block_ids)) == len(request.block_ids), "a block table names a block twice"
             tables.update(request.block_ids)
+            room = len(request.block_ids) * self.block_size
+            assert request.num_computable_tokens == min(room, request.max_total_tokens - 1), "its room is miscounted"
             writable = request.block_ids[request.num_computed_tokens // self.block_size :]
             for block in writable:
                 assert self._ref[block] == 1, f"block {block} is written to and shared"

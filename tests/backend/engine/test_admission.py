@@ -6,8 +6,10 @@ import random
 
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from hypothesis import given
+from hypothesis import strategies as st
 
-from inflight.engine.admission import OutputLengths, PredictedPeakAdmission
+from inflight.engine.admission import Forecast, OutputLengths, PredictedPeakAdmission
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
 from inflight.engine.policy import AdmissionPolicy, FreeBlocksAdmission
@@ -83,6 +85,94 @@ def test_the_peak_is_reached_just_before_an_end(prompt, max_tokens, peak):
         running = [run(admission, pool, 9, max_tokens=12), run(admission, pool, 19, max_tokens=40)]
         new = request(prompt, max_tokens=max_tokens)
         assert admission.admits(new, [], running, pool) is (there == peak)
+
+
+courses = st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 60)), max_size=12)
+
+
+@given(courses, courses, st.integers(0, 60), st.floats(0, 9))
+def test_the_forecast_is_the_sum_of_its_courses(stay, leave, step, extra):
+    """Against a look at every step; `final_tokens` lets in nobody whom the peak would keep out."""
+    forecast, alive = Forecast(), {}
+    for number, (tokens, end) in enumerate([*stay, *leave]):
+        each = request(1, request_id=number)
+        alive[each] = (abs(tokens), end)  # tokens are never negative
+        forecast.add(each, alive[each])
+    for each in list(alive)[len(stay) :]:
+        forecast.remove(each)
+        del alive[each]
+    assert set(forecast.pop_ending(step)) == {each for each, (_, end) in alive.items() if end == step}
+    alive = {each: course for each, course in alive.items() if course[1] != step}
+    assert len(forecast) == len(alive)
+    held = [sum(offset + t + extra for offset, end in alive.values() if end >= t) for t in range(61)]
+    for each in (forecast, forecast.of(alive)):
+        assert each.peak(extra) == pytest.approx(max(held))
+        assert each.peak(extra) <= each.final_tokens + extra * len(alive) + 1e-6
+
+
+def test_a_roomy_pool_is_not_looked_at(monkeypatch):
+    pool = KVPool(200, 4)
+    admission = PredictedPeakAdmission()
+    running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    monkeypatch.setattr(Forecast, "peak", None)
+    assert admission.admits(request(8, max_tokens=200, request_id=3), [], running, pool), "3 * 53 blocks"
+
+
+def test_who_outlives_the_prediction_is_expected_to_go_on():
+    pool = KVPool(100, 4)
+    admission = PredictedPeakAdmission(margin=0)
+    for _ in range(300):
+        admission.ended(request(8, 20))
+    running = [run(admission, pool, 8, max_tokens=400, request_id=0)]
+    late = request(8, max_tokens=20, request_id=3)
+    for step in range(24):
+        assert admission.admits(late, [], running, pool), step
+        admission.begin()
+        running[0].token_ids.append(1)
+        running[0].num_tokens += 1
+        assert pool.extend(running[0], running[0].num_tokens) is not None
+    assert not admission.admits(request(8, max_tokens=200), [], running, KVPool(60, 4)), "256 tokens now"
+
+
+def test_who_gives_way_later_is_not_waited_for():
+    """Those behind are expected to keep what they have, since they are preempted when that is needed."""
+    pool = KVPool(120, 4)
+    admission = PredictedPeakAdmission(margin=0)
+    running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
+    late = request(8, max_tokens=200, request_id=3)
+    assert not admission.admits(late, [], running, pool), "3 * 53 blocks"
+    assert admission.admits(late, [], running[:1], pool), "2 * 53 and the 2 that the other has"
+    running += [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(4, 12)]
+    assert not admission.admits(late, [], running[:1], pool), "2 * 53 and 18"
+
+
+def test_the_forecast_follows_who_runs():
+    """Whatever is shared, preempted, swapped or aborted: it speaks of those that run, and of no block twice."""
+    info = Info(num_blocks=40, num_host_blocks=5, max_model_len=100)
+    core = make_core(info, block_size=4, admission="predicted_peak", watermark=0, scheduling_policy="priority")
+    admission, pool = core.scheduler.policies.admission, core.pool
+    rng = random.Random(0)
+    for request_id in range(60):
+        prompt = [1] * rng.randrange(1, 20) + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 8))]
+        add(
+            core,
+            request_id,
+            prompt,
+            {"priority": rng.randrange(3)},
+            max_tokens=rng.randrange(1, 60),
+            n=1 + request_id % 2,
+        )
+    outputs, reasons = {}, {}
+    while core.has_work:
+        collect(core, outputs, reasons)
+        core.abort(rng.randrange(400))
+        running = core.scheduler.running
+        assert len(admission._forecast) == len(running)
+        own = pool.num_references - admission._num_hits // 4
+        assert own == sum(len(each.block_ids) - admission._hits[each] // 4 for each in running)
+        assert 0 <= own <= pool.num_used
+    assert core.scheduler.num_preempted_total > 0
+    assert admission._num_hits == 0
 
 
 def test_a_burst_that_fits_now_and_not_later_waits():

@@ -60,6 +60,35 @@ def test_a_prefix_that_is_still_being_computed_is_waited_for(overlap):
     assert outputs[1, 0] == expected_output([*PREFIX, 41, 7], PARAMS, core.info)[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_answer_is_found_when_its_request_has_ended(overlap):
+    """The next turn of a conversation: prompt, answer and a new question."""
+    core = make_core(Info(), block_size=4, async_scheduling=overlap)
+    outputs, reasons = {}, {}
+    add(core, 0, PREFIX, SamplingParams(temperature=0.0, seed=0, max_tokens=13, ignore_eos=True))
+    run_until_idle(core, outputs, reasons)
+    steps = counted(core)
+    turn = [*PREFIX, *outputs[0, 0], 7]
+    add(core, 1, turn)
+    run_until_idle(core, outputs, reasons)
+    assert steps[0] == {1: 2}, "44 of 46 tokens: of the last one of the answer, no KV was computed"
+    assert outputs[1, 0] == expected_output(turn, PARAMS, core.info)[0]
+
+
+def test_a_preempted_request_finds_what_it_computed():
+    core = make_core(Info(num_blocks=16), block_size=4)
+    outputs, reasons = {}, {}
+    for request_id in (0, 1):
+        add(core, request_id, [request_id] * 3, SamplingParams(temperature=0.0, seed=0, max_tokens=40, ignore_eos=True))
+    while not core.scheduler.num_preempted_total:
+        collect(core, outputs, reasons)
+    (victim,) = core.scheduler.waiting
+    computed = victim.num_tokens - 1
+    assert len(core.pool.find_prefix(victim)) == computed // 4 - 1, "all but the block for which it gave way"
+    run_until_idle(core, outputs, reasons)
+    assert all(len(outputs[request_id, 0]) == 40 for request_id in (0, 1))
+
+
 def test_one_that_is_aborted_while_it_computes_leaves_a_whole_prefix():
     core = make_core(Info(), block_size=4, max_num_batched_tokens=16, async_scheduling=True)
     outputs, reasons = {}, {}

@@ -9,6 +9,7 @@ from engine_rig import Info, add, collect, expected_output, make_core, run_until
 
 from inflight.engine.messages import AddRequest
 from inflight.engine.request import SamplingParams
+from inflight.engine.step import StepOutput
 
 
 def scheduled(core):
@@ -186,3 +187,42 @@ def test_abort_frees_blocks_at_once_in_every_state():
     core.abort(1)  # ended
     core.abort(77)  # never seen
     core.check_integrity()
+
+
+def test_only_what_is_more_than_a_token_is_news():
+    core = make_core(Info())
+    scheduler = core.scheduler
+    add(core, 1, [1, 2], max_tokens=3, ignore_eos=True)
+    add(core, 2, [3, 4], max_tokens=3, ignore_eos=True, logprobs=0)
+    add(core, 3, [5, 6], max_tokens=3, n=2, stop_token_ids=[9])
+
+    def step(*tokens):
+        out = scheduler.schedule()
+        entries = {row: [(token, -0.5, 1)] for row, token in enumerate(tokens) if out.requests[row].request_id == 2}
+        news, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
+        told = [(delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news]
+        return told, list(zip(columns.request_ids, columns.indices, columns.token_ids))
+
+    logprobs = [[(7, -0.5, 1)]]
+    first = [(1, 0, [7], None, None), (2, 0, [7], None, logprobs), (3, 0, [7], None, None)]
+    assert step(7, 7, 7) == (first, [])
+    # The second sequence of request 3 has its first token when the others have their second.
+    assert step(7, 7, 7, 7) == ([(2, 0, [7], None, logprobs), (3, 1, [7], None, None)], [(1, 0, 7), (3, 0, 7)])
+    last = [(1, 0, [7], "length", None), (2, 0, [7], "length", logprobs), (3, 0, [7], "length", None)]
+    assert step(7, 7, 7, 9) == ([*last, (3, 1, [9], "stop", None)], [])
+    assert not core.scheduler.has_work
+
+
+def test_what_ended_while_the_step_ran_has_no_news():
+    core = make_core(Info())
+    for request_id in (1, 2):
+        add(core, request_id, [1, 2], max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    out = core.scheduler.schedule()
+    core.abort(2)
+    entries = {row: [(7, -0.5, 1)] for row in (0, 1)}
+    prompts = {row: [[(2, -0.5, 1)]] for row in (0, 1)}
+    news, columns = core.scheduler.update(out, StepOutput([7, 7], logprobs=entries, prompt_logprobs=prompts))
+    assert [(delta.request_id, delta.logprobs, delta.prompt_logprobs) for delta in news] == [
+        (1, [entries[0]], [[], *prompts[0]])
+    ]
+    assert columns.token_ids == []
