@@ -13,9 +13,10 @@ the request: prefixes of two tenants never meet, nor do those under two salts, s
 by the time of a first token what another one asked.  Shared blocks are full, and a request only
 writes at positions >= `num_computed_tokens`, past everything it shares (invariant 2).
 
-A block is findable from when the step that computes it is *made*: steps run in that order, and within
+A block may be found from when the step that computes it is *made*: steps run in that order, and within
 a step every layer writes its keys and values before it attends.  Requests with a common prefix that
-arrive together therefore compute it once.
+arrive together therefore compute it once.  The scheduler publishes prompts so early, and outputs when
+their request lets go of them: nobody else has them as a prefix before, and steps have less to do.
 """
 
 from __future__ import annotations
