@@ -112,7 +112,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: token budget of one step, prefill and decode together.
         itl_target_ms: milliseconds between two tokens of a running request: prompts get what keeps the steps
-            within it, by a cost model fitted while serving. `None` gives them all of the step's budget.
+            within it, by a cost model fitted while serving. `None` gives them all of the step's budget. With
+            a target a CPU's KV pool takes its memory at load.
         max_num_partial_prefills: prompts that may be partly computed at once.
         max_long_partial_prefills: those of them that may be long, so that short ones pass.
         long_prefill_token_threshold: a prompt is long that has more tokens to compute, and a step computes no
