@@ -54,10 +54,15 @@ class _BaseClient:
         self.model = model
         self.timeout = timeout
         self.retries = retries or RetryPolicy()
+        self._closed = False
         self._connect()
 
     def _connect(self) -> None:
         raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this client of {self.connection.address} is closed: make a new one")
 
     def _request(self, prompt: str | None, messages: Any, input_ids: Any, options: Any) -> GenerationRequest:
         return GenerationRequest.build(prompt, messages, input_ids, options, model=self.model, timeout=self.timeout)
@@ -83,7 +88,12 @@ class Client(_BaseClient):
 
     def _connect(self) -> None:
         transport = GrpcTransport if self.connection.protocol == "grpc" else HttpTransport
-        self._transport: GrpcTransport | HttpTransport = transport(self.connection)
+        self._opened: GrpcTransport | HttpTransport = transport(self.connection)
+
+    @property
+    def _transport(self) -> GrpcTransport | HttpTransport:
+        self._check_open()
+        return self._opened
 
     def stream(
         self,
@@ -165,8 +175,10 @@ class Client(_BaseClient):
         return self._transport.server_metadata()
 
     def close(self) -> None:
-        """End what still runs and close the connections."""
-        self._transport.close()
+        """End what still runs and close the connections; further calls raise RuntimeError."""
+        if not self._closed:
+            self._closed = True
+            self._opened.close()
 
     def __enter__(self) -> Client:
         return self
@@ -186,6 +198,7 @@ class AsyncClient(_BaseClient):
     @property
     def _transport(self) -> AsyncGrpcTransport | AsyncHttpTransport:
         """Made at first use: a client may be constructed before its event loop runs."""
+        self._check_open()
         if self._opened is None:
             grpc = self.connection.protocol == "grpc"
             self._opened = AsyncGrpcTransport(self.connection) if grpc else AsyncHttpTransport(self.connection)
@@ -253,8 +266,10 @@ class AsyncClient(_BaseClient):
 
     async def close(self) -> None:
         """As `Client.close`."""
-        if self._opened is not None:
-            await self._opened.close()
+        if not self._closed:
+            self._closed = True
+            if self._opened is not None:
+                await self._opened.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

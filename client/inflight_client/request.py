@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _SAMPLING = {
     *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "bad_words", "logprobs", "prompt_logprobs", "skip_special_tokens"),
 }
+
+_TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
 
 
 class RequestOptions(TypedDict, total=False):
@@ -104,8 +107,11 @@ class GenerationRequest:
     @property
     def n(self) -> int:
         """Sequences asked for; 1 when the server will refuse what was given."""
-        n = self.sampling.get("n", 1)
-        return n if isinstance(n, int) and n > 0 else 1
+        n = next((self.sampling[name] for name in ("n", "num_return_sequences") if self.sampling.get(name)), 1)
+        try:
+            return max(1, int(float(n)))  # the server takes 2.0 and "2", too
+        except (TypeError, ValueError, OverflowError):
+            return 1
 
     @classmethod
     def build(
@@ -121,8 +127,9 @@ class GenerationRequest:
         """From the arguments of `generate`; `model` and `timeout` are the client's defaults.
 
         Raises:
-            TypeError: an unknown option (with the nearest known one).
-            ValueError: not exactly one prompt, one that UTF-8 cannot write, or a timeout that is not positive.
+            TypeError: an unknown option (with the nearest known one), or a value of the wrong type.
+            ValueError: not exactly one prompt, a text that UTF-8 cannot write, a timeout that is not positive, or an
+                integer beyond its data type.
         """
         rest: dict[str, Any] = dict(options)
         given = [
@@ -138,7 +145,14 @@ class GenerationRequest:
         timeout = rest.pop("timeout", timeout)
         if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
             raise ValueError(f"timeout={timeout!r}: allowed is a positive number of seconds to 1e9, or None")
-        _check_text("prompt", prompt or "")
+        for name, text in (("prompt", prompt), ("model", rest.get("model", model)), *rest.items()):
+            if name in _TEXTS and text is not None:
+                _check_text(name, text)
+        if messages is not None:
+            _check_messages(messages)
+        _check_integers("request_priority", [rest.get("request_priority", 0)], 32)
+        ids = None if input_ids is None else [operator.index(token_id) for token_id in input_ids]
+        _check_integers("input_ids", ids or [], 64)
         known = RequestOptions.__annotations__
         for name in rest:
             if name not in known:
@@ -153,7 +167,7 @@ class GenerationRequest:
             model=rest.pop("model", model),
             prompt=prompt,
             messages=messages,
-            input_ids=None if input_ids is None else [int(token_id) for token_id in input_ids],
+            input_ids=ids,
             sampling={name: _plain(value) for name, value in sampling.items()},
             request_id=rest.pop("request_id", "") or uuid.uuid4().hex,
             timeout=timeout,
@@ -162,14 +176,26 @@ class GenerationRequest:
         )
 
 
-def _check_text(name: str, text: str) -> None:
+def _check_text(name: str, text: Any) -> None:
     """Lone surrogates come of bytes that were no UTF-8 where they were read."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} is {type(text).__name__}: allowed is a text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{name} is not valid text: {text[error.start]!a} at {error.start} is half a character"
         ) from None
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, (str, bytes)) or not all(isinstance(message, Mapping) for message in messages):
+        raise TypeError('messages: allowed is a list of objects such as {"role": "user", "content": "..."}')
+
+
+def _check_integers(name: str, values: Sequence[Any], bits: int) -> None:
+    if not all(isinstance(value, int) and -(2 ** (bits - 1)) <= value < 2 ** (bits - 1) for value in values):
+        raise ValueError(f"{name}: allowed are integers that INT{bits} holds")
 
 
 def _plain(value: Any) -> Any:

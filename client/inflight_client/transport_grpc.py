@@ -168,12 +168,17 @@ class GrpcTransport:
 
 
 class AsyncGrpcCall(_Progress):
-    """Async iterator over the outputs of one request."""
+    """Async iterator over the outputs of one request.
 
-    def __init__(self, call: Any, address: str) -> None:
+    Args:
+        closed: tells that the whole channel was closed, which cancels every call on it.
+    """
+
+    def __init__(self, call: Any, address: str, closed: asyncio.Event) -> None:
         super().__init__(address)
         self._call = call
         self._cancelled = False
+        self._closed = closed
 
     def __aiter__(self) -> AsyncGrpcCall:
         return self
@@ -184,7 +189,7 @@ class AsyncGrpcCall(_Progress):
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
-            if self._cancelled:  # the call, not the task that reads it
+            if self._cancelled or self._closed.is_set():  # the call, not the task that reads it
                 raise RequestCancelledError("the request was cancelled by this client") from None
             raise
         if response is grpc.aio.EOF:
@@ -226,6 +231,7 @@ class AsyncGrpcTransport:
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
         self._stub = self._client._client_stub
+        self._closed = asyncio.Event()
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
         """As `GrpcTransport.open`."""
@@ -234,7 +240,7 @@ class AsyncGrpcTransport:
             metadata=tuple(self._headers.items()),
             timeout=_rpc_timeout(timeout),
         )
-        return AsyncGrpcCall(call, self.address)
+        return AsyncGrpcCall(call, self.address, self._closed)
 
     async def server_live(self) -> bool:
         return bool(await self._unary("is_server_live"))
@@ -259,4 +265,5 @@ class AsyncGrpcTransport:
             raise _triton_error(error, self.address) from None
 
     async def close(self) -> None:
+        self._closed.set()
         await self._client.close()

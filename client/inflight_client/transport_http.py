@@ -165,6 +165,7 @@ class AsyncHttpTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncHttpCall:
         """Send a request; `timeout` is the seconds it has left."""
+        asyncio.get_running_loop()  # raises before there is a coroutine that nobody would await
         return AsyncHttpCall(self._session, request, timeout)
 
     async def server_live(self) -> bool:

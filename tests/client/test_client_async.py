@@ -13,6 +13,7 @@ from inflight.launcher import pick_ports
 from inflight_client import (
     AsyncClient,
     DeadlineExceededError,
+    InflightError,
     InvalidRequestError,
     RequestCancelledError,
     RetryPolicy,
@@ -164,3 +165,13 @@ def test_a_client_may_be_made_before_its_loop_runs(address: str, protocol: Any) 
             return (await client.generate("made early")).text
 
     assert asyncio.run(main()) == "made early"
+
+
+async def test_closing_the_client_ends_its_streams_with_an_error_of_its_own(address: str, protocol: Any) -> None:
+    """And not with a `CancelledError`, which would end the reading task without a word."""
+    async with AsyncClient(address, protocol=protocol, model="scripted") as client:
+        stream = client.stream(json.dumps({"tokens": 1000, "delay": 0.02}), max_tokens=1000)
+        await stream.__anext__()
+    with pytest.raises(InflightError):
+        async for _ in stream:
+            pass

@@ -60,6 +60,36 @@ def test_half_a_character_is_refused_before_anything_is_sent() -> None:
         GenerationRequest.build("bad\udcff", None, None, {}, model="m", timeout=None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"prompt": 5}, TypeError, "prompt is int: allowed is a text"),
+        ({"tenant": 5}, TypeError, "tenant is int"),
+        ({"cache_salt": b"x"}, TypeError, "cache_salt is bytes"),
+        ({"model": 5}, TypeError, "model is int"),
+        ({"request_id": 5}, TypeError, "request_id is int"),
+        ({"tenant": "\ud800"}, ValueError, "tenant is not valid text"),
+        ({"request_priority": 2**31}, ValueError, "request_priority: allowed are integers that INT32 holds"),
+        ({"prompt": None, "messages": "hello"}, TypeError, "messages: allowed is a list of objects"),
+        ({"prompt": None, "messages": [1]}, TypeError, "messages: allowed is a list of objects"),
+        ({"prompt": None, "input_ids": [1.5]}, TypeError, "float"),
+        ({"prompt": None, "input_ids": [2**63]}, ValueError, "input_ids: allowed are integers that INT64 holds"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_before_anything_is_sent(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        build(**arguments)
+
+
+def test_the_number_of_sequences_is_read_as_the_server_reads_it() -> None:
+    values = [2, 2.0, "2", np.int32(2)]
+    assert [build(n=n).n for n in values] == [2, 2, 2, 2]
+    assert build(extra_parameters={"num_return_sequences": 3}).n == 3
+    assert [build(n=n).n for n in (None, "x", [1], 0)] == [1, 1, 1, 1]
+
+
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="'max_token'; did you mean 'max_tokens'"):
         build(max_token=4)
@@ -137,6 +167,26 @@ def test_proxies_are_not_for_this_machine(host: str, loopback: bool) -> None:
 
 def test_headers_are_lower_case_in_grpc() -> None:
     assert connection(headers={"Authorization": "x"}).grpc_headers() == {"authorization": "x"}
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_closed_client_says_that_it_is_closed(protocol: Any) -> None:
+    client = Client("127.0.0.1:1", protocol=protocol)
+    client.close()
+    client.close()
+    for call in (client.health, client.ready, client.metadata, lambda: client.generate("x")):
+        with pytest.raises(RuntimeError, match=r"this client of 127.0.0.1:1 is closed: make a new one"):
+            call()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_a_closed_asyncio_client_says_that_it_is_closed(protocol: Any) -> None:
+    client = AsyncClient("127.0.0.1:1", protocol=protocol)
+    await client.health()
+    await client.close()
+    await client.close()
+    with pytest.raises(RuntimeError, match="is closed: make a new one"):
+        await client.generate("x")
 
 
 def test_the_client_needs_no_torch() -> None:

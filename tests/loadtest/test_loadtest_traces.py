@@ -75,6 +75,8 @@ def test_a_trace_is_a_load(tmp_path: Path) -> None:
     [
         ("a.csv", "when,prompt\n1,2\n", "allowed are: TIMESTAMP, ContextTokens, GeneratedTokens"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\nsoon,2,3\n", "request 1: cannot read arrival='soon'"),
+        ("a.csv", "arrival,prompt_tokens,output_tokens\nnan,2,3\n", "request 1: cannot read arrival='nan'"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 1e400, "output_length": 5}', "request 1: cannot read .*=inf"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\n", "no request in it"),
         ("a.jsonl", "[1, 2]\n", "line 1: no JSON object"),
     ],

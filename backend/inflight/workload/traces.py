@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def _request(row: dict[str, Any], where: str) -> tuple[float, int, int, tuple[in
             try:
                 hashes = tuple(int(some) for some in row.get("hash_ids") or ())
                 return _seconds(row[arrival], unit), int(row[prompt]), int(row[output]), hashes
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):
                 raise WorkloadError(
                     f"{where}: cannot read {arrival}={row[arrival]!r}, {prompt}={row[prompt]!r}, "
                     f"{output}={row[output]!r}; give a time and two numbers of tokens"
@@ -134,13 +135,16 @@ def _request(row: dict[str, Any], where: str) -> tuple[float, int, int, tuple[in
 
 def _seconds(value: Any, unit: float) -> float:
     try:
-        return float(value) * unit
+        seconds = float(value) * unit
     except ValueError:
         # Azure writes seven digits of a second, which fromisoformat of Python 3.10 does not read.
         text = re.sub(r"(\.\d{6})\d+", r"\1", str(value).strip())
         text = re.sub(r"\.(\d{1,5})(?=$|[+-])", lambda match: "." + match[1].ljust(6, "0"), text)
         stamp = datetime.fromisoformat(text)
-        return (stamp if stamp.tzinfo else stamp.replace(tzinfo=timezone.utc)).timestamp()
+        seconds = (stamp if stamp.tzinfo else stamp.replace(tzinfo=timezone.utc)).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(value)
+    return seconds
 
 
 def _class_of(prompt_tokens: int) -> str:
