@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -168,8 +169,13 @@ def _read_config(config: EngineConfig) -> Any:
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"model={config.model!r} is not a checkpoint that can be read: {reason}") from error
+        raise LoadError(f"model={config.model!r} is not a checkpoint that can be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """A library's error in one line: its first, and the next where that one only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _dtype(name: str, text_config: Any) -> torch.dtype:
@@ -202,7 +208,10 @@ def _max_model_len(config: EngineConfig, text_config: Any) -> int:
 def _check_weights_fit(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse before loading what the memory cannot hold, and say by how much."""
     files = sorted(Path(config.model).glob("*.safetensors")) if Path(config.model).is_dir() else []
-    need = sum(_weight_count(file) for file in files) * dtype.itemsize
+    try:
+        need = sum(map(_weight_count, files)) * dtype.itemsize
+    except Exception as error:  # whatever the bytes of a damaged header make of themselves
+        raise LoadError(f"{config.model!r}: a .safetensors file is damaged or incomplete; fetch it again") from error
     free = available_memory(device)
     if need > free:
         raise LoadError(
@@ -222,8 +231,9 @@ def _weight_count(file: Path) -> int:
 
 def _load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers_logging.disable_progress_bar()
+    where = f"{config.model!r} ({hf_config.model_type}) cannot be loaded"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             config.model,
             config=hf_config,
             dtype=dtype,
@@ -231,12 +241,20 @@ def _load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
             trust_remote_code=config.trust_remote_code,
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
         )
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (ValueError, OSError, KeyError, ImportError, SafetensorError) as error:
+        reason = _reason(error)
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             reason = "its attention does not go through transformers' AttentionInterface"
-        raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}") from error
+        raise LoadError(f"{where}: {reason}") from error
+    if report["mismatched_keys"]:
+        name, there, wanted = min(report["mismatched_keys"])
+        raise LoadError(f"{where}: its weights do not fit its config.json: {name} is {list(there)}, not {list(wanted)}")
+    if report["missing_keys"]:  # transformers would draw them at random
+        missing = sorted(report["missing_keys"])
+        raise LoadError(f"{where}: {len(missing)} of its weights are in no file, {missing[0]} among them")
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from mmap import PAGESIZE
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +65,37 @@ def llama(tmp_path_factory):
 def test_architectures_that_paging_would_get_wrong(tmp_path, model_type, changes, message):
     with pytest.raises(LoadError, match=message):
         load(config(saved(model_type, tmp_path, **changes)))
+
+
+def edited(source: str, folder, **changes) -> str:
+    """A copy of a checkpoint with another config.json."""
+    shutil.copytree(source, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 4}, r"\d+ of its weights are in no file, model\.layers\.2\."),
+        ({"vocab_size": 120}, r"weights do not fit its config.json: lm_head.weight is \[199, 32\], not \[120, 32\]"),
+        ({"num_attention_heads": 5}, "is not a checkpoint that can be read: .*validat.* .*5"),
+    ],
+)
+def test_weights_are_never_drawn_at_random(tmp_path, llama, changes, message):
+    with pytest.raises(LoadError, match=message):
+        load(config(edited(llama, tmp_path / "edited", **changes)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 5000, None])
+def test_damaged_weights_are_an_error_in_a_line(tmp_path, llama, content):
+    path = edited(llama, tmp_path / "damaged")
+    (file,) = Path(path).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(LoadError, match=r"damaged or incomplete; fetch it again|cannot be loaded: ") as caught:
+        load(config(path))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_whose_output_differs_is_refused(llama, monkeypatch):
