@@ -16,7 +16,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from inflight.frontend.text import checkpoint_file
+from inflight.frontend.text import TokenizerError, checkpoint_file, read_text
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
@@ -79,6 +79,8 @@ class ChatTemplate:
             self._template = None if text is None else _environment().from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
+        except RecursionError:
+            raise ChatTemplateError("the chat template is nested too deeply") from None
 
     @classmethod
     def load(cls, source: str, *, revision: str | None = None, override: str | None = None) -> ChatTemplate:
@@ -89,22 +91,23 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: `override` is not valid Jinja.
+            TokenizerError: a file of the checkpoint is damaged.
         """
         settings = _read_json(source, "tokenizer_config.json", revision)
         special = {**_read_json(source, "special_tokens_map.json", revision), **settings}
-        tokens = {
-            name: value["content"] if isinstance(value, dict) else value
+        spelt = {
+            name: value.get("content") if isinstance(value, dict) else value
             for name, value in special.items()
-            if name.endswith("_token") and isinstance(value, (str, dict))
+            if name.endswith("_token")
         }
+        tokens = {name: text for name, text in spelt.items() if isinstance(text, str)}
         text = override
         if text is None:
             path = checkpoint_file(source, "chat_template.jinja", revision)
-            text = settings.get("chat_template") if path is None else path.read_text(encoding="utf-8")
-        if isinstance(text, list):  # several named templates
-            named = {entry["name"]: entry["template"] for entry in text}
-            text = named.get("default", next(iter(named.values()), None))
+            text = _of_several(settings.get("chat_template")) if path is None else read_text(path)
         try:
+            if text is not None and not isinstance(text, str):
+                raise ChatTemplateError(f"its chat_template is {type(text).__name__}, not a text")
             return cls(text, tokens)
         except ChatTemplateError as error:
             if override is not None:
@@ -123,7 +126,7 @@ class ChatTemplate:
             )
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from None
 
     @staticmethod
@@ -145,9 +148,21 @@ def _kind(value: Any) -> str:
     return "an empty list" if value == [] else f"a {type(value).__name__}"
 
 
+def _of_several(template: Any) -> Any:
+    """A template, of a list of named ones the default or the first."""
+    if not isinstance(template, list):
+        return template
+    entries = [entry for entry in template if isinstance(entry, dict)]
+    named = {entry.get("name"): entry.get("template") for entry in entries}
+    return named.get("default", next(iter(named.values()), None))
+
+
 def _read_json(source: str, name: str, revision: str | None) -> dict[str, Any]:
     path = checkpoint_file(source, name, revision)
     if path is None:
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not valid JSON: {error}") from None
     return content if isinstance(content, dict) else {}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file"]
+__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file", "read_text"]
 
 _REPLACEMENT = "\ufffd"
 _PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
@@ -38,6 +38,18 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise TokenizerError(f"{source}: no such directory, and the hub says: {error}") from None
+
+
+def read_text(path: Path) -> str:
+    """A checkpoint's text file.
+
+    Raises:
+        TokenizerError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read: {error}") from None
 
 
 class _Backend(Protocol):
@@ -127,7 +139,8 @@ class Tokenizer:
         try:
             slow = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
-            raise TokenizerError(f"{source}: no tokenizer.json, and transformers says: {error}") from None
+            said = " ".join(str(error).split())
+            raise TokenizerError(f"{source}: no tokenizer.json, and transformers says: {said}") from None
         fast = getattr(slow, "backend_tokenizer", None)
         return cls(_Slow(slow) if fast is None else _Fast(fast))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from inflight.frontend.chat import ChatTemplate, ChatTemplateError
+from inflight.frontend.text import TokenizerError
 
 MESSAGES = [{"role": "system", "content": "be  brief"}, {"role": "user", "content": "<b> 'héllo' 你 & \"x\""}]
 
@@ -63,6 +64,39 @@ def test_bad_syntax_is_an_error_of_the_operator_or_else_of_messages_only(tmp_pat
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ChatTemplateError, match=r"no chat template \(the chat template is not valid Jinja: line 1"):
         ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"chat_template": 5}, "its chat_template is int, not a text"),
+        ({"chat_template": [5]}, "the checkpoint has none"),
+        ({"chat_template": [{"x": 1}]}, "the checkpoint has none"),
+        ({"chat_template": "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"}, "nested too deeply"),
+        ({"chat_template": "{{ messages[9].content }}{{ messages[9].x.y }}"}, "refused the messages"),
+        ({"chat_template": "{{ 1 // 0 }}"}, "refused the messages"),
+        ({"chat_template": "{{ range(1000000000) | length }}"}, "refused the messages"),
+    ],
+)
+def test_a_template_that_is_none_leaves_plain_prompts_alone(tmp_path: Path, settings: dict, says: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": {"x": 1}}))
+    with pytest.raises(ChatTemplateError, match=says):
+        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", b"{", "tokenizer_config.json: not valid JSON"),
+        ("tokenizer_config.json", b'{"a": "\xff"}', "tokenizer_config.json: cannot be read"),
+        ("special_tokens_map.json", b"[" * 100_000, "special_tokens_map.json: not valid JSON"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=says):
+        ChatTemplate.load(str(tmp_path))
 
 
 def test_templates_are_sandboxed() -> None:
