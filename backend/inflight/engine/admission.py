@@ -247,7 +247,7 @@ class PredictedPeakAdmission:
 
     def _course(self, request: Request, hits: int) -> Course:
         """From here on, with `hits` of its tokens in blocks that are not its own."""
-        num_tokens = request.num_tokens + request.num_pending_tokens
+        num_tokens = request.num_total_tokens
         left = request.num_prompt_tokens + self._lengths.expected(request) - num_tokens
         end = self._step + max(1, left)
         return num_tokens - hits - self._step, -(-end // _GRAIN) * _GRAIN

@@ -85,7 +85,7 @@ class LatencyBudget:
         self._asked, self._granted = False, 0
         decodes = context = 0
         for request in running:
-            total = request.num_tokens + request.num_pending_tokens
+            total = request.num_total_tokens
             if total - request.num_computed_tokens == 1 and total < request.max_total_tokens:
                 decodes += 1
                 context += total
@@ -93,7 +93,7 @@ class LatencyBudget:
         self._load = StepLoad(decodes, context)
 
     def grant(self, request: Request, lag: int, most: int) -> int:
-        computed = request.num_tokens + request.num_pending_tokens - lag
+        computed = request.num_total_tokens - lag
         if lag == 1:  # a decode that comes back from where it was swapped to
             self._load = self._load._replace(
                 decodes=self._load.decodes + 1, context_tokens=self._load.context_tokens + computed + 1
@@ -156,7 +156,7 @@ class PartialPrefillLimits:
 
     def begin(self, running: Sequence[Request]) -> None:
         self.inner.begin(running)
-        lags = [r.num_tokens + r.num_pending_tokens - r.num_computed_tokens for r in running]
+        lags = [r.num_total_tokens - r.num_computed_tokens for r in running]
         self._partial = sum(lag > 1 for lag in lags)
         self._long = sum(lag > self._threshold for lag in lags)
 

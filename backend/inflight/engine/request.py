@@ -148,7 +148,7 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the pool, once the steps made so far have run.
         num_computable_tokens: leading tokens that can be computed in the blocks it has; never the last one of all,
             whose KV nobody needs.  Owned by `KVPool`.
-        num_pending_tokens: tokens that those steps will have sampled and that are not known yet.
+        num_total_tokens: `num_tokens` and those that these steps will have sampled and that nobody knows yet.
         block_ids: block table; owned by `KVPool`.
         block_hashes: chain hashes of the full blocks, grown by `KVPool`.
         slot: row in the runner's batch state while RUNNING, else -1.
@@ -182,10 +182,10 @@ class Request:
     token_ids: array[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
+    num_total_tokens: int = field(init=False)
     milestone: int = field(init=False)
     num_computed_tokens: int = 0
     num_computable_tokens: int = 0
-    num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Request:
 
     def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
         self.token_ids = array("i", prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_tokens = self.num_total_tokens = len(self.token_ids)
         self.milestone = self.num_prompt_tokens + 1
         self.max_total_tokens = self.max_total_tokens or self.num_prompt_tokens + self.params.max_tokens
 

@@ -45,7 +45,7 @@ class Scheduler:
         schedule(1)  schedule(2)  update(1)  schedule(3)  update(2) ...
 
     `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and
-    `num_pending_tokens` the tokens that they will have sampled and that nobody knows yet.  Blocks
+    `num_total_tokens` also the tokens that they will have sampled and that nobody knows yet.  Blocks
     and slots go back as soon as a request ends: whoever gets them writes them in a later step.
 
     Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running
@@ -118,7 +118,6 @@ class Scheduler:
             if token < 0 or request.status is _FINISHED:
                 continue
             request.token_ids.append(token)
-            request.num_pending_tokens -= 1
             request.num_tokens = num_tokens = request.num_tokens + 1
             if num_tokens >= request.milestone or token in request.stop_ids:
                 delta = SequenceDelta(request.request_id, request.index, [token])
@@ -166,21 +165,23 @@ class Scheduler:
         """
         left = self.limits.max_num_batched_tokens - out.total_tokens
         decodes: list[Request] = []
+        positions: list[int] = []
         for request in self.running.copy():  # some may be preempted on the way
             if left <= 0:
                 break
             computed = request.num_computed_tokens
-            num_tokens = lag = request.num_tokens + request.num_pending_tokens - computed
+            num_tokens = lag = request.num_total_tokens - computed
             if lag > 1 or computed >= request.num_computable_tokens:
                 num_tokens = self._make_room(request, lag, left, out)
             if lag == num_tokens == 1:
                 request.num_computed_tokens = computed + 1
-                request.num_pending_tokens += 1
+                request.num_total_tokens = computed + 2
                 decodes.append(request)
+                positions.append(computed)
             elif num_tokens > 0:
                 self._append(out, request, num_tokens)
             left -= num_tokens
-        out.put_first(decodes)
+        out.put_first(decodes, positions)
 
     def _make_room(self, request: Request, lag: int, left: int, out: SchedulerOutput) -> int:
         """Tokens that a request of `running` gets of the `lag` ones it is behind; there are blocks for them then."""

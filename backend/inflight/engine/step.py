@@ -70,9 +70,9 @@ class SchedulerOutput:
         """Schedule the next `num_tokens` tokens of a request that holds their blocks."""
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + num_tokens
-        samples = end == request.num_tokens + request.num_pending_tokens
+        samples = end == request.num_total_tokens
         if samples:
-            request.num_pending_tokens += 1
+            request.num_total_tokens += 1
         self.requests.append(request)
         self.slots.append(request.slot)
         self.num_scheduled_tokens.append(num_tokens)
@@ -80,11 +80,11 @@ class SchedulerOutput:
         self.samples.append(samples)
         self.total_tokens += num_tokens
 
-    def put_first(self, decodes: list[Request]) -> None:
+    def put_first(self, decodes: list[Request], num_computed_tokens: list[int]) -> None:
         """Schedule one token, which samples, of each, ahead of all others; their own counts are already past it."""
         self.requests[:0] = decodes
         self.slots[:0] = [request.slot for request in decodes]
-        self.num_computed_tokens[:0] = [request.num_computed_tokens - 1 for request in decodes]
+        self.num_computed_tokens[:0] = num_computed_tokens
         self.num_scheduled_tokens[:0] = [1] * len(decodes)
         self.samples[:0] = [True] * len(decodes)
         self.total_tokens += len(decodes)

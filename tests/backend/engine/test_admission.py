@@ -19,7 +19,7 @@ from inflight.engine.request import Request, SamplingParams
 def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:
     result = Request(request_id, [1] * prompt, SamplingParams(max_tokens=max_tokens), caches_blocks=False)
     result.token_ids.extend([2] * output)
-    result.num_tokens += output
+    result.num_tokens = result.num_total_tokens = prompt + output
     return result
 
 
@@ -130,6 +130,7 @@ def test_who_outlives_the_prediction_is_expected_to_go_on():
         admission.begin()
         running[0].token_ids.append(1)
         running[0].num_tokens += 1
+        running[0].num_total_tokens += 1
         assert pool.extend(running[0], running[0].num_tokens) is not None
     assert not admission.admits(request(8, max_tokens=200), [], running, KVPool(60, 4)), "256 tokens now"
 
