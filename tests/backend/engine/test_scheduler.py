@@ -7,7 +7,15 @@ import re
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
-from inflight.engine.messages import AddRequest
+from inflight.engine.messages import (
+    AddRequest,
+    SequenceDelta,
+    StepMessage,
+    StepStats,
+    TokenColumns,
+    decode_to_frontend,
+    encode,
+)
 from inflight.engine.request import SamplingParams
 from inflight.engine.step import StepOutput
 
@@ -226,3 +234,12 @@ def test_what_ended_while_the_step_ran_has_no_news():
         (1, [entries[0]], [[], *prompts[0]])
     ]
     assert columns.token_ids == []
+
+
+def test_columns_are_deltas_on_the_other_side_of_the_pipe():
+    stats = StepStats(*[1] * 10, step_seconds=0.5)
+    last = SequenceDelta(3, 0, [9], "stop", 9)
+    message = decode_to_frontend(encode(StepMessage([last], stats, TokenColumns([1, 2], [0, 5], [7, 8]))))
+    assert message.stats == stats
+    assert message.deltas == [last, SequenceDelta(1, 0, [7]), SequenceDelta(2, 5, [8])]
+    assert decode_to_frontend(encode(StepMessage([], stats))).deltas == []
