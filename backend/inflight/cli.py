@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_LOOK_SECONDS = 2.0  # between two looks at the stubs
 _EXIT_TIMEOUT_SECONDS = 10  # for open requests after Ctrl-C; a second Ctrl-C ends them at once
 
 _Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
@@ -191,8 +192,17 @@ def run_in_foreground(server: TritonServer, timeout: float) -> None:
 
 
 def _wait_for_end(server: TritonServer) -> None:
+    """Until the server ends, or is of no use any more: Triton neither restarts a stub nor stops saying "ready"."""
+    lost: set[int] = set()
+    looked = time.monotonic()
     while server.is_running():
         time.sleep(0.2)
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            before, lost, looked = lost, set(server.lost_stubs()), time.monotonic()
+            if before & lost:  # twice: one that was just unloaded is gone the second time
+                raise LauncherError(
+                    "the stub process of a model died, and Triton lets its requests hang: stopping; start it again"
+                )
     raise LauncherError(server.exit_reason())
 
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -231,6 +231,10 @@ class TritonServer:
         """Whether the server process lives."""
         return self.process is not None and self.process.poll() is None
 
+    def lost_stubs(self) -> list[int]:
+        """Stub processes that died under the server, which takes note of it only when it unloads their models."""
+        return [] if self.process is None else dead_children(self.process.pid, "triton_python")
+
     def log_text(self) -> str:
         """All the server has written so far; after `stop()` what it had written."""
         if self.log_file is not None and self.log_file.exists():
@@ -352,16 +356,25 @@ def load_failure(log: str) -> str | None:
 
 def session_members(session: int) -> list[int]:
     """Living processes (zombies excluded) of the session `session`."""
-    members = []
+    return [pid for pid, _, state, _, sid in _processes() if sid == session and state not in "ZX"]
+
+
+def dead_children(parent: int, name: str) -> list[int]:
+    """Zombies that `parent` has not waited for, of a command whose name starts with `name`."""
+    return [
+        pid for pid, comm, state, ppid, _ in _processes() if ppid == parent and state == "Z" and comm.startswith(name)
+    ]
+
+
+def _processes() -> Iterator[tuple[int, str, str, int, int]]:
+    """(process id, command's name, state, parent, session) of every process."""
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            # The command's name stands in parentheses and may hold spaces: split after it.
-            state, _ppid, _pgrp, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(sid) == session and state not in "ZX":
-                members.append(int(entry.name))
-    return members
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The command's name stands in parentheses and may hold spaces: split after it.
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                state, ppid, _pgrp, sid = rest.split()[:4]
+                yield int(entry.name), name, state, int(ppid), int(sid)
 
 
 def _check_port_free(host: str, port: int, service: str, option: str) -> None:

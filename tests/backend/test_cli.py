@@ -233,3 +233,19 @@ def test_a_server_that_dies_is_status_1(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("inflight: tritonserver ended with status -9")
     assert session_members(pid) == []
+
+
+@needs_server
+def test_a_stub_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> None:
+    """Triton itself would go on saying that it is ready, and let every request of the model hang."""
+    with _foreground(tmp_path, "idle") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.stdout.readline()
+        stubs = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        assert len(stubs) == 1
+        subprocess.run(["kill", "-ABRT", str(stubs[0])], check=True)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("inflight: the stub process of a model died")
+    assert session_members(pid) == []
