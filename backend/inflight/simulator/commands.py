@@ -44,7 +44,10 @@ def calibrate(
             raise ConfigError(f"--output {output}: a profile is a .json file; name it so")
         options = _engine_options(model, config, set_ or [])
         engine_config = EngineConfig.from_dict(options, source="command line")
-        from inflight.simulator import calibrate as measuring
+        try:
+            from inflight.simulator import calibrate as measuring
+        except ModuleNotFoundError as error:
+            _fail(f"calibrate runs the engine: pip install 'inflight[backend]' ({error})")
 
         try:
             core = measuring.load_engine(engine_config)

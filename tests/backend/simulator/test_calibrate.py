@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from checkpoints import make_checkpoint
@@ -61,6 +62,14 @@ def test_the_command_writes_a_profile_that_simulate_takes(checkpoint, tmp_path):
     simulated = run.invoke(app, ["simulate", "--profile", str(output), "--requests", "5"])
     assert simulated.exit_code == 0, simulated.output
     assert "requests      5 in" in simulated.output
+
+
+def test_without_the_backends_packages_it_says_how_to_install_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "inflight.simulator.calibrate", None)
+    monkeypatch.delattr("inflight.simulator.calibrate")
+    result = CliRunner().invoke(app, ["calibrate", "--model", "a/b", "-o", str(tmp_path / "x.json")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("inflight: calibrate runs the engine: pip install 'inflight[backend]'")
 
 
 def test_a_checkpoint_that_cannot_be_loaded_fails_with_its_reason(tmp_path):
