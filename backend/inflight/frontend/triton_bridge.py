@@ -17,8 +17,19 @@ from inflight.metrics import Metrics, MetricSpec, NoMetrics
 __all__ = ["TritonResponder", "complete_config", "create_metrics", "log", "read_request", "wants_metrics"]
 
 
+# Responses up to here fit what a shared memory that is all but full still has (it grows by 1 MiB at a time).
+_SMALL_BYTES = 64 * 1024
+
+
+def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
+    return sum(sum(map(len, a.flat)) if a.dtype == np.object_ else a.nbytes for a in outputs.values())
+
+
 class TritonResponder:
-    """A Triton response sender.  FINAL always goes with a response, never alone.
+    """A Triton response sender.  FINAL goes with the last response, but behind one that is large.
+
+    A sender is closed by a response with FINAL even if the shared memory had no room for it, and
+    then takes no error response either: the client would wait for good (Triton 24.10, seen).
 
     The server deletes a request's response factory when FINAL arrives, and looks into the factory
     when it is asked whether the request is cancelled: a question that meets FINAL on its way ends
@@ -33,10 +44,11 @@ class TritonResponder:
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send the outputs; raises when Triton does not take them."""
         response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
-        if final:
-            self._send_final(response)
-        else:
+        whole = final and _num_bytes(outputs) <= _SMALL_BYTES
+        if not whole:
             self._sender.send(response, flags=0)
+        if final:
+            self._send_final(response if whole else None)
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Send an error, which is final."""
@@ -51,7 +63,11 @@ class TritonResponder:
     def _send_final(self, response: Any) -> None:
         with self._lock:
             self._finished = True
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if response is None:
+                self._sender.send(flags=final)
+            else:
+                self._sender.send(response, flags=final)
 
 
 def read_request(request: Any) -> WireRequest:

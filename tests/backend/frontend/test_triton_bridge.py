@@ -40,8 +40,24 @@ class Server:
         self.asked_after_final |= 1 in self.flags
         return False
 
-    def send(self, response, flags: int) -> None:
+    def send(self, response=None, flags: int = 0) -> None:
         self.flags.append(flags)
+
+
+class FullServer(Server):
+    """One whose shared memory has no room for large responses; as Triton's, it is closed by a FINAL that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: str | None = None
+
+    def send(self, response=None, flags: int = 0) -> None:
+        if 1 in self.flags:
+            raise RuntimeError("Unable to send response. Response sender has been closed.")
+        super().send(response, flags)
+        tensors, self.error = response or (None, None)
+        if sum(len(value) for _, array in tensors or () for value in array) > 2**20:
+            raise RuntimeError("Failed to increase the shared memory pool size")
 
 
 @pytest.mark.parametrize("end", ["send", "fail"])
@@ -74,3 +90,20 @@ def test_nobody_asks_after_final(bridge):
     responder.fail("CANCELLED", "gone")
     assert responder.is_cancelled() is False
     assert not server.asked.is_set()
+
+
+def test_a_response_that_the_shared_memory_cannot_hold_leaves_the_way_open_for_its_error(bridge):
+    server = FullServer()
+    responder = bridge.TritonResponder(server)
+    with pytest.raises(RuntimeError, match="shared memory"):
+        responder.send({"text_output": np.array([b"x" * 2**21], dtype=np.object_)}, final=True)
+    responder.fail("CANCELLED", "no room")
+    assert server.error == ("no room", 7)
+    assert server.flags == [0, 1]
+
+
+def test_final_goes_behind_a_large_response_and_with_a_small_one(bridge):
+    for size, flags in ((10, [1]), (2**20, [0, 1])):
+        server = Server()
+        bridge.TritonResponder(server).send({"token_ids": np.zeros(size // 8 + 1, dtype=np.int64)}, final=True)
+        assert server.flags == flags
