@@ -205,13 +205,12 @@ def share_in_memory(tensor: torch.Tensor) -> float:
     return float((entries >> np.uint64(63)).mean())
 
 
-@pytest.mark.parametrize("target", [None, 40])
-def test_with_a_latency_target_no_step_waits_for_pages_of_the_pool(llama, monkeypatch, target):
+def test_with_a_latency_target_no_step_waits_for_pages_of_the_pool(llama, monkeypatch):
     caches = []
     new_cache = ReferenceAttention.new_cache
     monkeypatch.setattr(ReferenceAttention, "new_cache", lambda *args: caches.append(new_cache(*args)) or caches[-1])
-    # Too much for all of it to be memory that was freed before.
-    load(config(llama, attention_backend="reference", kv_cache_memory="160MiB", itl_target_ms=target))
+    # Too much for all of it to be memory that was freed before, and so is there anyway.
+    load(config(llama, attention_backend="reference", kv_cache_memory="160MiB", itl_target_ms=40))
     shares = [share_in_memory(tensor) for cache in caches for tensor in (cache.key, cache.value)]
     assert len(shares) >= 4
-    assert min(shares) == 1.0 if target else min(shares) < 0.5
+    assert min(shares) == 1.0

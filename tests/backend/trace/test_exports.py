@@ -145,7 +145,7 @@ def test_the_command_converts_a_saved_trace(trace, tmp_path):
         (["-o", "a.txt"], "--format"),
         (["-o", "a.html", "--format", "svg"], "allowed is html, perfetto, json"),
         (["-o", "a.html", "--url", "127.0.0.1:1"], "give Triton's HTTP address"),
-        (["-o", "a.html", "--url", "http://"], "--url"),
+        (["-o", "a.html", "--url", "http://"], "url='http://': no host"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(arguments, says, tmp_path, monkeypatch):
