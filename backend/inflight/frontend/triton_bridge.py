@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.errors import ErrorCode
 from inflight.metrics import Metrics, MetricSpec, NoMetrics
@@ -80,9 +80,20 @@ def read_request(request: Any) -> WireRequest:
 
 
 def complete_config(config: Any) -> Any:
-    """Declare inputs, outputs, no Triton batching and the decoupled policy; what `config.pbtxt` names stays."""
+    """Declare inputs, outputs, no Triton batching and the decoupled policy; what `config.pbtxt` names stays.
+
+    Raises:
+        ConfigError: it declares an input or output with another data type than the wire contract.
+    """
     given = config.as_dict()
-    inputs, outputs = ({tensor["name"] for tensor in given[kind]} for kind in ("input", "output"))
+    inputs, outputs = ({tensor["name"]: tensor["data_type"] for tensor in given[kind]} for kind in ("input", "output"))
+    for declared, specs in ((inputs, INPUTS), (outputs, OUTPUTS)):
+        for name, data_type, _ in specs:
+            if declared.get(name, data_type) != data_type:
+                raise ConfigError(
+                    f"config.pbtxt: {name} is declared as {declared[name]}, but is {data_type}; leave it out: inputs "
+                    "and outputs are completed at load"
+                )
     for spec in INPUTS:
         if spec.name not in inputs:
             config.add_input(

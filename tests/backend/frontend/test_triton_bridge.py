@@ -10,6 +10,8 @@ import types
 import numpy as np
 import pytest
 
+from inflight.config import ConfigError
+
 
 @pytest.fixture
 def bridge(monkeypatch):
@@ -107,3 +109,34 @@ def test_final_goes_behind_a_large_response_and_with_a_small_one(bridge):
         server = Server()
         bridge.TritonResponder(server).send({"token_ids": np.zeros(size // 8 + 1, dtype=np.int64)}, final=True)
         assert server.flags == flags
+
+
+class ModelConfig:
+    """Triton's object of a `config.pbtxt`."""
+
+    def __init__(self, **declared: str) -> None:
+        self.input = [{"name": name, "data_type": data_type} for name, data_type in declared.items()]
+        self.output: list[dict] = []
+
+    def as_dict(self) -> dict:
+        return {"input": self.input, "output": self.output}
+
+    def add_input(self, tensor: dict) -> None:
+        self.input.append(tensor)
+
+    def add_output(self, tensor: dict) -> None:
+        self.output.append(tensor)
+
+    def set_max_batch_size(self, size: int) -> None:
+        assert size == 0
+
+    def set_model_transaction_policy(self, policy: dict) -> None:
+        assert policy == {"decoupled": True}
+
+
+def test_what_config_pbtxt_declares_stays_when_it_fits_the_contract(bridge):
+    config = bridge.complete_config(ModelConfig(text_input="TYPE_STRING"))
+    names = [tensor["name"] for tensor in config.input]
+    assert names.count("text_input") == 1 and "stream" in names and config.output
+    with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32, but is TYPE_STRING; leave it out"):
+        bridge.complete_config(ModelConfig(text_input="TYPE_INT32"))
