@@ -92,7 +92,9 @@ class TritonPythonModel:
                     self._streams.open(self._parser.parse(wire), responder)
             except RequestError as error:
                 self._streams.reject(responder, error)
-            except Exception as error:  # a bug here must not take the other requests along
+            except BaseException as error:  # a bug, or a panic of the tokenizer, must not take the other requests along
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
                 message = f"{type(error).__name__}: {error}"
                 bridge.log("error", f"while reading a request: {message}")
                 self._streams.reject(responder, RequestError("INTERNAL", message))

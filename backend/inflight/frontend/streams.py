@@ -194,7 +194,12 @@ class Streams:
             self._open_sequences += count
             self._next_id += 1
             request_id = self._next_id
-        stream = Stream(request_id, request, responder, self._tokenizer, self._interval)
+        try:
+            stream = Stream(request_id, request, responder, self._tokenizer, self._interval)
+        except BaseException:  # the caller answers
+            with self._lock:
+                self._open_sequences -= count
+            raise
         self._events.put(partial(self._register, stream))
         try:
             self._engine.submit(request_id, request)
@@ -270,7 +275,7 @@ class Streams:
     def _run_event(self, event: Callable[[], None]) -> None:
         try:
             event()
-        except Exception as error:  # without this thread every stream would hang
+        except BaseException as error:  # without this thread every stream would hang; Rust's panics are no Exception
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
     def _take(self, message: StepMessage, dirty: dict[int, Stream]) -> None:
@@ -289,7 +294,7 @@ class Streams:
                 continue
             try:
                 self._advance(stream)
-            except Exception as error:  # a bug or a lost client must not end the other streams
+            except BaseException as error:  # a bug, a panic or a lost client must not end the other streams
                 self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
                 self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"))
         dirty.clear()

@@ -343,6 +343,38 @@ def test_a_client_that_cannot_be_reached_harms_nobody(rig: Rig) -> None:
     assert rig.errors
 
 
+class Panic(BaseException):
+    """As Rust's in the tokenizers library: no `Exception`."""
+
+
+def test_a_panic_of_the_tokenizer_harms_nobody_else(rig: Rig) -> None:
+    broken, fine = rig.open(), rig.open()
+    rig.step(SequenceDelta(1, 0, IDS[:1]), SequenceDelta(2, 0, IDS[:1]))
+    assert fine.arrived.wait(10)
+
+    def panic(*_: Any) -> None:
+        raise Panic("index out of bounds")
+
+    rig.streams._streams[1].sequences[0].advance = panic  # type: ignore[method-assign]
+    rig.feed(IDS[1:], request_id=1)
+    assert broken.wait().error == ("INTERNAL", "Panic: index out of bounds")
+    rig.feed(IDS[1:], request_id=2)
+    assert fine.wait().texts() == [TEXT]
+
+
+def test_a_stream_that_cannot_be_made_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(max_sequences=1)
+    with monkeypatch.context() as broken:
+        broken.setattr("inflight.frontend.streams.Stream", lambda *_: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                rig.open()
+    client = rig.open()
+    rig.feed(IDS, request_id=4)
+    assert client.wait().error is None
+    rig.streams.stop("over")
+
+
 def test_stop_fails_what_is_open() -> None:
     rig = Rig()
     client = rig.open()

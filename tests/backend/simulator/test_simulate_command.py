@@ -108,6 +108,12 @@ def test_what_cannot_be_simulated_is_one_line_and_status_2(profile, arguments, m
     assert result.output.count("\n") == 1
 
 
+def test_a_seed_below_zero_is_wrong_usage(profile):
+    result = simulate(profile, "--seed", -1)
+    assert result.exit_code == 2
+    assert "Invalid value for '--seed'" in result.output
+
+
 def test_sweeps_are_read():
     assert parse_sweep("max_num_seqs=8..40,max_num_batched_tokens=256,512") == {
         "max_num_seqs": [8, 16, 32, 40],
