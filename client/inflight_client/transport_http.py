@@ -9,6 +9,7 @@ a blocking read could not be cancelled from another thread before its first byte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -187,13 +188,22 @@ class AsyncHttpTransport:
         await self._session.aclose()
 
 
+def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
 class _LoopThread:
-    """An event loop in a daemon thread."""
+    """An event loop in a daemon thread, which ends with this object."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="inflight-client", daemon=True)
+        self._thread = threading.Thread(target=_run_and_close, args=(self.loop,), name="inflight-client", daemon=True)
         self._thread.start()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed already
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine there and wait for it."""
@@ -205,7 +215,6 @@ class _LoopThread:
         self.run(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.close()
 
     async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -218,12 +227,13 @@ class HttpCall:
     """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
 
     def __init__(
-        self, session: _Session, loop: asyncio.AbstractEventLoop, request: GenerationRequest, timeout: float | None
+        self, session: _Session, thread: _LoopThread, request: GenerationRequest, timeout: float | None
     ) -> None:
+        self._thread = thread  # its client may be forgotten meanwhile
         # As in `AsyncHttpCall`: the task must not hold this object.
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         put = self._queue.put
-        self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), loop)
+        self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), thread.loop)
         self._future.add_done_callback(lambda _: put(_END))
         self._cancelled = False
 
@@ -261,7 +271,7 @@ class HttpTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> HttpCall:
         """Send a request; `timeout` is the seconds it has left."""
-        return HttpCall(self._async._session, self._thread.loop, request, timeout)
+        return HttpCall(self._async._session, self._thread, request, timeout)
 
     def server_live(self) -> bool:
         return self._thread.run(self._async.server_live())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import ssl
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -187,6 +189,15 @@ async def test_a_closed_asyncio_client_says_that_it_is_closed(protocol: Any) -> 
     await client.close()
     with pytest.raises(RuntimeError, match="is closed: make a new one"):
         await client.generate("x")
+
+
+def test_a_client_that_is_forgotten_leaves_no_thread() -> None:
+    client = Client("127.0.0.1:1", protocol="http")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "inflight-client"]
+    del client
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_the_client_needs_no_torch() -> None:
