@@ -97,14 +97,15 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     (
         "UNAVAILABLE",
         r"queue is full|exceeds maximum queue size|being restarted|cannot be restarted|being unloaded"
-        r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later",
+        r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later"
+        r"|server is stopping|stopped accepting",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
-    ("INTERNAL", r"^\w*(Error|Exception): |internal error"),
+    ("INTERNAL", r"^\w*(Error|Exception): |internal error|stub process .* is not healthy"),
     (
         "INVALID_ARGUMENT",
         r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"
-        r"|not enabled|more than|at least|give (exactly )?one|unexpected inference input|\bmust be\b"
+        r"|not enabled|more than|at least|at most|never fits|is off: set|already exists|give (exactly )?one|unexpected inference input|\bmust be\b"
         r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
     ),
 )

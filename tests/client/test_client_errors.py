@@ -39,6 +39,15 @@ MESSAGES = [
     (InvalidRequestError, "unexpected inference input 'foo' for model 'demo'"),
     (InvalidRequestError, "unknown sampling parameter 'foo'; known are: bad_words, end_id"),
     (InvalidRequestError, "the prompt has 9999 characters, which is surely more than 63 tokens"),
+    (
+        InvalidRequestError,
+        "the request never fits: 5 prompt and up to 99 output tokens take 7 KV blocks; lower max_tokens",
+    ),
+    (InvalidRequestError, "the prompt has 64 tokens: at most 63 fit max_model_len=64 with one output"),
+    (InvalidRequestError, 'step_trace is off: set "step_trace": true in model.json and load the model again'),
+    (InvalidRequestError, "input 'text_input' already exists in request"),
+    (UnavailableError, "Server is stopping, scheduler for model has stopped accepting new inference requests"),
+    (ServerError, "Stub process 'demo_0_0' is not healthy."),
     (ServerError, "KeyError: 'x'"),
     (ServerError, "something nobody has seen before"),
 ]
