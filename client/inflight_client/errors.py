@@ -105,7 +105,8 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     (
         "INVALID_ARGUMENT",
         r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"
-        r"|not enabled|more than|at least|at most|never fits|is off: set|already exists|give (exactly )?one|unexpected inference input|\bmust be\b"
+        r"|not enabled|more than|at least|at most|never fits|is off: set|already exists"
+        r"|give (exactly )?one|unexpected inference input|\bmust be\b"
         r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
     ),
 )
