@@ -334,6 +334,7 @@ class Streams:
             responder.send({"text_output": np.array([message.trace], dtype=np.object_)}, True)
         except Exception as lost:
             self._log_error(f"cannot answer a request for the step trace: {lost}")
+            self._respond_error(responder, RequestError("INTERNAL", f"the step trace cannot be sent: {lost}"))
 
     def _register(self, stream: Stream) -> None:
         self._streams[stream.request_id] = stream

@@ -110,3 +110,4 @@ def test_an_asker_that_is_gone_is_logged_and_disturbs_nobody(rig):
         rig.streams.on_trace(TraceDump(request_id, b"{}"))
     assert other.wait().error is None
     assert "step trace" in rig.errors[0]
+    assert gone.wait().error == ("INTERNAL", "the step trace cannot be sent: cannot reach the client")
