@@ -60,7 +60,7 @@ class _Step:
     """A step that was made and is, or will be, executed.
 
     Attributes:
-        start: `time.monotonic()` when making it began.
+        start: `_clock()` when making it began.
         scheduled: when it was made, or None where that took no time of the step's: it was made
             while the step before ran.
         result: of `_execute`.
@@ -128,7 +128,7 @@ class EngineCore:
         params = message.params
         stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         limit = min(len(message.prompt_token_ids) + params.max_tokens, self.info.max_model_len)
-        arrival = time.monotonic() if message.arrival is None else message.arrival
+        arrival = self._clock() if message.arrival is None else message.arrival
         # n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a
         # salt of the request's own.
         caches = self.config.enable_prefix_caching
@@ -172,7 +172,7 @@ class EngineCore:
         elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
             self.scheduler.abort(sequences[index])
         if self.trace is not None:
-            self.trace.ended(sequences, time.monotonic())
+            self.trace.ended(sequences, self._clock())
         self._forget_if_done(request_id)
 
     def step(self) -> StepMessage:
@@ -188,7 +188,7 @@ class EngineCore:
         result, begun, executed = step.result()
         news, tokens = self.scheduler.update(step.out, result)
         self._forget_finished(news)
-        end = time.monotonic()
+        end = self._clock()
         start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
         if step.out.requests:
             self.scheduler.policies.budget.observe(step.out, executed - start)  # whoever waits, waits for both
@@ -200,22 +200,26 @@ class EngineCore:
 
     def _make(self, behind: _Step | None) -> _Step:
         """Schedule and prepare the next step and hand it to the device, behind the one that runs."""
-        start = time.monotonic()
+        start = self._clock()
         out = self.scheduler.schedule()
         prepared = self.runner.prepare(out) if out.requests else None
-        scheduled = time.monotonic()
+        scheduled = self._clock()
         if self._device is None or not out.requests:
             return _Step(out, start, scheduled, partial(self._execute, out, prepared, scheduled))
         future = self._device.submit(self._execute, out, prepared)
         return _Step(out, start, scheduled if behind is None else None, future.result)
 
+    def _clock(self) -> float:
+        """Seconds now, on the clock of deadlines and arrivals."""
+        return time.monotonic()
+
     def _execute(
         self, out: SchedulerOutput, prepared: Any, begun: float | None = None
     ) -> tuple[StepOutput, float, float]:
-        """The step's tokens, and `time.monotonic()` before (`begun`, where that is known) and after."""
-        begun = time.monotonic() if begun is None else begun
+        """The step's tokens, and `_clock()` before (`begun`, where that is known) and after."""
+        begun = self._clock() if begun is None else begun
         result = self.runner.execute(out, prepared) if out.requests else StepOutput([])
-        return result, begun, time.monotonic()
+        return result, begun, self._clock()
 
     def _refusal(self, message: AddRequest) -> RequestFailed | None:
         num_tokens = len(message.prompt_token_ids)

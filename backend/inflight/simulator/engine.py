@@ -132,6 +132,9 @@ class SimulatedEngine(EngineCore):
             raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
         return message
 
+    def _clock(self) -> float:
+        return self.now
+
     def _execute(
         self, out: SchedulerOutput, prepared: Any, begun: float | None = None
     ) -> tuple[StepOutput, float, float]:

@@ -49,6 +49,19 @@ def test_the_host_waits_for_the_device_unless_steps_overlap():
     assert 2.0 * 10 <= slow_host.seconds <= 2.0 * 11 + 1.0, "the slower of the two sets the pace"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_latency_target_holds_on_the_virtual_clock(overlap):
+    """Streams of 20 ms a step and a long prompt beside them, 1 ms a token: chunks grow to what the target allows."""
+    device, host = StepCost(fixed=0.020, per_prefill_token=0.001), StepCost(fixed=0.001)
+    jobs = [*(job(i, 4, 400, 0.0) for i in range(4)), job(4, 3000, 2, 2.0)]
+    options = {"max_num_batched_tokens": 512, "async_scheduling": overlap}
+    static = simulate([engine(device, host, **options)], jobs)
+    kept = simulate([engine(device, host, itl_target_ms=100.0, **options)], jobs)
+    assert max(static.gaps) > 0.5
+    assert 0.08 < max(kept.gaps) <= 0.101
+    assert kept.requests[4].ttft < 1.5 * static.requests[4].ttft
+
+
 def test_a_closed_loop_keeps_its_users_busy_and_no_more():
     replica = engine()
     outcome = simulate([replica], [job(i, 1, 5) for i in range(7)], users=3)
