@@ -17,10 +17,11 @@ RUN python3 /inflight/attention/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
-# What `backend/inflight` imports: the extra `backend` of pyproject.toml and msgspec.
+# What `backend/inflight` imports: the extra `backend` of pyproject.toml and msgspec.  The stub of this
+# Triton cannot read arrays of numpy 2.
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \
-        "huggingface-hub>=1.0" "jinja2>=3.1" "msgspec>=0.19" \
+        "huggingface-hub>=1.0" "jinja2>=3.1" "msgspec>=0.19" "numpy<2" \
     && install -d -o 1000 -g 1000 /var/cache/inflight
 
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight

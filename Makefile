@@ -17,7 +17,6 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
   2>/dev/null)))
 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
-TRITON := $(shell sed -n 's/^server = .*"\(nvidia-pytriton==[0-9.]*\)[;"].*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: run test bench loadtest wheel clean
@@ -66,13 +65,11 @@ $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # Without an NVIDIA GPU torch's CPU wheels save gigabytes; where their index cannot be reached,
-# the next command takes torch from PyPI.  Python 3.13: see the extra `server` in pyproject.toml.
+# the next command takes torch from PyPI.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@echo "installing inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
 	  echo "torch's CPU wheels cannot be reached; taking torch from PyPI"
 	@$(PIP) install -e '.[$(EXTRAS)]'
-	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
-	  $(PIP) install --no-deps '$(TRITON)'; fi
 	@touch $@

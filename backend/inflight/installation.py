@@ -19,10 +19,7 @@ __all__ = ["LauncherError", "TritonInstallation", "find_libpython", "find_wheel"
 
 _OPT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
-# The wheel's numpy<2 cannot be had on 3.13, where only its files are wanted anyway.
-_INSTALL = (
-    "pip install 'inflight[server]'" if sys.version_info < (3, 13) else "pip install --no-deps nvidia-pytriton==0.7.0"
-)
+_INSTALL = "pip install 'inflight[server]'"
 
 
 class LauncherError(RuntimeError):

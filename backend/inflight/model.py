@@ -42,6 +42,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer and start the engine; raises what Triton shows as the load error."""
+        bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
         config, env = placement(

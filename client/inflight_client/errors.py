@@ -101,7 +101,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         r"|server is stopping|stopped accepting",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
-    ("INTERNAL", r"^\w*(Error|Exception): |internal error|stub process .* is not healthy"),
+    ("INTERNAL", r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent"),
     (
         "INVALID_ARGUMENT",
         r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"

@@ -14,7 +14,15 @@ from inflight.frontend.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.errors import ErrorCode
 from inflight.metrics import Metrics, MetricSpec, NoMetrics
 
-__all__ = ["TritonResponder", "complete_config", "create_metrics", "log", "read_request", "wants_metrics"]
+__all__ = [
+    "TritonResponder",
+    "check_numpy",
+    "complete_config",
+    "create_metrics",
+    "log",
+    "read_request",
+    "wants_metrics",
+]
 
 
 # Responses up to here fit what a shared memory that is all but full still has (it grows by 1 MiB at a time).
@@ -68,6 +76,24 @@ class TritonResponder:
                 self._sender.send(flags=final)
             else:
                 self._sender.send(response, flags=final)
+
+
+def check_numpy() -> None:
+    """See that arrays come through Triton's stub as they are.
+
+    Stubs built before numpy 2 (24.10's is) read the size of an item where numpy 2 has something else: all
+    elements of an array are its first one then, and a text ends the stub.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    sent = np.arange(1, 4)
+    received = pb_utils.Tensor.from_dlpack("check", sent).as_numpy()
+    if received.tolist() != sent.tolist():
+        raise ConfigError(
+            f"this Triton's Python stub cannot read arrays of numpy {np.__version__}: "
+            "install an older one where the stub runs (pip install 'numpy<2'), or use a newer Triton"
+        )
 
 
 def read_request(request: Any) -> WireRequest:

@@ -27,6 +27,26 @@ def bridge(monkeypatch):
     sys.modules.pop("inflight.frontend.triton_bridge", None)
 
 
+@pytest.mark.parametrize("stride", [8, 0])
+def test_a_stub_that_cannot_read_this_numpy_is_refused(bridge, stride):
+    """Without strides, as a stub built for numpy 1 makes arrays under numpy 2, all elements are the first one."""
+
+    class Tensor:
+        def __init__(self, array):
+            self.as_numpy = lambda: np.lib.stride_tricks.as_strided(array, array.shape, (stride,))
+
+        @classmethod
+        def from_dlpack(cls, name, array):
+            return cls(array)
+
+    bridge.pb_utils.Tensor = Tensor
+    if stride:
+        bridge.check_numpy()
+    else:
+        with pytest.raises(ConfigError, match=r"numpy \S+: install an older one .*pip install 'numpy<2'"):
+            bridge.check_numpy()
+
+
 class Server:
     """The server's side of a request: its response factory is gone once FINAL came."""
 
