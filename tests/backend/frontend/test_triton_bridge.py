@@ -32,12 +32,13 @@ def test_a_stub_that_cannot_read_this_numpy_is_refused(bridge, stride):
     """Without strides, as a stub built for numpy 1 makes arrays under numpy 2, all elements are the first one."""
 
     class Tensor:
-        def __init__(self, array):
-            self.as_numpy = lambda: np.lib.stride_tricks.as_strided(array, array.shape, (stride,))
+        def __init__(self, name, array):
+            self.as_numpy = lambda: array
 
         @classmethod
-        def from_dlpack(cls, name, array):
-            return cls(array)
+        def from_dlpack(cls, name, tensor):
+            array = tensor.as_numpy()
+            return cls(name, np.lib.stride_tricks.as_strided(array, array.shape, (stride,)))
 
     bridge.pb_utils.Tensor = Tensor
     if stride:
