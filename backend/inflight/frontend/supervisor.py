@@ -213,9 +213,8 @@ class Supervisor:
         while not self._is_stopping():
             try:
                 process, ready = self._start_process()
-            except (
-                Exception
-            ) as caught:  # of any kind: without this thread `start` and every request would wait for good
+            # Of any kind: without this thread `start` and every request would wait for good.
+            except Exception as caught:
                 error = caught if isinstance(caught, EngineStartError) else _unexpected(caught)
                 if self._first is None:
                     return self._report_first(error)
