@@ -59,10 +59,10 @@ class LatencyBudget:
 
     where the headroom is the most that the last hundred steps with prompts took beyond what was expected
     of them, so that one step in a hundred is late: whatever shape a machine's noise has, and whatever the
-    model does not know of its cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While little is known the headroom is large and the
-    chunks are small: the first has `MIN_CHUNK` tokens, and none has more than twice as many as the
-    largest one measured.  The target yields where it cannot be kept: prompts progress as stated at
-    `STARVED_STEPS`.
+    model does not know of its cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While
+    little is known the headroom is large and the chunks are small: the first has `MIN_CHUNK` tokens, and
+    none has more than twice as many as the largest one measured.  The target yields where it cannot be
+    kept: prompts progress as stated at `STARVED_STEPS`.
 
     Args:
         target: seconds between two tokens of a running request.
