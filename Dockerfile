@@ -13,7 +13,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ python3 \
     && rm -rf /var/lib/apt/lists/*
 COPY backend/inflight /inflight
-RUN python3 /inflight/attention/build.py
+RUN python3 /inflight/kernels/cpu/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 

@@ -41,7 +41,7 @@ loadtest: $(VENV)/loadtest.stamp
 
 # auditwheel reads the oldest C library that the kernels run on from their symbols, and names the wheel after it.
 wheel: $(VENV)/wheel.stamp
-	$(BIN)/python backend/inflight/attention/build.py
+	$(BIN)/python backend/inflight/kernels/cpu/build.py
 	rm -rf dist/plain
 	$(BIN)/python -m hatchling build -t wheel -d dist/plain
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl

@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         # Run by path: importing the package would need torch.
-        script = Path(self.root, "backend", "inflight", "attention", "build.py")
+        script = Path(self.root, "backend", "inflight", "kernels", "cpu", "build.py")
         kernel = runpy.run_path(str(script), run_name="kernel_build")
         try:
             library: Path = kernel["build"]()

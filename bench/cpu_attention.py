@@ -24,8 +24,8 @@ from common import machine
 from torch import Tensor
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
-from inflight.attention.cpu import CpuAttention, allocate, instruction_set, use_instruction_set
 from inflight.attention.reference import ReferenceAttention
+from inflight.kernels.cpu.attention import CpuAttention, allocate, instruction_set, use_instruction_set
 
 BLOCK_SIZE = 16
 # name -> query heads, KV heads, head size

@@ -47,8 +47,8 @@ from paged_case import relative_error
 
 from inflight.attention.base import AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.triton_backend import TritonAttention, interpreted
-from inflight.attention.triton_configs import Tile
+from inflight.kernels.gpu.gpu_attention import GpuAttention, interpreted
+from inflight.kernels.gpu.gpu_attention_configs import Tile
 
 BLOCK_SIZE = 16
 LLAMA = LayerSpec(32, 8, 128, 128, 128**-0.5)  # Llama 3 8B
@@ -114,7 +114,7 @@ class Batch:
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         spec, size = shape.spec, shape.block_size
-        self.shape, self.dtype, self.backend = shape, dtype, TritonAttention()
+        self.shape, self.dtype, self.backend = shape, dtype, GpuAttention()
         blocks = [-(-length // size) for length in shape.lens]
         self.cache = self.backend.new_cache(sum(blocks), size, spec, dtype, device)
         for pool in (self.cache.key, self.cache.value):
@@ -218,7 +218,7 @@ def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int, device: torch.
     case = case_of(name, dtype, seed=seed, device=device.type)
     if fp8:
         case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
-    backend = TritonAttention()
+    backend = GpuAttention()
     cache = case.filled_cache(backend)
     out = case.attend(backend, cache)
     exact = (stored(case, cache) if fp8 else case).with_dtype(torch.float32).on("cpu")
@@ -323,7 +323,7 @@ def compile_shipped() -> list[dict[str, Any]]:
         with target(arch) as compiled:
             for spec, dtype in plain + featured + (fp8 if arch >= 89 else []):
                 before = len(compiled)
-                TritonAttention(card(arch)).new_cache(1, BLOCK_SIZE, spec, dtype, torch.device("cpu"))
+                GpuAttention(card(arch)).new_cache(1, BLOCK_SIZE, spec, dtype, torch.device("cpu"))
                 for kernel in compiled[before:]:
                     about = dict(arch=arch, dtype=str(dtype).removeprefix("torch."), layer=describe(spec))
                     rows.append(about | kernel.report(arch))

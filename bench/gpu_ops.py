@@ -27,11 +27,12 @@ from torch import Tensor
 msgspec_stand_in.install()
 
 from inflight.engine.request import SamplingParams
+from inflight.kernels.gpu import gpu_sampler
+from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.ops.reference import ReferenceOps
-from inflight.ops.triton_ops import TritonOps
-from inflight.sampling import Sampler, SamplingTable, triton_sampler
+from inflight.sampling import Sampler, SamplingTable
 
-KERNELS, TWIN = TritonOps(), ReferenceOps()
+KERNELS, TWIN = GpuOps(), ReferenceOps()
 # Operands of one kernel take at least this together, some times the L2 cache of any card.
 FLUSH_BYTES = 2**28
 VOCABULARY = 151936  # Qwen3
@@ -230,7 +231,7 @@ def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> list[di
     for peaked, dtype in kinds:
         logits, wrong = make_logits(rows, vocab_size, peaked, dtype, device), 0
         for kind in CHECKED:
-            got = triton_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed))
+            got = gpu_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed))
             expected = Sampler()(logits.cpu(), sampling_metadata(kind, rows, vocab_size, cpu, seed)).token_ids
             wrong += int((got.cpu() != expected).sum())
         words = "peaked" if peaked else "flat"
@@ -253,7 +254,7 @@ def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> 
                 logits = [make_logits(rows, vocab_size, peaked, dtype, device) for _ in range(copies)]
                 for kind in KINDS if device.type == "cuda" else CHECKED:
                     metadata = sampling_metadata(kind, rows, vocab_size, device, seed)
-                    spent = seconds([partial(triton_sampler.choose, own, metadata) for own in logits], device)
+                    spent = seconds([partial(gpu_sampler.choose, own, metadata) for own in logits], device)
                     size = rows * vocab_size * dtype.itemsize
                     words = f"{rows} x {vocab_size} {str(dtype).removeprefix('torch.')}"
                     row = dict(name=f"sampling, {kind}", shape=f"{words}, {'peaked' if peaked else 'flat'}",

@@ -60,7 +60,7 @@ def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
-    from inflight.launcher import TritonServer
+    from inflight_tools.launcher import TritonServer
 
     requests = common.workload(arguments["requests"])
     with tempfile.TemporaryDirectory() as folder:

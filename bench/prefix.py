@@ -69,7 +69,7 @@ def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
 def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
     import tritonclient.grpc as triton
 
-    from inflight.launcher import TritonServer
+    from inflight_tools.launcher import TritonServer
 
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "bench" / "1"

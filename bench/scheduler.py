@@ -29,11 +29,11 @@ import common
 
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies import make_policies
-from inflight.engine.process import settle_garbage_collector
+from inflight.engine.policies.selection import make_policies
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import StepOutput
+from inflight.worker import settle_garbage_collector
 
 TARGET = {256: 300.0, 1024: 1200.0}  # microseconds
 BLOCK_SIZE = 16

@@ -24,9 +24,9 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
     import msgspec
 
     from inflight.config import EngineConfig
-    from inflight.simulator.calibrate import calibrate, load_engine
-    from inflight.simulator.check import compare
-    from inflight.workload.load import Load
+    from inflight_tools.simulator.calibrate import calibrate, load_engine
+    from inflight_tools.simulator.check import compare
+    from inflight_tools.workload.load import Load
 
     entry = Path(__file__).parents[1] / "model_repository" / "demo" / "1" / "model.json"
     config = msgspec.structs.replace(EngineConfig.from_file(entry), cpu_threads=arguments["threads"])

@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 
 from inflight.config import EngineConfig
-from inflight.launcher import TritonServer
-from inflight.repository import write_entry
-from inflight.trace.files import fetch_trace, render
 from inflight_client import AsyncClient
+from inflight_tools.launcher import TritonServer
+from inflight_tools.repository import write_entry
+from inflight_tools.trace.files import fetch_trace, render
 
 ROOT = Path(__file__).parents[1]
 REQUESTS, SECONDS = 48, 2.0

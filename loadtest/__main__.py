@@ -11,9 +11,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from inflight.installation import LauncherError
-from inflight.workload.errors import WorkloadError
-from inflight.workload.scenarios import SCENARIOS, Scenario
+from inflight_tools.installation import LauncherError
+from inflight_tools.workload.errors import WorkloadError
+from inflight_tools.workload.scenarios import SCENARIOS, Scenario
 from loadtest.analysis import SLO
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.workload.errors import WorkloadError
+from inflight_tools.workload.errors import WorkloadError
 
 __all__ = ["LoadTestError"]
 

@@ -19,7 +19,7 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import events
 from locust.env import Environment
 
-from inflight.workload.errors import WorkloadError
+from inflight_tools.workload.errors import WorkloadError
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions, add_arguments

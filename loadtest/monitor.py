@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from inflight.launcher import session_members
+from inflight_tools.launcher import session_members
 from loadtest.server import Endpoints
 
 __all__ = ["Monitor", "gauges"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.workload.load import Load
-from inflight.workload.prompts import IdPrompts
-from inflight.workload.scenarios import Job
+from inflight_tools.workload.load import Load
+from inflight_tools.workload.prompts import IdPrompts
+from inflight_tools.workload.scenarios import Job
 from loadtest.clients import Client
 from loadtest.errors import LoadTestError
 from loadtest.prompts import TextPrompts, load_tokenizer

@@ -1,4 +1,4 @@
-"""Prompts as text that tokenises to exact token counts; those as token ids are `inflight.workload.prompts`."""
+"""Prompts as text that tokenises to exact token counts; those as token ids are `inflight_tools.workload.prompts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from inflight.workload.scenarios import Job
+from inflight_tools.workload.scenarios import Job
 from loadtest.errors import LoadTestError
 
 if TYPE_CHECKING:

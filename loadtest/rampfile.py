@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from locust import LoadTestShape
 
-from inflight.workload.scenarios import SCENARIOS, find_scenario
+from inflight_tools.workload.scenarios import SCENARIOS, find_scenario
 from loadtest.locustfile import GrpcUser, SseUser
 from loadtest.shapes import ramp_users
 

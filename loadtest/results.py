@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.workload.scenarios import Scenario
+from inflight_tools.workload.scenarios import Scenario
 from loadtest.analysis import SLO, Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
 

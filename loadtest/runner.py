@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from inflight.launcher import TritonServer
-from inflight.workload.scenarios import Scenario
+from inflight_tools.launcher import TritonServer
+from inflight_tools.workload.scenarios import Scenario
 from loadtest.analysis import SLO, Phase, read_phase
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.launcher import TritonServer
-from inflight.repository import resolve_model, write_entry
+from inflight_tools.launcher import TritonServer
+from inflight_tools.repository import resolve_model, write_entry
 from loadtest.errors import LoadTestError
 
 __all__ = ["BASELINE", "DEFAULT_CHECKPOINT", "INFLIGHT", "Endpoints", "checkpoint_folder", "write_repository"]

@@ -17,7 +17,7 @@ from locust import User, task
 from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
-from inflight.workload.scenarios import Job
+from inflight_tools.workload.scenarios import Job
 from loadtest.clients import Client, Exchange
 from loadtest.options import LoadOptions
 

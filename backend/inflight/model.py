@@ -25,11 +25,11 @@ from inflight.frontend.chat import ChatTemplate  # noqa: E402
 from inflight.frontend.contract import RequestParser  # noqa: E402
 from inflight.frontend.control import asks_for_trace  # noqa: E402
 from inflight.frontend.errors import RequestError  # noqa: E402
+from inflight.frontend.metrics import NoMetrics  # noqa: E402
 from inflight.frontend.placement import placement  # noqa: E402
 from inflight.frontend.streams import Streams  # noqa: E402
 from inflight.frontend.supervisor import Supervisor  # noqa: E402
 from inflight.frontend.text import Tokenizer  # noqa: E402
-from inflight.metrics import NoMetrics  # noqa: E402
 
 
 class TritonPythonModel:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import current_metadata
-from inflight.ops import cpu as native
+from inflight.kernels.cpu import ops as native
 
 if TYPE_CHECKING:
-    from inflight.runner.fusion import FusedDecoder
+    from inflight.loading.fusion import FusedDecoder
 
 
 class TimedDecoder:

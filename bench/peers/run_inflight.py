@@ -58,8 +58,8 @@ def load(task: dict[str, Any]) -> Engine:
     start, born = time.perf_counter(), time.time() - task["started"]
     from inflight.config import EngineConfig
     from inflight.engine.core import EngineCore
-    from inflight.engine.process import settle_garbage_collector
     from inflight.runner.model_runner import ModelRunner
+    from inflight.worker import settle_garbage_collector
 
     imported = time.perf_counter()
     config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})

@@ -12,13 +12,13 @@ import job
 from run_inflight import options
 
 if TYPE_CHECKING:
-    from inflight.launcher import TritonServer
+    from inflight_tools.launcher import TritonServer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def load(task: dict[str, Any]) -> TritonServer:
-    from inflight.launcher import TritonServer
+    from inflight_tools.launcher import TritonServer
 
     version = Path(task["folder"]) / "bench" / "1"
     version.mkdir(parents=True)

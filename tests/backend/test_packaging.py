@@ -14,9 +14,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from inflight.attention import build, cpu
 from inflight.config import EngineConfig
-from inflight.repository import CONFIG_PBTXT
+from inflight.kernels.cpu import attention as cpu
+from inflight.kernels.cpu import build
+from inflight_tools.repository import CONFIG_PBTXT
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +41,7 @@ def test_the_image_installs_what_the_backend_needs() -> None:
 def test_the_image_compiles_the_kernels_and_takes_none_from_the_checkout() -> None:
     text = (ROOT / "Dockerfile").read_text()
     compile_stage, image = text.split("\nFROM nvcr.io")
-    assert "RUN python3 /inflight/attention/build.py" in compile_stage
+    assert "RUN python3 /inflight/kernels/cpu/build.py" in compile_stage
     assert "COPY --from=kernels /inflight /opt/tritonserver/backends/inflight" in image and "g++" not in image
     assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
 
@@ -51,7 +52,7 @@ class TestWheel:
         """The wheel alone; torch and the others are found where this test finds them."""
         pytest.importorskip("hatchling")
         tree, fresh = tmp_path / "tree", tmp_path / "fresh"
-        for name in ("backend", "client"):
+        for name in ("backend", "client", "tools"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tree)
@@ -60,7 +61,8 @@ class TestWheel:
         self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
         self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))
-        code = "from inflight.attention import build, cpu; print(cpu.__file__, cpu.unavailable(), build.is_current())"
+        names = "cpu.__file__, cpu.unavailable(), build.is_current()"
+        code = f"from inflight.kernels.cpu import attention as cpu, build; print({names})"
         said = self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).split()
         assert Path(said[0]).is_relative_to(fresh) and said[1:] == ["None", "True"]
 
@@ -102,5 +104,5 @@ def test_make_without_a_usable_python_says_what_to_install() -> None:
 def test_make_wheel_names_the_oldest_system_that_it_runs_on() -> None:
     made = subprocess.run(["make", "-n", "wheel", "VENV=/nowhere/venv"], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    steps = [made.stdout.index(step) for step in ("attention/build.py", "hatchling build", "auditwheel repair")]
+    steps = [made.stdout.index(step) for step in ("kernels/cpu/build.py", "hatchling build", "auditwheel repair")]
     assert steps == sorted(steps)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from inflight.installation import LauncherError, TritonInstallation
-from inflight.launcher import TritonServer
 from inflight_client import Client
+from inflight_tools.installation import LauncherError, TritonInstallation
+from inflight_tools.launcher import TritonServer
 
 HERE = Path(__file__).parent
 _CONFIG = 'backend: "python"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'

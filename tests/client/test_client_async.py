@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from inflight.launcher import pick_ports
 from inflight_client import (
     AsyncClient,
     DeadlineExceededError,
@@ -20,6 +19,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_tools.launcher import pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from forwarder import Forwarder
 
-from inflight.launcher import TritonServer, pick_ports
 from inflight_client import (
     Client,
     DeadlineExceededError,
@@ -25,6 +24,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_tools.launcher import TritonServer, pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}

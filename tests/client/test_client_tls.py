@@ -13,8 +13,8 @@ import grpc
 import pytest
 from forwarder import Forwarder
 
-from inflight.launcher import pick_ports
 from inflight_client import AsyncClient, Client, RetryPolicy, ServerUnreachableError
+from inflight_tools.launcher import pick_ports
 
 ONCE = RetryPolicy(max_attempts=1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.installation import LauncherError, TritonInstallation
-from inflight.launcher import TritonServer
+from inflight_tools.installation import LauncherError, TritonInstallation
+from inflight_tools.launcher import TritonServer
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1] / "model_repository"

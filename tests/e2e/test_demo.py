@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from inflight.demo import run_demo, show
-from inflight.launcher import TritonServer, session_members
+from inflight_tools.demo import run_demo, show
+from inflight_tools.launcher import TritonServer, session_members
 
 ROOT = Path(__file__).parents[2]
 ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
@@ -27,7 +27,7 @@ ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 @contextmanager
 def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a child process; stopped with SIGINT, after which nothing of it may live."""
-    command = [sys.executable, "-c", "from inflight.cli import app; app()", *arguments, *ANY_PORTS]
+    command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", *arguments, *ANY_PORTS]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     sessions: list[int] = []
     try:
@@ -110,7 +110,7 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None) -> None:
 
 def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_architecture"}')
-    command = [sys.executable, "-c", "from inflight.cli import app; app()", "serve", "--model", str(tmp_path)]
+    command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", "serve", "--model", str(tmp_path)]
     ended = subprocess.run([*command, *ANY_PORTS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
@@ -122,7 +122,7 @@ def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp
 def test_demo_with_a_port_in_use_is_one_line(server: TritonServer, option: str) -> None:
     port = server.ports[{"http": "HTTP", "grpc": "GRPC"}.get(option, option)]
     arguments = [*ANY_PORTS, f"--{option}-port", str(port)]
-    command = [sys.executable, "-c", "from inflight.cli import app; app()", "demo", *arguments]
+    command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", "demo", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert re.fullmatch(rf"inflight: port {port} .*change --{option}-port.*\n", ended.stderr)

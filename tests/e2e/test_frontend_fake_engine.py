@@ -21,7 +21,7 @@ import tritonclient.grpc as grpcclient
 from frontend_rig import CHECKPOINT, demo_tokenizer
 from tritonclient.utils import InferenceServerException
 
-from inflight.launcher import TritonServer, session_members
+from inflight_tools.launcher import TritonServer, session_members
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"

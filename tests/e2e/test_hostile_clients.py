@@ -8,7 +8,7 @@ import time
 
 from wire import Stream, gauges, post
 
-from inflight.launcher import TritonServer
+from inflight_tools.launcher import TritonServer
 
 CALM = {"text_input": "Return a list of", "max_tokens": 40, "temperature": 0, "exclude_input_in_output": True}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from wire import Stream
 
-from inflight.engine.budget import MIN_CHUNK, STARVED_STEPS
-from inflight.engine.cost_model import OnlineStepCost, StepLoad
+from inflight.engine.policies.budget import MIN_CHUNK, STARVED_STEPS
+from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad
 from inflight.engine.step_trace import StepRecord, Trace
-from inflight.launcher import TritonServer
-from inflight.trace.files import fetch_trace
+from inflight_tools.launcher import TritonServer
+from inflight_tools.trace.files import fetch_trace
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 OPTIONS = {

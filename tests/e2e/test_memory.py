@@ -13,7 +13,7 @@ from offline import make_core, run, tokens
 from wire import Stream, gauges
 
 from inflight.engine.request import SamplingParams
-from inflight.launcher import TritonServer
+from inflight_tools.launcher import TritonServer
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 COUNT, BLOCK_SIZE, MAX_MODEL_LEN = 48, 16, 256

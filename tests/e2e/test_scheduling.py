@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 from wire import Stream
 
-from inflight.cli import app
 from inflight.engine.step_trace import Trace
-from inflight.launcher import TritonServer
+from inflight_tools.cli import app
+from inflight_tools.launcher import TritonServer
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 SLOTS = 8

@@ -21,7 +21,7 @@ from wire import Answer, Stream, gauges, post, server_sent_events
 
 from inflight.engine.request import SamplingParams
 from inflight.frontend.text import Tokenizer
-from inflight.launcher import TritonServer
+from inflight_tools.launcher import TritonServer
 
 OPTIONS = {
     "dtype": "float32",
@@ -205,7 +205,7 @@ def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
 
 def engine_processes(server: TritonServer) -> list[psutil.Process]:
     family = psutil.Process(server.process.pid).children(recursive=True)
-    return [process for process in family if "inflight.engine.process" in command_line(process)]
+    return [process for process in family if "inflight.worker" in command_line(process)]
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
             long_request(stream, str(index))
         stream.wait_chunks("7", 1)
         family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-        assert any("inflight.engine.process" in command_line(p) for p in family)
+        assert any("inflight.worker" in command_line(p) for p in family)
     wait_for(lambda: not any(process.is_running() for process in family))
     assert not [name for name in os.listdir("/dev/shm") if prefix and prefix in name]
     assert all(isinstance(answer, Answer) for answer in stream.answers.values())

@@ -18,11 +18,11 @@ if not torch.cuda.is_available():
 from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
 from paged_case import PagedCase, relative_error
 
-from inflight.attention import select_backend, triton_kernel, triton_write
-from inflight.attention.flashinfer_backend import FlashInferAttention
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.triton_backend import TritonAttention
-from inflight.attention.triton_configs import Card
+from inflight.attention.selection import gpu_attention_kernel, gpu_kv_write, select_backend
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.kernels.gpu.gpu_attention_configs import Card
+from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,7 +45,7 @@ def allowed(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
     case = case_of(name, dtype, device="cuda", seed=random.randrange(2**16))
-    out = case.run(TritonAttention())
+    out = case.run(GpuAttention())
     assert out.dtype == dtype
     assert relative_error(out.cpu(), exact(case)) < allowed(dtype)
 
@@ -55,13 +55,13 @@ def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
 def test_long_contexts_and_every_block_size(counts: list[int], block_size: int) -> None:
     """Split keys, tiles that span blocks and blocks that span tiles."""
     case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], counts, block_size, torch.bfloat16, device="cuda")
-    assert relative_error(case.run(TritonAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
+    assert relative_error(case.run(GpuAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
 @pytest.mark.parametrize("layout", ["heads first", "fused", "size strided", "contiguous"])
 def test_layouts(layout: str) -> None:
     case = PagedCase(spec(8, 2, 64), [100, 90], [1, 33], 16, torch.bfloat16, layout, device="cuda")
-    assert relative_error(case.run(TritonAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
+    assert relative_error(case.run(GpuAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="this card has no fp8")
@@ -70,7 +70,7 @@ def test_fp8_pool(name: str) -> None:
     """Equal to attention over what the pool holds, which is off by e4m3's three bits of mantissa."""
     case = case_of(name, torch.bfloat16, device="cuda")
     case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
-    backend = TritonAttention()
+    backend = GpuAttention()
     cache = case.filled_cache(backend)
     kept = stored(case, cache)
     for rounded, actual in zip(kept.keys + kept.values, case.keys + case.values):
@@ -80,7 +80,7 @@ def test_fp8_pool(name: str) -> None:
 
 def test_write_touches_the_mapped_slots_only() -> None:
     case = PagedCase(spec(4, 2, 64), [400], [1], 16, torch.bfloat16, device="cuda")
-    backend = TritonAttention()
+    backend = GpuAttention()
     cache = case.filled_cache(backend)
     before = [cache.key.clone(), cache.value.clone()]
     metadata = case.metadata([400])
@@ -95,9 +95,9 @@ def test_write_touches_the_mapped_slots_only() -> None:
 
 def test_nothing_is_compiled_after_load() -> None:
     layer = spec(32, 8, 64)
-    backend = TritonAttention()
+    backend = GpuAttention()
     cache = backend.new_cache(2000, 16, layer, torch.bfloat16, CUDA)
-    kernels = (triton_kernel.attend_kernel, triton_kernel.reduce_kernel, triton_write.write_kernel)
+    kernels = (gpu_attention_kernel.attend_kernel, gpu_attention_kernel.reduce_kernel, gpu_kv_write.write_kernel)
 
     def compiled() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
@@ -119,7 +119,7 @@ def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
     layer = spec(8, 2, 128)
     big = PagedCase(layer, [3000] * 4, [1] * 4, 16, torch.bfloat16, device="cuda")
     small = PagedCase(layer, [700, 3000, 10, 1], [1, 1, 1, 0], 16, torch.bfloat16, device="cuda")
-    backend = TritonAttention(None if splits else Card((9, 0), 1, 227 * 1024))
+    backend = GpuAttention(None if splits else Card((9, 0), 1, 227 * 1024))
     cache = big.filled_cache(backend)
     metadata, query = big.metadata(big.counts), big.query.clone()
     backend.attend(query, cache, metadata, layer, None)

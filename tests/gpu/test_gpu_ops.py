@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import gpu_ops
 
-from inflight.ops import select_ops
+from inflight.ops.selection import select_ops
 
 CUDA = torch.device("cuda")
 

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 import gpu_ops
 
 from inflight.engine.request import SamplingParams
-from inflight.sampling import Sampler, SamplingMetadata, SamplingTable, triton_sampler
+from inflight.kernels.gpu import gpu_sampler
+from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HISTORY = np.tile(np.arange(40, dtype=np.int32) % 11, (64, 1))
@@ -88,12 +89,12 @@ def test_a_row_alone_and_in_a_batch() -> None:
 
 def test_captured_in_a_graph() -> None:
     logits, about = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
-    expected = triton_sampler.choose(logits, about)
+    expected = gpu_sampler.choose(logits, about)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        got = triton_sampler.choose(logits, about)
+        got = gpu_sampler.choose(logits, about)
     for _ in range(3):
         graph.replay()
         assert torch.equal(got, expected)
@@ -102,5 +103,5 @@ def test_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
 def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
-    got = triton_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0))
+    got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0))
     assert bool(((got >= 0) & (got < 5000)).all())

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight.workload.arrivals import arrival_times
-from inflight.workload.errors import WorkloadError
+from inflight_tools.workload.arrivals import arrival_times
+from inflight_tools.workload.errors import WorkloadError
 
 COUNT = 20_000
 

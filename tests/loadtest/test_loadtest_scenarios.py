@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inflight.workload.errors import WorkloadError
-from inflight.workload.prompts import IdPrompts
-from inflight.workload.scenarios import SCENARIOS, Job, find_scenario
+from inflight_tools.workload.errors import WorkloadError
+from inflight_tools.workload.prompts import IdPrompts
+from inflight_tools.workload.scenarios import SCENARIOS, Job, find_scenario
 from loadtest.options import LoadOptions
 from loadtest.prompts import TextPrompts, load_tokenizer
 from loadtest.shapes import ramp_users

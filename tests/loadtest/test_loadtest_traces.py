@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.workload.errors import WorkloadError
-from inflight.workload.traces import read_trace
+from inflight_tools.workload.errors import WorkloadError
+from inflight_tools.workload.traces import read_trace
 from loadtest.options import LoadOptions
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from inflight.installation import LauncherError, TritonInstallation
-from inflight.launcher import TritonServer, pick_ports
+from inflight_tools.installation import LauncherError, TritonInstallation
+from inflight_tools.launcher import TritonServer, pick_ports
 from loadtest.server import checkpoint_folder, write_repository
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from paged_case import PagedCase
 
-from inflight.attention import triton_backend
 from inflight.attention.base import KVCache, LayerSpec
-from inflight.attention.triton_backend import TritonAttention
-from inflight.attention.triton_configs import Tile
+from inflight.kernels.gpu import gpu_attention
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.kernels.gpu.gpu_attention_configs import Tile
 
 FP8 = torch.float8_e4m3fn
 
@@ -79,15 +79,15 @@ def _compile(job: tuple[LayerSpec, torch.dtype, int, Tile | None]) -> None:
 
     spec, dtype, block_size, tile = job
     with forced_tile(tile), suppress(OutOfResources):
-        TritonAttention().new_cache(1, block_size, spec, dtype, torch.device("cuda"))
+        GpuAttention().new_cache(1, block_size, spec, dtype, torch.device("cuda"))
 
 
 @contextmanager
 def forced_tile(tile: Tile | None) -> Iterator[None]:
-    chosen = triton_backend.tile_for
+    chosen = gpu_attention.tile_for
     if tile is not None:
-        triton_backend.tile_for = lambda *_: tile
+        gpu_attention.tile_for = lambda *_: tile
     try:
         yield
     finally:
-        triton_backend.tile_for = chosen
+        gpu_attention.tile_for = chosen

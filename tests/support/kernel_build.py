@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from inflight.attention import build
+from inflight.kernels.cpu import build
 
 
 @pytest.fixture(scope="session", autouse=True)

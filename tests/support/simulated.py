@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from inflight.config import EngineConfig
-from inflight.engine.cost_model import StepCost
-from inflight.simulator.cost import MeasuredCost
-from inflight.simulator.engine import SimulatedEngine, SimulatedInfo
-from inflight.simulator.profile import FitError, Profile
-from inflight.simulator.router import RoundRobin, Router
-from inflight.simulator.simulation import Outcome, Simulation
-from inflight.workload.prompts import IdPrompts
-from inflight.workload.scenarios import Job
+from inflight.engine.policies.cost_model import StepCost
+from inflight_tools.simulator.cost import MeasuredCost
+from inflight_tools.simulator.engine import SimulatedEngine, SimulatedInfo
+from inflight_tools.simulator.profile import FitError, Profile
+from inflight_tools.simulator.router import RoundRobin, Router
+from inflight_tools.simulator.simulation import Outcome, Simulation
+from inflight_tools.workload.prompts import IdPrompts
+from inflight_tools.workload.scenarios import Job
 
 ONE_SECOND = StepCost(fixed=1.0)
 PROFILE = Profile(

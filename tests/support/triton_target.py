@@ -18,7 +18,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from inflight.attention.triton_configs import Card
+from inflight.kernels.gpu.gpu_attention_configs import Card
 
 SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may take, from NVIDIA's tables

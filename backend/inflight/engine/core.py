@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.engine.policies import make_policies
+from inflight.engine.policies.selection import make_policies
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import SchedulerOutput, StepOutput

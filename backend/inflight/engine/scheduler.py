@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import SequenceDelta, TokenColumns, TokenLogprobs
-from inflight.engine.policy import Policies
+from inflight.engine.policies.base import Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 from inflight.engine.swap import SwapSpace

@@ -2,7 +2,7 @@
 
 The engine core appends one `StepRecord` a step, made of the lists that the step has built anyway;
 nothing is formatted before somebody asks.  `docs/tracing.md` says how to ask and what to do with
-the answer; `inflight.trace` draws it.
+the answer; `inflight trace` draws it.
 """
 
 from __future__ import annotations

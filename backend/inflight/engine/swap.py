@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from inflight.engine.cost_model import OnlineStepCost, StepCost, prefill_pairs, step_load
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies.cost_model import OnlineStepCost, StepCost, prefill_pairs, step_load
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 

@@ -63,7 +63,7 @@ def interpreter() -> str:
 
 def engine_command(config: EngineConfig) -> list[str]:
     """Command line of the engine process, less its `--fd N`."""
-    return [config.python_executable or interpreter(), "-m", "inflight.engine.process"]
+    return [config.python_executable or interpreter(), "-m", "inflight.worker"]
 
 
 class EngineProcess:

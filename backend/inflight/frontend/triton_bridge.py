@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.errors import ErrorCode
-from inflight.metrics import Metrics, MetricSpec, NoMetrics
+from inflight.frontend.metrics import Metrics, MetricSpec, NoMetrics
 
 __all__ = [
     "TritonResponder",

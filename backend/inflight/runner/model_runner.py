@@ -12,8 +12,8 @@ from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.loading.loader import load
 from inflight.runner.batch_state import BatchState, StepInputs
-from inflight.runner.loader import load
 from inflight.runner.swap import HostCache
 from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
 

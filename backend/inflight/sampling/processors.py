@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.metadata import Penalties, SamplingMetadata
-from inflight.triton_launch import can_launch
 
 __all__ = ["edit_logits"]
 
@@ -21,9 +21,9 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if metadata.banned_index is not None:
         flat[metadata.banned_index] = float("-inf")
     if metadata.penalties is not None and can_launch(logits.device):
-        from inflight.sampling import triton_penalties
+        from inflight.kernels.gpu import gpu_penalties
 
-        triton_penalties.penalise(edited, metadata.penalties)
+        gpu_penalties.penalise(edited, metadata.penalties)
     elif metadata.penalties is not None:
         flat[metadata.penalties.index] = _penalised(flat[metadata.penalties.index], metadata.penalties)
     return edited

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from inflight.engine.request import SamplingParams
+from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import argmax
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.processors import edit_logits
 from inflight.sampling.table import sampling_metadata
-from inflight.triton_launch import can_launch
 
 __all__ = ["Sampler"]
 
@@ -65,9 +65,9 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if greedy is None:
         return argmax(logits)
     if can_launch(logits.device):
-        from inflight.sampling import triton_sampler
+        from inflight.kernels.gpu import gpu_sampler
 
-        return triton_sampler.choose(logits, metadata)
+        return gpu_sampler.choose(logits, metadata)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
         token_ids[greedy] = argmax(logits[greedy])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from inflight.engine.request import SamplingParams
+from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
 from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
-from inflight.triton_launch import can_launch
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.attention import build, cpu, select_backend
 from inflight.attention.base import LayerSpec
 from inflight.config import ConfigError
+from inflight.kernels.cpu import attention as cpu
+from inflight.kernels.cpu import build, select_backend
 
 SPEC = LayerSpec(4, 2, 64, 64, 0.125)
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ class TestWithTheKernel:
 import os, torch
 from paged_case import PagedCase
 from inflight.attention.base import LayerSpec
-from inflight.attention.cpu import CpuAttention
+from inflight.kernels.cpu.attention import CpuAttention
 torch.set_num_threads(2)
 case = PagedCase(LayerSpec(8, 2, 64, 64, 0.125), [3000, 3000], [1, 100], 16)
 backend = CpuAttention()
@@ -87,7 +88,7 @@ class TestWithoutTheKernel:
             assert select_backend("auto", [SPEC] * 3, torch.float32, 16, CPU).name == "reference"
         assert len(caplog.records) == 1
         line = caplog.records[0].getMessage()
-        assert "apt install g++" in line and "inflight.attention.build" in line and "slower" in line
+        assert "apt install g++" in line and "inflight.kernels.cpu.build" in line and "slower" in line
 
     def test_asking_for_it_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"apt install g\+\+"):
@@ -135,7 +136,7 @@ class TestAnotherLibrary:
     def test_of_other_sources_serves_with_a_word(self, monkeypatch, caplog) -> None:
         monkeypatch.setattr(build, "is_current", lambda: False)
         assert cpu.unavailable() is None
-        assert "inflight.attention.build" in caplog.text
+        assert "inflight.kernels.cpu.build" in caplog.text
 
     def test_one_that_cannot_be_loaded_says_why(self, monkeypatch, tmp_path) -> None:
         library = tmp_path / "library.so"

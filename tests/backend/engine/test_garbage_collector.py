@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 import msgspec
 import pytest
 
+from inflight import worker as process
 from inflight.config import EngineConfig
-from inflight.engine import process
 
 
 @pytest.fixture(autouse=True)

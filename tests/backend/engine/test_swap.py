@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
-from inflight.engine.cost_model import StepCost
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies.cost_model import StepCost
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.engine.swap import SwapSpace, recompute_seconds

@@ -11,8 +11,8 @@ import pytest
 
 from inflight.config import EngineConfig
 from inflight.frontend.contract import INPUTS, OUTPUTS, TensorSpec
+from inflight.frontend.metrics import METRICS
 from inflight.frontend.placement import placement
-from inflight.metrics import METRICS
 
 ROOT = Path(__file__).parents[3]
 

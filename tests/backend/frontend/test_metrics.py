@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from inflight.engine.messages import StepStats
-from inflight.metrics import METRICS, Metrics, MetricSpec, buckets_1_2_5
+from inflight.frontend.metrics import METRICS, Metrics, MetricSpec, buckets_1_2_5
 
 
 class Recorder:

@@ -287,5 +287,5 @@ def test_delays_double_up_to_the_longest() -> None:
 
 
 def test_the_real_engine_is_a_module_of_the_package() -> None:
-    assert engine_command(EngineConfig(model="m"))[1:] == ["-m", "inflight.engine.process"]
+    assert engine_command(EngineConfig(model="m"))[1:] == ["-m", "inflight.worker"]
     assert engine_command(EngineConfig(model="m", python_executable="p"))[0] == "p"

@@ -9,10 +9,11 @@ import torch
 from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 
-from inflight.attention import cpu, select_backend
 from inflight.attention.base import KVCache, LayerSpec
+from inflight.attention.selection import select_backend
 from inflight.engine.request import SamplingParams
-from inflight.runner.loader import LoadError
+from inflight.kernels.cpu import attention as cpu
+from inflight.loading.loader import LoadError
 from inflight.runner.swap import HostCache
 
 

@@ -1,0 +1,253 @@
+"""Whether there is memory for one more request, now and later.
+
+`FreeBlocksAdmission` (policy.py) looks at the blocks that are free now.  Requests grow, though: a
+burst of short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission`
+admits while the most blocks that will ever be needed fit, after the "future" half of the Past-Future
+scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so it is enough to
+look at those moments.
+
+    blocks   .-'|            e.g. three requests that grow by a block a step, ends at r1, r2, r3:
+          .-'   |  .-'|      the peak is the largest of the sums just before r1, r2 and r3
+       .-'      '-'   '...
+      now      r1     r2   r3
+
+Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from inflight.config import EngineConfig
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies.base import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.request import Request
+
+__all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission", "make_admission"]
+
+_WINDOW = 256  # ended requests that outputs are predicted from
+_UNKNOWN = 256  # output tokens expected of a request while nothing is known
+# Share of the pool that the predicted peak leaves, since outputs vary, and more of it for a request that was
+# preempted before: it comes back when it is likely to stay.
+_MARGIN = 0.02
+_MARGIN_PER_PREEMPTION = 0.05
+_MOST_PREEMPTIONS = 4  # that count
+_GRAIN = 4  # steps: expected ends are rounded up to multiples, so that there are few moments to look at
+# Multiples of them, modulo 1, are spread evenly however many there are (additive recurrence).
+_GOLDEN, _SILVER, _PLASTIC = 0.6180339887498949, 0.4142135623730951, 0.7548776662466927
+
+
+def make_admission(config: EngineConfig) -> AdmissionPolicy:
+    """The admission policy that `model.json` chooses."""
+    if config.admission == "free_blocks":
+        return FreeBlocksAdmission(config.watermark)
+    return PredictedPeakAdmission(config.watermark)
+
+
+class OutputLengths:
+    """How many tokens a request will yield, from the last requests that ended.
+
+    A request that has n tokens will end like one of those that had more than n.  Which one is drawn
+    for each request, so that together they are spread as those were; their mean would have all
+    of them end at once.  A guess is one of them: 256 tokens, 2 n for a request that has outlived that,
+    and never more than the request's own limit.  It is all there is at first, and rules the outliers
+    later; `max_tokens` itself is no guess, since clients declare far more than they use.
+
+    Attributes:
+        num_seen: requests that ended, ever.
+    """
+
+    def __init__(self, window: int = _WINDOW) -> None:
+        self.num_seen = 0
+        self._window = window
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        """A request ended with so many output tokens."""
+        self.num_seen += 1
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > self._window:
+            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
+
+    def expected(self, request: Request) -> int:
+        """Output tokens at which the request will end; another draw for each number of tokens that it has."""
+        num_tokens = request.num_tokens - request.num_prompt_tokens
+        limit = request.max_total_tokens - request.num_prompt_tokens
+        longer = bisect_right(self._sorted, num_tokens)
+        draw = (request.request_id * _GOLDEN + request.index * _SILVER + num_tokens * _PLASTIC) % 1.0
+        index = longer + int(draw * (len(self._sorted) - longer + 1))
+        guess = self._sorted[index] if index < len(self._sorted) else max(_UNKNOWN, 2 * num_tokens)
+        return min(guess, limit)
+
+
+# A request that has `offset + t` tokens in step t, up to step `end`: (offset, end).
+Course = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _End:
+    """What ends in one step: requests, and the sum of their offsets."""
+
+    requests: set[Request] = field(default_factory=set)
+    offsets: int = 0
+
+
+class Forecast:
+    """How many tokens requests will hold together, if each grows by a token a step until its end.
+
+    Steps are counted from the first one ever, so that a course holds for good while a request keeps to it:
+    only those that come, go or outlive their end are touched, and only `peak` looks at all ends.
+
+    Attributes:
+        final_tokens: tokens of all, each at its end; no peak is higher.
+    """
+
+    def __init__(self) -> None:
+        self.final_tokens = 0
+        self._courses: dict[Request, Course] = {}
+        self._ends: dict[int, _End] = {}
+
+    def __len__(self) -> int:
+        return len(self._courses)
+
+    def add(self, request: Request, course: Course) -> None:
+        self._courses[request] = course
+        offset, step = course
+        end = self._ends.get(step)
+        if end is None:
+            end = self._ends[step] = _End()
+        end.requests.add(request)
+        end.offsets += offset
+        self.final_tokens += offset + step
+
+    def remove(self, request: Request) -> None:
+        offset, step = self._courses.pop(request)
+        end = self._ends[step]
+        end.requests.remove(request)
+        end.offsets -= offset
+        if not end.requests:
+            del self._ends[step]
+        self.final_tokens -= offset + step
+
+    def pop_ending(self, step: int) -> list[Request]:
+        """Take out the requests whose end is that step."""
+        end = self._ends.pop(step, None)
+        if end is None:
+            return []
+        self.final_tokens -= end.offsets + len(end.requests) * step
+        for request in end.requests:
+            del self._courses[request]
+        return list(end.requests)
+
+    def of(self, requests: Iterable[Request]) -> Forecast:
+        """The same for some of the requests."""
+        forecast = Forecast()
+        for request in requests:
+            forecast.add(request, self._courses[request])
+        return forecast
+
+    def peak(self, extra: float) -> float:
+        """Most tokens that they will hold at a time, counting `extra` more for each request."""
+        alive = offsets = 0
+        most = 0.0
+        for step in sorted(self._ends, reverse=True):
+            end = self._ends[step]
+            alive += len(end.requests)
+            offsets += end.offsets
+            most = max(most, offsets + alive * (step + extra))
+        return most
+
+
+class PredictedPeakAdmission:
+    """Admits while the predicted peak of all running requests and this one fits the pool.
+
+    A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix
+    count once.  What a request is expected to yield is drawn when it is admitted, and again when it has
+    outlived that (until then, the draw is as good as one from those that yielded more than it has now) or
+    when twice as much is known.
+
+    Costs constant time where the pool could hold all of them at their ends; else O(E log E), with E
+    the moments at which some are expected to end.
+
+    Args:
+        watermark: share of the pool that stays free now and at the peak.
+        margin: share of the pool that stays free at the peak beside that.
+    """
+
+    def __init__(self, watermark: float = 0.0, margin: float = _MARGIN) -> None:
+        self._now = FreeBlocksAdmission(watermark)
+        self._share = 1 - watermark - margin
+        self._lengths = OutputLengths()
+        self._step = 0
+        self._next_review = 1  # requests that must have ended before all are drawn again: twice as much is known
+        self._forecast = Forecast()  # of all that run, without the tokens of `_hits`
+        self._hits: dict[Request, int] = {}  # leading tokens of each in blocks of the prefix cache
+        self._num_hits = 0
+        self._asked: tuple[Request | None, Course] = None, (0, 0)  # whom `admits` was asked about last in this step
+
+    def begin(self) -> None:
+        self._step += 1
+        self._asked = None, (0, 0)
+        drawn = self._forecast.pop_ending(self._step)  # they run still
+        if self._lengths.num_seen >= self._next_review:
+            self._next_review = 2 * self._lengths.num_seen
+            self._forecast, drawn = Forecast(), list(self._hits)
+        for request in drawn:
+            self._forecast.add(request, self._course(request, self._hits[request]))
+
+    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
+        if not self._now.admits(request, prefix, running, pool):
+            return False
+        if not running:
+            return True
+        new = self._course(request, pool.block_size * len(prefix))
+        self._asked = request, new
+        own = pool.num_references - self._num_hits // pool.block_size
+        if self._fits(request, new, prefix, self._forecast, own, pool):
+            return True
+        if len(running) == len(self._forecast):
+            return False
+        # Beside some of them: the others are expected to keep what they have.
+        own = sum(len(other.block_ids) - self._hits[other] // pool.block_size for other in running)
+        return self._fits(request, new, prefix, self._forecast.of(running), own, pool)
+
+    def _fits(
+        self, request: Request, new: Course, prefix: Sequence[int], forecast: Forecast, own: int, pool: KVPool
+    ) -> bool:
+        """Whether the pool holds the `forecast` and `new`; `own` blocks hold what it says of now."""
+        # What else is in use: blocks that are shared, and those of the prefix that would be in use again.
+        blocks = pool.num_used - own + pool.num_reclaimed(prefix)
+        share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MOST_PREEMPTIONS)
+        room = pool.block_size * (share * pool.num_blocks - blocks)
+        extra = (pool.block_size + 1) / 2  # n tokens and one more take the blocks of n + (size + 1) / 2, on average
+        if forecast.final_tokens + sum(new) + extra * (len(forecast) + 1) <= room:
+            return True
+        forecast.add(request, new)
+        peak = forecast.peak(extra)
+        forecast.remove(request)
+        return peak <= room
+
+    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
+        hits = self._hits[request] = pool.block_size * len(prefix)
+        self._num_hits += hits
+        asked, course = self._asked
+        self._forecast.add(request, course if asked is request else self._course(request, hits))
+
+    def left(self, request: Request) -> None:
+        self._num_hits -= self._hits.pop(request)
+        self._forecast.remove(request)
+
+    def ended(self, request: Request) -> None:
+        self._lengths.add(request.num_output_tokens)
+
+    def _course(self, request: Request, hits: int) -> Course:
+        """From here on, with `hits` of its tokens in blocks that are not its own."""
+        num_tokens = request.num_total_tokens
+        left = request.num_prompt_tokens + self._lengths.expected(request) - num_tokens
+        end = self._step + max(1, left)
+        return num_tokens - hits - self._step, -(-end // _GRAIN) * _GRAIN

@@ -1,0 +1,185 @@
+"""Answers to "how much of a prompt in this step?" beyond `StaticBudget`.
+
+`LatencyBudget` keeps the steps that decodes wait for within a target (`itl_target_ms`);
+`PartialPrefillLimits` stands before it, or before the static budget, and keeps short prompts from
+queueing behind long ones.  Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import sqrt
+
+from inflight.config import EngineConfig
+from inflight.engine.policies.base import BudgetPolicy, StaticBudget
+from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad, step_load
+from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
+
+__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "make_budget"]
+
+# Progress of prompts whatever the target: in this many steps in a row with decodes and prompts, these
+# compute this many tokens at least.  A prompt of P tokens that is first in line is therefore computed
+# within STARVED_STEPS * (P / MIN_CHUNK + 1) steps.
+MIN_CHUNK = 32
+STARVED_STEPS = 8
+_PACE = MIN_CHUNK // STARVED_STEPS  # tokens a step; no chunk is smaller by choice
+# A chunk is at most so many times the largest one that was ever measured.
+_LARGEST_JUMP = 2
+# Steps with prompts by which the headroom is judged, and what it is before the first of them.
+_JUDGED = 100
+_UNSURE = 0.25
+# No headroom covers a step that takes longer than expected by more than this.
+_MOST_HEADROOM = 0.5
+
+
+def make_budget(config: EngineConfig) -> BudgetPolicy:
+    """The budget policy that `model.json` chooses.
+
+    Without `long_prefill_token_threshold` a prompt is long that needs more than its share of a step,
+    `max_num_batched_tokens / max_num_partial_prefills`.
+    """
+    budget: BudgetPolicy = StaticBudget()
+    if config.itl_target_ms is not None:
+        budget = LatencyBudget(config.itl_target_ms / 1000)
+    partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
+    if partial == 1 and not threshold:
+        return budget
+    threshold = threshold or max(1, config.max_num_batched_tokens // partial)
+    return PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
+
+
+class LatencyBudget:
+    """Gives prompts what keeps a step with decodes within `target`, by an online model of its cost.
+
+    Without decodes nobody waits for the step, and prompts get all of it.  With decodes,
+
+        expected(decodes + chunks so far + this chunk) * (1 + headroom) <= target
+
+    where the headroom is the most that the last hundred steps with prompts took beyond what was expected
+    of them, so that one step in a hundred is late: whatever shape a machine's noise has, and whatever the
+    model does not know of its cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While
+    little is known the headroom is large and the chunks are small: the first has `MIN_CHUNK` tokens, and
+    none has more than twice as many as the largest one measured.  The target yields where it cannot be
+    kept: prompts progress as stated at `STARVED_STEPS`.
+
+    Args:
+        target: seconds between two tokens of a running request.
+
+    Attributes:
+        headroom: share of what is expected of a step.
+    """
+
+    def __init__(self, target: float) -> None:
+        self.target = target
+        self.model = OnlineStepCost()
+        self._load = StepLoad()
+        self._decodes = 0
+        self.headroom = _UNSURE
+        self._overruns: deque[float] = deque(maxlen=_JUDGED)
+        self._asked = False
+        self._granted = 0
+        self._behind = 0  # tokens, of the pace that prompts have at least
+
+    def begin(self, running: Sequence[Request]) -> None:
+        if self._asked:
+            self._behind = max(0, self._behind + _PACE - self._granted)
+        self._asked, self._granted = False, 0
+        decodes = context = 0
+        for request in running:
+            total = request.num_total_tokens
+            if total - request.num_computed_tokens == 1 and total < request.max_total_tokens:
+                decodes += 1
+                context += total
+        self._decodes = decodes
+        self._load = StepLoad(decodes, context)
+
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        computed = request.num_total_tokens - lag
+        if lag == 1:  # a decode that comes back from where it was swapped to
+            self._load = self._load._replace(
+                decodes=self._load.decodes + 1, context_tokens=self._load.context_tokens + computed + 1
+            )
+            return most
+        num_tokens = min(most, self._affordable(computed)) if self._decodes else most
+        if num_tokens < min(most, _PACE):
+            starved = self._behind + _PACE >= MIN_CHUNK and not self._granted
+            num_tokens = min(most, MIN_CHUNK) if starved else 0
+        self._asked = True
+        if num_tokens:
+            self._granted += MIN_CHUNK if num_tokens == lag else num_tokens  # the last one counts as a whole one
+            self._load = self._load.with_prefill(computed, num_tokens)
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        load = step_load(out)
+        expected = self.model.cost.seconds(load)
+        judged = load.prefills and load.decodes and self.model.knows_prompts
+        if judged and 0.0 < seconds <= expected * (1 + _MOST_HEADROOM):
+            self._overruns.append(seconds / expected - 1)
+            self.headroom = max(*self._overruns, _UNSURE * (1 - len(self._overruns) / _JUDGED))
+        self.model.observe(load, seconds)
+
+    def _affordable(self, computed: int) -> int:
+        """Most tokens behind `computed` ones that the step has time for."""
+        cost = self.model.cost
+        jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
+        room = self.target / (1 + self.headroom) - cost.seconds(self._load.with_prefill(computed, 0))
+        if room <= 0:
+            return 0
+        # room = b n + e (n computed + n (n + 1) / 2), solved for n
+        half = cost.per_attention_pair / 2
+        linear = cost.per_prefill_token + cost.per_attention_pair * computed + half
+        if linear <= 0:
+            return jump
+        root = sqrt(linear * linear + 4 * half * room)
+        return min(jump, int(2 * room / (linear + root)))
+
+
+class PartialPrefillLimits:
+    """Bounds how many prompts are partly computed at once, and how much of a step a long one takes.
+
+    A prompt that would be one too many is passed over, and those behind it are asked: short ones get
+    in that fit a step as a whole.  It is first in line still, and gets the place that the next prompt
+    leaves when it is complete, so it waits for no more than the prompts that were partly computed
+    when it came to the front.
+
+    Args:
+        inner: says how much of what is left to each.
+        max_partial: prompts that may be partly computed after a step.
+        max_long: those of them that may be long.
+        threshold: a request that lags behind by more tokens is long, and gets no more of them in a step.
+    """
+
+    def __init__(self, inner: BudgetPolicy, max_partial: int, max_long: int, threshold: int) -> None:
+        self.inner = inner
+        self._max_partial, self._max_long, self._threshold = max_partial, max_long, threshold
+        self._partial = self._long = 0
+
+    def begin(self, running: Sequence[Request]) -> None:
+        self.inner.begin(running)
+        lags = [r.num_total_tokens - r.num_computed_tokens for r in running]
+        self._partial = sum(lag > 1 for lag in lags)
+        self._long = sum(lag > self._threshold for lag in lags)
+
+    def grant(self, request: Request, lag: int, most: int) -> int:
+        is_long = lag > self._threshold
+        if is_long:
+            most = min(most, self._threshold)
+        counted = request.slot >= 0  # it runs, and `begin` has counted it
+        if not counted:
+            full = self._partial >= self._max_partial and most < lag
+            if full or (is_long and self._long >= self._max_long):
+                return 0
+        num_tokens = self.inner.grant(request, lag, most)
+        if not counted and 0 < num_tokens < lag:
+            self._partial += 1
+            self._long += is_long
+        elif counted and num_tokens == lag:
+            self._partial -= 1
+            self._long -= is_long
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        self.inner.observe(out, seconds)

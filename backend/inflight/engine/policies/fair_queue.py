@@ -1,0 +1,217 @@
+"""Weighted fair queueing across tenants, by tokens served, with caps.  Pure Python, no torch.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token as the unit of service, as in
+the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each tenant has a tag:
+
+    tag = (tokens computed for it + tokens that its running requests may still take) / weight
+
+and of the tenants in line (something waits, and the cap on running sequences leaves room) the one
+with the smallest tag is next.  Admission adds a request's largest cost to the tag, and what the
+request has not used when it leaves is taken off again, so the tag is exact at the end whatever a
+client declares as `max_tokens`, and no step has anything to count.
+
+    virtual time    the largest tag with which anybody was admitted
+    joining         a tenant that was not in line starts at the virtual time or its own tag,
+                    whichever is later: idling saves up no credit, and no debt is forgotten
+
+Two tenants that stay in line from t1 to t2 are served W_a and W_b tokens in that time.  With L the
+largest cost of a request (its prompt and `max_tokens`) and S = `max_num_seqs`,
+
+    W_a / w_a - W_b / w_b  <=  L * ((1 + 2 * S) / w_a + (1 + S) / w_b)
+
+since running requests are not taken back: a tenant that was alone may hold all S places when the
+other arrives.  (At a's last admission its tag was at most b's, so what a was ever served exceeds
+what b was by at most what b's running requests may still take, S * L / w_b, and one request of a;
+the rest bounds how far apart the two may have been at t1.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heapreplace
+
+from inflight.config import TenantOptions
+from inflight.engine.policies.order import ClassLimits, DueOrder
+from inflight.engine.request import Request
+
+__all__ = ["FairQueue"]
+
+_MOST_IDLE = 1024  # tenants remembered without a request; a forgotten one starts at the virtual time
+
+_Entry = tuple[float, int, int, "_Tenant"]  # tag, number of its last admission, number of the tenant
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """A tenant's waiting and running requests.
+
+    Attributes:
+        number: unique; keeps comparisons of entries away from the tenant itself.
+        tag: virtual time at which it is next; tokens per weight.
+        last_admission: counts the admissions of all tenants; of equal tags the least recent is next.
+        running: in the order of `queue`'s `position`.
+        entry: its place in the line, or None while it is not in line.
+    """
+
+    name: str
+    options: TenantOptions
+    number: int
+    queue: DueOrder
+    tag: float = 0.0
+    last_admission: int = 0
+    running: list[Request] = field(default_factory=list)
+    entry: _Entry | None = None
+
+    @property
+    def startable(self) -> int:
+        """Waiting requests that its cap lets run now."""
+        most = self.options.max_running
+        return len(self.queue) if most is None else min(len(self.queue), most - len(self.running))
+
+    def cost(self, request: Request) -> float:
+        """What the request may still take, in units of the tag."""
+        return (request.max_total_tokens - request.num_computed_tokens) / self.options.weight
+
+
+class FairQueue:
+    """A queue for each tenant, served by weight; inside a tenant `DueOrder` decides.
+
+    Classes of priority are a tenant's own affair: a request outranks running ones of its tenant only.
+
+    Args:
+        make_queue: an empty queue for one more tenant.
+        tenants: options by name; "*" stands for every tenant that is not named.
+        limits: queue limits of the priority classes, across tenants.
+    """
+
+    def __init__(
+        self, make_queue: Callable[[], DueOrder], tenants: Mapping[str, TenantOptions], *, limits: ClassLimits
+    ) -> None:
+        self.preempts = make_queue().preempts
+        self._make_queue = make_queue
+        self._options = dict(tenants)
+        self._limits = limits
+        self._tenants: dict[str, _Tenant] = {}
+        self._idle: dict[str, None] = {}  # least recently busy first
+        self._line: list[_Entry] = []  # sorted
+        self._virtual_time = 0.0
+        self._num_waiting = self._num_admitted = self._num_tenants = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        for tenant in self._tenants.values():
+            yield from tenant.queue
+
+    def __contains__(self, request: object) -> bool:
+        tenant = self._tenants.get(request.tenant) if isinstance(request, Request) else None
+        return tenant is not None and request in tenant.queue
+
+    def refusal(self, request: Request, free: int) -> str | None:
+        tenant = self._tenants.get(request.tenant)
+        options = self._options_of(request.tenant)
+        if tenant is not None and options.max_queued is not None:
+            starting = min(free, tenant.startable)
+            if len(tenant.queue) - starting >= options.max_queued:
+                return (
+                    f"the queue of tenant {request.tenant!r} is full: {options.max_queued} sequences are waiting "
+                    f"(tenants: max_queued={options.max_queued}); try again later"
+                )
+        return self._limits.refusal(request, free)
+
+    def add(self, request: Request) -> None:
+        tenant = self._tenant(request)
+        self._idle.pop(tenant.name, None)
+        tenant.queue.add(request)
+        self._num_waiting += 1
+        self._limits.count(request, 1)
+        if tenant.entry is None:
+            self._line_up(tenant)
+
+    def add_first(self, request: Request) -> None:
+        self.add(request)
+
+    def next_requests(self, limit: int) -> list[Request]:
+        """As admitting them one after the other would have it; prefix hits are not known yet."""
+        heap = [(*entry, 0) for entry in self._line[:limit]]  # sorted, hence a heap
+        found: list[Request] = []
+        while heap and len(found) < limit:
+            tag, _, number, tenant, taken = heap[0]
+            request = tenant.queue[taken]
+            found.append(request)
+            if taken + 1 < tenant.startable:
+                heapreplace(
+                    heap, (tag + tenant.cost(request), self._num_admitted + len(found), number, tenant, taken + 1)
+                )
+            else:
+                heappop(heap)
+        return found
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenant(request)
+        tenant.queue.remove(request)
+        self._num_waiting -= 1
+        self._limits.count(request, -1)
+        if not tenant.queue:
+            self._line_up(tenant)
+
+    def position(self, request: Request, running: Sequence[Request]) -> int:
+        """In order of admission, but before those of its tenant that are due later."""
+        tenant = self._tenant(request)
+        due = tenant.queue.due(request)
+        if not tenant.running or tenant.queue.due(tenant.running[-1]) <= due:
+            return len(running)
+        later = (i for i, other in enumerate(running) if other.tenant == tenant.name and tenant.queue.due(other) > due)
+        return next(later, len(running))
+
+    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+        tenant = self._tenant(request)
+        return tenant.queue.outranked_by(request, tenant.running)
+
+    def admitted(self, request: Request) -> None:
+        tenant = self._tenant(request)
+        self._idle.pop(tenant.name, None)
+        self._num_admitted += 1
+        self._virtual_time = max(self._virtual_time, tenant.tag)
+        tenant.tag += tenant.cost(request)
+        tenant.last_admission = self._num_admitted
+        tenant.running.insert(tenant.queue.position(request, tenant.running), request)
+        self._line_up(tenant)
+
+    def left(self, request: Request) -> None:
+        tenant = self._tenant(request)
+        tenant.tag -= tenant.cost(request)
+        tenant.running.remove(request)
+        self._line_up(tenant)
+
+    def _options_of(self, name: str) -> TenantOptions:
+        return self._options.get(name) or self._options.get("*") or TenantOptions()
+
+    def _tenant(self, request: Request) -> _Tenant:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            self._num_tenants += 1
+            tenant = _Tenant(request.tenant, self._options_of(request.tenant), self._num_tenants, self._make_queue())
+            self._tenants[request.tenant] = tenant
+            self._idle[request.tenant] = None
+        return tenant
+
+    def _line_up(self, tenant: _Tenant) -> None:
+        """Put the tenant where its tag belongs in the line, or take it out of it."""
+        joins = tenant.entry is None
+        if tenant.entry is not None:
+            del self._line[bisect_left(self._line, tenant.entry)]
+            tenant.entry = None
+        if tenant.startable > 0:
+            if joins:
+                tenant.tag = max(tenant.tag, self._virtual_time)
+            tenant.entry = (tenant.tag, tenant.last_admission, tenant.number, tenant)
+            insort(self._line, tenant.entry)
+        elif not tenant.queue and not tenant.running:
+            self._idle[tenant.name] = None
+            if len(self._idle) > _MOST_IDLE:
+                name = next(iter(self._idle))
+                del self._idle[name], self._tenants[name]

@@ -1,0 +1,208 @@
+// Product of rows of activations with the packed panels of a linear layer, blocked for registers.
+#pragma once
+
+#include "cpu_simd.h"
+#include "cpu_ops.h"
+
+namespace inflight {
+namespace INFLIGHT_ISA {
+
+constexpr int kPanelVectors = kPanel / kLanes;
+// 24 accumulators of AVX-512's 32 registers, 12 of 16 elsewhere (the portable build: 8).
+constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 1;
+
+// Bytes of activations, 128 more than the number, times bytes of weights; sums are integers, in a Vec's bits.
+struct Bytes {
+  using Elem = uint8_t;
+  using Left = IntVec;
+  using Right = IntVec;
+  static constexpr int kDepth = 4;
+  static constexpr int kLaneBytes = 4;
+  static INFLIGHT_INLINE Left broadcast(const uint8_t* a) {
+    int32_t four;
+    __builtin_memcpy(&four, a, 4);
+    return four - IntVec{};
+  }
+  static INFLIGHT_INLINE Right right(const char* b) {
+    IntVec result;
+    __builtin_memcpy(&result, b, sizeof result);
+    return result;
+  }
+  static INFLIGHT_INLINE Vec fma(Vec sum, Left a, Right b) {
+#if defined(__AVX512VNNI__)
+    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    IntVec total = (IntVec)sum;
+    for (int j = 0; j < 4; ++j) total += (a >> (8 * j) & 0xff) * (b << (24 - 8 * j) >> 24);
+    return (Vec)total;
+#endif
+  }
+};
+
+// Brings a piece of memory into the second-level cache, a few lines with every step of a block.
+struct Prefetch {
+  const char* from;
+  int64_t step;
+};
+
+// tile [kRows][kPanel] = rows a [kRows][steps * kDepth] x one panel.
+template <class Op, int kRows>
+void multiply_block(const typename Op::Elem* a, int64_t stride, const char* panel, int64_t steps, Prefetch ahead,
+                    float* tile) {
+  // A pointer for every third row: the others are reached by the addressing modes.
+  constexpr int kBases = (kRows + 2) / 3;
+  const char* bases[kBases];
+  for (int i = 0; i < kBases; ++i) bases[i] = reinterpret_cast<const char*>(a + 3 * i * stride);
+  const int64_t pitch = stride * int64_t(sizeof(typename Op::Elem));
+  Vec sums[kRows][kPanelVectors] = {};
+  for (int64_t step = 0; step < steps; ++step) {
+    typename Op::Right b[kPanelVectors];
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors; ++n) b[n] = Op::right(panel + n * kLanes * Op::kLaneBytes);
+    __builtin_prefetch(ahead.from, 0, 2);
+    __builtin_prefetch(ahead.from + 64, 0, 2);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m) {
+      const auto* from = reinterpret_cast<const typename Op::Elem*>(bases[m / 3] + (m % 3) * pitch);
+      const typename Op::Left left = Op::broadcast(from);
+#pragma GCC unroll 8
+      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = Op::fma(sums[m][n], left, b[n]);
+    }
+    panel += kPanel * Op::kLaneBytes;
+    ahead.from += ahead.step;
+#pragma GCC unroll 8
+    for (int i = 0; i < kBases; ++i) {
+      bases[i] += Op::kDepth * sizeof(typename Op::Elem);
+      asm("" : "+r"(bases[i]));  // else GCC keeps a pointer for each row, and spills them
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors; ++n) store(tile + m * kPanel + n * kLanes, sums[m][n]);
+  }
+}
+
+template <class Op, int kRows>
+INFLIGHT_INLINE void multiply_rows(int rows, const typename Op::Elem* a, int64_t stride, const char* panel,
+                                   int64_t steps, Prefetch ahead, float* tile) {
+  if (rows == kRows) {
+    multiply_block<Op, kRows>(a, stride, panel, steps, ahead, tile);
+  } else if constexpr (kRows > 1) {
+    multiply_rows<Op, kRows - 1>(rows, a, stride, panel, steps, ahead, tile);
+  }
+}
+
+INFLIGHT_INLINE Vec silu(Vec x) {
+  Vec power = x * -1.44269504f;
+  power = power > 126.0f ? splat(126.0f) : power;
+  return x / (exp2<true>(power) + 1.0f);
+}
+
+INFLIGHT_INLINE Vec load_some(const float* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = from[i];
+  return load(lanes);
+}
+
+INFLIGHT_INLINE void store_some(float* to, Vec x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
+}
+
+#if defined(__AVX512BF16__)
+INFLIGHT_INLINE void store_some(uint16_t* to, Vec x, int64_t count) {
+  const auto words = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+  if (count >= kLanes) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+  const __mmask16 mask = (1u << count) - 1;
+  _mm256_mask_storeu_epi16(to, mask, words);
+}
+#endif
+
+// What a block's tile becomes: its first row, and the panel that it is of.
+struct Block {
+  float* tile;
+  int rows;
+  int64_t row;
+  int64_t panel;
+};
+
+// Integer sums to the numbers that they stand for.
+inline void scale_block(const Linear& linear, const float* row_scales, const Block& block) {
+  const int64_t width = linear.panel_results();
+  for (int half = 0; half < kPanel / width; ++half) {
+    const int64_t first = block.panel * width, feature = half * linear.num_results() + first;
+    for (int64_t i = 0; i < width && first + i < linear.num_results(); i += kLanes) {
+      const int64_t count = linear.num_results() - first - i;
+      const Vec scale = load_some(linear.scales + feature + i, count);
+      const IntVec offset = (IntVec)load_some(reinterpret_cast<const float*>(linear.offsets) + feature + i, count);
+      for (int m = 0; m < block.rows; ++m) {
+        float* at = block.tile + m * kPanel + half * width + i;
+        const Vec sum = __builtin_convertvector((IntVec)load(at) - offset, Vec);
+        store(at, sum * scale * row_scales[block.row + m]);
+      }
+    }
+  }
+}
+
+INFLIGHT_INLINE void store_activations(char* to, int32_t dtype, int64_t at, Vec x, int64_t count) {
+#if defined(__AVX512BF16__)
+  if (dtype == kBfloat16) return store_some(reinterpret_cast<uint16_t*>(to) + at, x, count);
+#endif
+  (void)dtype;
+  store_some(reinterpret_cast<float*>(to) + at, x, count);
+}
+
+// Bias, gate and destination of a block's tile.
+inline void finish_block(const Linear& linear, const Block& block, const Result& result) {
+  const int64_t width = linear.panel_results(), first = block.panel * width, num_results = linear.num_results();
+  for (int m = 0; m < block.rows; ++m) {
+    const float* from = block.tile + m * kPanel;
+    for (int64_t i = 0; i < width && first + i < num_results; i += kLanes) {
+      const int64_t column = first + i, count = num_results - column;
+      Vec value = load(from + i);
+      if (linear.bias != nullptr) value += load_some(linear.bias + column, count);
+      if (linear.gated) {
+        Vec other = load(from + kPanel / 2 + i);
+        if (linear.bias != nullptr) other += load_some(linear.bias + num_results + column, count);
+        value = silu(value) * other;
+      }
+      const int64_t at = (block.row + m) * result.stride + column;
+      float* floats = reinterpret_cast<float*>(result.data) + at;
+      switch (result.into) {
+        case Into::kActivations: store_activations(result.data, result.dtype, at, value, count); break;
+        case Into::kFloats: store_some(floats, value * result.factor, count); break;
+        case Into::kResidual: store_some(floats, load_some(floats, count) + value * result.factor, count);
+      }
+    }
+  }
+}
+
+template <class Op>
+void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
+  using Elem = typename Op::Elem;
+  alignas(64) float tile[kMaxRows * kPanel];
+  const auto* a = reinterpret_cast<const Elem*>(x.data);
+  const int64_t steps = linear.in_features / Op::kDepth, bytes = linear.panel_bytes();
+  const int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t panel = first; panel < last; ++panel) {
+    const char* data = linear.panels + panel * bytes;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t row = x.rows * i / blocks;
+      const Block block = {tile, int(x.rows * (i + 1) / blocks - row), row, panel};
+      // The first blocks of a panel bring the next one.
+      Prefetch ahead = {data, 0};
+      if (blocks == 1) ahead = {data + bytes, 128};
+      else if (i < 2) ahead = {data + bytes + i * bytes / 2, bytes / 2 / steps};
+      multiply_rows<Op, kMaxRows>(block.rows, a + row * x.stride, x.stride, data, steps, ahead, tile);
+      if (Op::kDepth == 4) scale_block(linear, x.scales, block);
+      finish_block(linear, block, result);
+    }
+  }
+}
+
+}  // namespace INFLIGHT_ISA
+}  // namespace inflight

@@ -1,0 +1,320 @@
+"""Who is next: priority classes with aging, shortest job, earliest deadline; who gives way."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_clock import Clocked
+
+from inflight.config import EngineConfig
+from inflight.engine.policies.selection import make_policies
+from inflight.engine.request import Request, SamplingParams
+
+AGING, PER_TOKEN, DEFAULT_TIMEOUT = 8.0, 0.5, 20.0
+OPTIONS = {
+    "priority_aging_seconds": AGING,
+    "sjf_aging_seconds": PER_TOKEN,
+    "edf_default_timeout": DEFAULT_TIMEOUT,
+    "max_num_batched_tokens": 64,
+}
+POLICIES = ["fcfs", "priority", "sjf", "edf"]
+
+
+def patience(policy: str, request: Request) -> float:
+    """What the documentation says of each policy."""
+    if policy == "priority":
+        return request.priority * AGING
+    if policy == "sjf":
+        return request.params.max_tokens * PER_TOKEN
+    if policy == "edf":
+        return DEFAULT_TIMEOUT if request.deadline is None else request.deadline - request.arrival_time
+    return 0.0
+
+
+arrivals = st.lists(
+    st.fixed_dictionaries(
+        {
+            "gap": st.integers(0, 4),
+            "prompt": st.integers(1, 12),
+            "output": st.integers(1, 12),
+            "priority": st.integers(0, 3),
+            "timeout": st.one_of(st.none(), st.integers(1, 40)),
+            "n": st.integers(1, 2),
+        }
+    ),
+    min_size=3,
+    max_size=20,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(POLICIES), arrivals, st.integers(1, 3), st.sampled_from([16, 20, 64]), st.sampled_from([4, 64]))
+def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, load, max_num_seqs, blocks, budget):
+    options = {**OPTIONS, "max_num_batched_tokens": budget}
+    rig = Clocked(blocks, scheduling_policy=policy, max_num_seqs=max_num_seqs, **options)
+    gave_way: set[tuple[tuple[int, int], tuple[int, int]]] = set()
+    asked = rig.scheduler.waiting.outranked_by
+
+    def outranked_by(request, running):
+        other = asked(request, running)
+        if other is not None:
+            assert policy == "priority"
+            assert other.priority > request.priority, "only a strictly lower class gives way"
+            assert other.arrival_time - request.arrival_time > (request.priority - other.priority) * AGING
+            gave_way.add(((other.request_id, other.index), (request.request_id, request.index)))
+        return other
+
+    rig.scheduler.waiting.outranked_by = outranked_by
+
+    def checked_step() -> None:
+        waiting = rig.waiting
+        out = rig.step()
+        starting = [request for request in waiting if request in out.requests]
+        left_behind = [request for request in waiting if request not in out.requests]
+        for sooner in starting:
+            for later in left_behind:
+                margin = patience(policy, later) - patience(policy, sooner)
+                assert sooner.arrival_time - later.arrival_time <= margin, f"{sooner} overtook {later}"
+
+    for item in load:
+        for _ in range(item["gap"]):
+            checked_step()
+        n = 1 if policy == "fcfs" else item["n"]  # there, siblings go first of all: the prompt's blocks are there
+        rig.add(item["prompt"], item["output"], priority=item["priority"], timeout=item["timeout"], n=n)
+    for _ in range(3000):
+        if not rig.core.has_work:
+            break
+        checked_step()
+    assert rig.all_finished
+    assert not any((b, a) in gave_way for a, b in gave_way), "two requests pushed each other out"
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim", "flood"),
+    [
+        ("priority", {"priority": 2}, {"priority": 0}),
+        ("sjf", {"output": 40}, {"output": 6}),
+        ("edf", {}, {"timeout": 5}),
+    ],
+)
+def test_nothing_starves_under_a_flood_without_end(policy, victim, flood):
+    """2.5 times as much arrives as can be served, for good; what arrived before is due in time all the same."""
+    rig = Clocked(scheduling_policy=policy, max_num_seqs=2, **OPTIONS)
+    rig.add(1, 5, priority=-9, timeout=1)
+    rig.add(1, 5, priority=-9, timeout=1)
+    request = rig.add(4, **{"output": 5, **victim})
+    while request.request_id not in rig.started:
+        rig.step()
+        rig.add(1, **{"output": 5, **flood})
+        assert rig.now < 200
+    margin = patience(policy, request) - patience(policy, rig.requests[3])
+    overtook = [r for r in rig.requests.values() if r.request_id > 2 and r.request_id in rig.started]
+    assert max(r.arrival_time for r in overtook) <= request.arrival_time + margin
+    assert margin >= 10, "it was overtaken for a while"
+    rounds = sum(r.arrival_time < margin for r in rig.requests.values()) * 6 / 2  # what was due before it
+    assert rig.started[request.request_id] <= margin + rounds
+    if policy == "priority":
+        while rig.first_token.get(request.request_id) is None or request.num_output_tokens < 5:
+            assert request.num_preemptions == 0, "it has waited out its patience: nobody pushes it out again"
+            rig.step()
+            rig.add(1, 5, priority=0)
+
+
+def saturated(**options) -> Clocked:
+    """All slots taken by requests of class 2 that decode."""
+    rig = Clocked(**{"scheduling_policy": "priority", "max_num_seqs": 4, "max_num_batched_tokens": 64, **options})
+    for _ in range(30):
+        rig.add(3, 40, priority=2)
+    rig.step()
+    rig.step()
+    assert len(rig.scheduler.running) == 4
+    return rig
+
+
+def test_an_interactive_request_takes_a_slot_in_the_next_step():
+    rig = saturated()
+    latest = rig.scheduler.running[-1]
+    request = rig.add(8, 3, priority=0)
+    out = rig.step()
+    assert request in out.requests
+    assert out.preempted == [latest], "of the lowest class the latest arrival"
+    assert out.samples[out.requests.index(request)], "its whole prompt is computed, and its first token is there"
+    assert len(rig.scheduler.running) == 4
+    rig.run()
+    assert rig.all_finished
+    assert rig.started[request.request_id] == 2
+
+
+def test_several_interactive_requests_take_their_slots_at_once():
+    rig = saturated()
+    requests = [rig.add(5, 3, priority=0) for _ in range(3)]
+    out = rig.step()
+    assert set(requests) <= set(out.requests)
+    assert len(out.preempted) == 3
+
+
+def test_an_interactive_request_takes_blocks():
+    rig = Clocked(40, scheduling_policy="priority")  # of 4 tokens each
+    for _ in range(4):
+        rig.add(28, 4, priority=2)
+    rig.step()
+    assert len(rig.scheduler.running) == 4
+    request = rig.add(62, 1, priority=0)
+    out = rig.step()
+    assert len(out.preempted) == 1, "it needs 16 blocks, 12 are free, and each gives 7"
+    assert request in out.requests
+    assert request.request_id in rig.first_token
+    rig.run()
+    assert rig.all_finished
+
+
+def test_the_interactive_prompt_goes_before_the_rest_of_a_long_one():
+    rig = Clocked(scheduling_policy="priority", max_num_batched_tokens=16)
+    document = rig.add(60, 2, priority=2)
+    rig.step()
+    request = rig.add(14, 2, priority=0)
+    out = rig.step()
+    assert dict(zip(out.requests, out.num_scheduled_tokens)) == {request: 14, document: 2}
+    out = rig.step()
+    assert dict(zip(out.requests, out.num_scheduled_tokens)) == {request: 1, document: 15}
+
+
+def test_an_interactive_prompt_of_several_chunks_keeps_its_precedence():
+    rig = Clocked(scheduling_policy="priority", max_num_batched_tokens=16)
+    document = rig.add(60, 2, priority=2)
+    rig.step()
+    request = rig.add(40, 2, priority=0)
+    steps = [dict(zip(out.requests, out.num_scheduled_tokens)) for out in (rig.step(), rig.step(), rig.step())]
+    assert steps == [{request: 15, document: 1}, {request: 15, document: 1}, {request: 10, document: 6}]
+
+
+def test_nobody_gives_way_to_a_prompt_that_the_budget_passes_over():
+    limits = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 10}
+    rig = Clocked(scheduling_policy="priority", max_num_seqs=2, max_num_batched_tokens=16, **limits)
+    rig.add(60, 2, priority=2)
+    rig.add(2, 40, priority=2)
+    rig.step()
+    document = rig.add(50, 2, priority=0)
+    while document.request_id not in rig.started:
+        assert not rig.step().preempted or document.request_id in rig.started
+    rig.run()
+    assert rig.all_finished
+    assert rig.scheduler.num_preempted_total == 1
+
+
+def test_equal_classes_and_other_policies_push_nobody_out():
+    rig = saturated()
+    rig.add(3, 3, priority=2)
+    assert not rig.step().preempted
+    for policy in ("fcfs", "sjf", "edf"):
+        rig = saturated(scheduling_policy=policy)
+        rig.add(3, 1, priority=0, timeout=1)
+        assert not rig.step().preempted
+
+
+def test_whoever_has_waited_out_its_patience_is_not_pushed_out():
+    rig = saturated(priority_aging_seconds=5)  # class 2 is due 10 seconds after its arrival
+    rig.now = 11
+    rig.add(3, 3, priority=0)
+    assert not rig.step().preempted
+
+
+def test_what_has_aged_is_no_victim_of_those_that_came_later_either():
+    policies = make_policies(EngineConfig(model="none", scheduling_policy="priority", priority_aging_seconds=10))
+    batch = Request(0, [1], SamplingParams(), arrival_time=0.0, priority=2)
+    early, late = (Request(i, [1], SamplingParams(), arrival_time=t) for i, t in ((1, 19.0), (2, 21.0)))
+    running: list[Request] = []
+    for request in (batch, late, early):
+        running.insert(policies.order.position(request, running), request)
+    assert running == [early, batch, late]
+    assert policies.victim(running) is late
+    assert policies.victim(running[:2]) is batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(1, 2)), min_size=4, max_size=20),
+    st.integers(1, 6),  # max_num_seqs
+    st.integers(16, 40),  # blocks
+    st.integers(8, 64),  # token budget
+    st.integers(1, 30),  # steps before the interactive request
+    st.integers(1, 60),  # tokens of its prompt
+    st.booleans(),
+)
+def test_first_token_within_two_steps_and_the_prefill(batch, max_num_seqs, blocks, budget, before, prompt, overlap):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "async_scheduling": overlap}
+    rig = Clocked(blocks, scheduling_policy="priority", **options)
+    for tokens, output, n in batch:
+        rig.add(tokens, output, n=n, priority=2)
+    for _ in range(before):
+        rig.step()
+    request = rig.add(prompt, 2, priority=0)
+    prefill = -(-prompt // (budget - max_num_seqs))  # one token of each step is left to each running request
+    for _ in range(2 + prefill):
+        rig.step()
+    assert request.num_output_tokens >= 1
+    rig.run()
+    assert rig.all_finished
+
+
+def test_shortest_first_and_earliest_deadline_first():
+    rig = Clocked(scheduling_policy="sjf", max_num_seqs=1)
+    for output in (4, 9, 2, 30, 5):
+        rig.add(2, output)
+    rig.run()
+    assert rig.order() == [2, 0, 4, 1, 3]
+    rig = Clocked(scheduling_policy="edf", max_num_seqs=1, edf_default_timeout=50)
+    for timeout in (90, 30, None, 49, 51):
+        rig.add(2, 3, timeout=timeout)
+    rig.run()
+    assert rig.order() == [1, 3, 2, 4, 0], "without a timeout the default one counts"
+
+
+def test_equal_requests_are_served_as_they_came():
+    for policy in POLICIES:
+        rig = Clocked(scheduling_policy=policy, max_num_seqs=1)
+        for _ in range(6):
+            rig.add(2, 2)
+        rig.run()
+        assert rig.order() == list(range(6))
+        assert all(a < b for a, b in pairwise(rig.started[i] for i in range(6)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_class_has_its_own_queue_limit(policy):
+    limits = {"0": {"max_queue_size": 2}, "2": {"max_queue_size": 1}}
+    rig = Clocked(scheduling_policy=policy, max_num_seqs=1, priority_classes=limits)
+    rig.add(2, 4, priority=1)
+    rig.step()
+    rig.add(2, 2, priority=2)
+    refused = rig.try_add(2, 2, priority=2)
+    assert refused is not None
+    assert refused.code == "UNAVAILABLE"
+    assert "priority class 2 is full: 1 sequences" in refused.message
+    assert "max_queue_size=1" in refused.message
+    rig.add(2, 2, priority=0)
+    rig.add(2, 2, priority=0)
+    assert "priority class 0" in rig.try_add(2, 2, priority=0).message
+    for _ in range(5):
+        rig.add(2, 2, priority=1)  # no limit of its own
+    rig.run()
+    rig.add(2, 2, priority=2)  # places are given back
+    rig.core.abort(rig.requests[len(rig.requests) - 1].request_id)
+    rig.add(2, 2, priority=2)
+    rig.run()
+
+
+def test_what_could_start_at_once_is_in_nobodys_way():
+    rig = Clocked(scheduling_policy="priority", max_num_seqs=4, priority_classes={"2": {"max_queue_size": 1}})
+    for _ in range(5):
+        rig.add(2, 2, priority=2)
+    assert rig.try_add(2, 2, priority=2) is not None
+
+
+def test_fields_of_the_wire_reach_the_request():
+    rig = Clocked(scheduling_policy="edf")
+    request = rig.add(2, 2, priority=3, tenant="gold", timeout=7)
+    assert (request.priority, request.tenant, request.deadline, request.arrival_time) == (3, "gold", 7.0, 0.0)

@@ -1,0 +1,174 @@
+"""Products with packed weights: torch's numbers, exactly restored weights, rows that do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from inflight.kernels.cpu import ops as cpu
+from inflight.kernels.cpu.attention import use_instruction_set
+from inflight.kernels.cpu.ops import PackedWeight, linear
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+
+ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# in_features, out_features: whole panels, part of one, and sizes that are multiples of nothing.
+SIZES = [(64, 96), (32, 16), (38, 7), (130, 75), (16, 32)]
+ROWS = [1, 2, 3, 5, 12, 13, 31, 100]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not use_instruction_set(request.param):
+        pytest.skip(f"this machine lacks {request.param}")
+    yield request.param
+    use_instruction_set("")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    """Within a few roundings of the result's own dtype; `expected` is float64."""
+    assert result.shape == expected.shape
+    error = (result.double() - expected).abs().max() / expected.abs().max()
+    assert error < 8 * torch.finfo(result.dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_products_are_torchs(isa: str, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    weight, bias = random(size[1], size[0], dtype=dtype), random(size[1], dtype=dtype, seed=1)
+    plain, biased = PackedWeight([weight]), PackedWeight([weight], [bias])
+    for rows in ROWS:
+        x = random(rows, size[0], dtype=dtype, seed=rows)
+        assert_close(linear(x, plain), F.linear(x.double(), weight.double()))
+        assert_close(linear(x, biased), F.linear(x.double(), weight.double(), bias.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 48, 40, 7])
+def test_a_gate_is_applied(isa: str, dtype: torch.dtype, width: int) -> None:
+    gate, up = random(width, 24, dtype=dtype), random(width, 24, dtype=dtype, seed=1)
+    biases = [random(width, dtype=dtype, seed=2), None]
+    packed = PackedWeight([gate, up], biases, gated=True)
+    x = 3 * random(9, 24, dtype=dtype, seed=3)
+    expected = F.silu(F.linear(x.double(), gate.double(), biases[0].double())) * F.linear(x.double(), up.double())
+    assert_close(linear(x, packed), expected)
+
+
+def test_several_weights_are_one_layer() -> None:
+    parts = [random(n, 20, dtype=torch.float32, seed=n) for n in (5, 40, 3)]
+    x = random(2, 3, 20, dtype=torch.float32)
+    result = linear(x, PackedWeight(parts, [None, random(40, dtype=torch.float32), None]))
+    assert result.shape == (2, 3, 48)
+    expected = F.linear(x.double(), torch.cat(parts).double())
+    expected[..., 5:45] += random(40, dtype=torch.float32)
+    assert_close(result, expected)
+
+
+def test_a_strided_input_is_read_right() -> None:
+    x, weight = random(6, 64, dtype=torch.float32)[:, ::2], random(40, 32, dtype=torch.float32)
+    assert_close(linear(x, PackedWeight([weight])), F.linear(x.double(), weight.double()))
+
+
+def test_a_value_far_from_zero_passes_the_gate() -> None:
+    one = torch.ones(1, 1)
+    packed = PackedWeight([one, one], gated=True)
+    result = linear(torch.tensor([[-300.0], [-90.0], [0.0], [90.0], [300.0]]), packed)
+    assert result.flatten().tolist() == pytest.approx([0.0, 0.0, 0.0, 8100.0, 90000.0], abs=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("size", [(64, 32), (10, 19)])
+def test_weights_come_back_as_they_were(dtype: torch.dtype, gated: bool, size: tuple[int, int]) -> None:
+    weights = [random(size[1], size[0], dtype=dtype, seed=seed) for seed in (1, 2)]
+    for weight, restored in zip(weights, PackedWeight(weights, gated=gated).unpack(), strict=True):
+        assert torch.equal(weight, restored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_alone_and_in_any_crowd_on_any_threads(isa: str, dtype: torch.dtype) -> None:
+    packed = PackedWeight([random(150, 66, dtype=dtype)])
+    x = random(230, 66, dtype=dtype, seed=1)
+    crowd = linear(x, packed)
+    for row in (0, 1, 7, 95, 96, 229):
+        assert torch.equal(linear(x[row : row + 1], packed), crowd[row : row + 1])
+    assert torch.equal(linear(x[5:22], packed), crowd[5:22])
+    torch.set_num_threads(2)
+    assert torch.equal(linear(x, packed), crowd)
+
+
+def test_half_precision_is_no_worse_than_torchs_own() -> None:
+    weight, x = random(256, 512, dtype=torch.bfloat16), random(32, 512, dtype=torch.bfloat16, seed=1)
+    exact = F.linear(x.double(), weight.double())
+    ours = (linear(x, PackedWeight([weight])).double() - exact).norm()
+    torchs = (F.linear(x, weight).double() - exact).norm()
+    assert ours <= 1.05 * torchs
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (torch.zeros(4, 5, dtype=torch.bfloat16), "5 input features in bfloat16"),
+        (torch.zeros(4, 6, dtype=torch.float64), "float64"),
+        (torch.zeros(4, 6, 2), r"shape \[4, 6, 2\]"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(weight: Tensor, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        PackedWeight([weight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_eight_bits_are_the_nearest_to_weight_and_input(isa: str, dtype: torch.dtype, gated: bool) -> None:
+    weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
+    bias = random(75, dtype=dtype, seed=3)
+    packed = PackedWeight(weights, [bias, None], gated=gated, int8=True)
+    for rows in (1, 7, 40):
+        x = 3 * random(rows, 68, dtype=dtype, seed=rows)
+        parts = [F.linear(eight_bits(x), eight_bits(weight)) for weight in weights]
+        parts[0] += bias.double()
+        expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
+        assert_close(linear(x, packed), expected)
+
+
+def eight_bits(rows: Tensor) -> Tensor:
+    """float64 of what each row is with 127 levels on either side of zero."""
+    scale = (rows.float().abs().amax(1, keepdim=True) / 127).double()
+    return (rows.double() / scale).round() * scale
+
+
+def test_a_row_in_eight_bits_is_the_same_alone_and_in_a_crowd(isa: str) -> None:
+    packed = PackedWeight([random(50, 64, dtype=torch.float32)], int8=True)
+    x = random(40, 64, dtype=torch.float32, seed=1)
+    assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
+
+
+def test_rows_of_zeros_stay_zero_in_eight_bits() -> None:
+    packed = PackedWeight([torch.zeros(8, 8)], int8=True)
+    assert linear(torch.ones(2, 8), packed).tolist() == [[0.0] * 8] * 2
+    assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], int8=True)).tolist() == [[0.0] * 8] * 2
+
+
+def test_what_has_no_groups_of_four_stays_as_it_is() -> None:
+    weight = random(8, 6, dtype=torch.float32)
+    packed = PackedWeight([weight], int8=True)
+    assert not packed.is_int8
+    assert torch.equal(packed.unpack()[0], weight)

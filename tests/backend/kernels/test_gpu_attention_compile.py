@@ -1,0 +1,95 @@
+"""The Triton kernel compiles for real cards, fits them, and does so at load: no GPU is needed for that.
+
+What all shipped shapes take: `python bench/gpu_attention.py --compile`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+FEW_SPILLS = 128  # bytes of a thread: some loop-invariant values, which releases of Triton differ in
+
+SCRIPT = """
+import json, sys
+from dataclasses import fields, replace
+import torch
+from attention_cases import CASES, case_of, spec
+from paged_case import PagedCase
+from triton_target import card, target
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+
+arch, size, dtype, batches = json.loads(sys.argv[1])
+dtype = getattr(torch, dtype)
+layer = spec(8, 2, size)
+backend = GpuAttention(card(arch))
+with target(arch) as compiled:
+    caches = [backend.new_cache(200, 16, layer, dtype, torch.device("meta")) for _ in range(2)]
+    at_load = len(compiled)
+    splits = set()
+    for layout in ("heads first", "fused", "size strided") if batches else ():
+        for lens, counts in (([1], [1]), ([300] * 3, [1] * 3), ([2000], [1]), ([900, 17], [30, 2]), ([33], [33])):
+            case = PagedCase(layer, lens, counts, 16, dtype, layout)
+            metadata = case.metadata(counts)
+            # Tensors without contents: whatever waited for the device to read one would fail.
+            tensors = [field.name for field in fields(metadata) if torch.is_tensor(getattr(metadata, field.name))]
+            metadata = replace(metadata, **{name: getattr(metadata, name).to("meta") for name in tensors})
+            last = [tensor[-count:].to("meta") for tensor, count in zip(case.keys, counts)]
+            new = last[0] if len(last) == 1 else torch.cat(last)
+            backend.write(new, new, caches[1], metadata)
+            backend.attend(case.query.to("meta"), caches[1], metadata, layer, None)
+            splits |= {plan.num_splits > 1 for plan in backend._plans.values()}
+print(json.dumps([at_load, len(compiled), sorted(splits), [kernel.report(arch) for kernel in compiled]]))
+"""
+
+
+def compiled(tmp_path: Path, arch: int, size: int, dtype: str, batches: bool = False) -> list[Any]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", SCRIPT, json.dumps([arch, size, dtype, batches])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_hopper_gets_all_it_needs_at_load(tmp_path: Path) -> None:
+    """Decodes, prompts, mixes, split keys, any layout of queries: nothing is compiled after load, and no
+    launch waits for the device."""
+    at_load, after_steps, splits, kernels = compiled(tmp_path, 90, 128, "bfloat16", batches=True)
+    assert at_load == after_steps == 5, "write; attention and reduction, for decodes and for mixes"
+    assert splits == [False, True]
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= kernel["shared_limit"]
+        assert kernel["stack_bytes"] <= FEW_SPILLS
+    decode, mixed = [kernel for kernel in kernels if kernel["kernel"] == "attend_kernel"]
+    assert decode["instructions"] == ["cp.async.cg", "mma.sync"], "tiles of 16 rows, loads that run ahead"
+    assert mixed["instructions"] == ["cp.async.cg", "mma.sync", "wgmma.mma_async"]
+    assert decode["stack_bytes"] == 0
+    # Two programs and two tiles of keys and values in flight each cover the latency of the memory.
+    assert decode["shared_bytes"] <= decode["shared_limit"] // 2
+
+
+def test_float32_is_not_rounded_to_tf32(tmp_path: Path) -> None:
+    *_, kernels = compiled(tmp_path, 90, 16, "float32")
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert not kernel["tf32"]
+        assert not {"mma.sync", "wgmma.mma_async"} & set(kernel["instructions"])
+        assert kernel["stack_bytes"] <= FEW_SPILLS
+
+
+def test_ampere(tmp_path: Path) -> None:
+    *_, kernels = compiled(tmp_path, 80, 64, "float16")
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= kernel["shared_limit"]
+        assert kernel["stack_bytes"] <= FEW_SPILLS
+        if kernel["kernel"] == "attend_kernel":
+            assert kernel["instructions"] == ["cp.async.cg", "mma.sync"]

@@ -1,0 +1,66 @@
+"""The small kernels and sampling compile for real cards, once for all batches; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import json, sys
+import torch
+from triton_target import target
+from inflight.kernels.gpu.gpu_ops import GpuOps
+from inflight.kernels.gpu import gpu_penalties, gpu_sampler
+from inflight.sampling.metadata import Penalties, SamplingMetadata
+
+arch, dtype, vocab_size = json.loads(sys.argv[1])
+dtype, ops = getattr(torch, dtype), GpuOps()
+with target(arch) as compiled:
+    for tokens in (1, 2, 16, 33):
+        merged = torch.empty(tokens, 32, 128, dtype=dtype)
+        query, key, _ = merged.split((16, 8, 8), dim=1)
+        hidden, angles = torch.empty(tokens, 1024, dtype=dtype), torch.empty(tokens, 128, dtype=dtype)
+        ops.rms_norm(hidden, torch.empty(1024, dtype=dtype), 1e-6)
+        ops.rms_norm(query, torch.empty(128, dtype=dtype), 1e-6)
+        ops.add_rms_norm(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
+        ops.rotary(query, key, angles, angles)
+        ops.silu_and_mul(torch.empty(tokens, 6144, dtype=dtype))
+        columns = torch.zeros(6, tokens, dtype=torch.int64)
+        for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
+            metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
+            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), metadata)
+        index, rows = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
+        penalties = Penalties(index, torch.empty(7 * tokens), rows, torch.empty(3, tokens))
+        gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalties)
+print(json.dumps([kernel.report(arch) for kernel in compiled]))
+"""
+ONCE = ["add_rms_norm_kernel", "choose_kernel", "penalise_kernel", "rotary_kernel", "silu_and_mul_kernel"]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936)])
+def test_one_variant_whatever_the_batch(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
+    """Both variants of rms_norm are shapes of the model; the first step of each compiles, none later."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", SCRIPT, json.dumps([arch, dtype, vocab_size])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(kernel["kernel"] for kernel in kernels) == sorted([*ONCE, "rms_norm_kernel", "rms_norm_kernel"])
+    for kernel in kernels:
+        if kernel["kernel"] == "choose_kernel":
+            # Two programs of 512 threads share the registers and the shared memory of a multiprocessor.
+            assert kernel["registers"] <= 64
+            assert kernel["shared_bytes"] <= kernel["shared_limit"] // 2
+            if vocab_size % 16 == 0:  # other rows are not aligned
+                assert kernel["instructions"] == ["cp.async.cg"], "loads that run ahead"
+        else:
+            assert kernel["stack_bytes"] == 0, "nothing spills"

@@ -1,0 +1,286 @@
+"""The GPU's sampling kernel against the CPU's sampler, in the Triton language's interpreter."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from inflight.engine.request import SamplingParams
+from inflight.kernels.gpu import gpu_penalties, gpu_sampler
+from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
+from inflight.sampling import Sampler, SamplingTable, processors, sampler, table
+from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(min_p=0.1),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=70, top_p=0.5),
+    SamplingParams(top_k=1),
+    SamplingParams(temperature=2.0, top_p=0.3, min_p=0.01),
+]
+
+
+@pytest.fixture(params=[(128, 128), (32, 8)], ids=["one block", "many blocks, full list"])
+def blocks(request, monkeypatch):
+    """Sizes for which small vocabularies take every way through the kernel."""
+    monkeypatch.setattr(gpu_sampler, "BLOCK", request.param[0])
+    monkeypatch.setattr(gpu_sampler, "CAPACITY", request.param[1])
+
+
+def both(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0) -> tuple[list[int], list[int]]:
+    """Tokens by the kernel and by the CPU's sampler: row i has params i, and a seed of its own."""
+    rows = SamplingTable(len(params), logits.shape[-1])
+    for slot, own in enumerate(params):
+        rows.set_row(slot, own, seed + slot, [], 1)
+    metadata = rows.select(np.arange(len(params)), np.arange(len(params)) * 3 + 1)
+    expected = Sampler()(logits, metadata).token_ids.tolist()
+    if metadata.columns is None:
+        return expected, expected
+    metadata.columns = metadata.columns.to(DEVICE)
+    return gpu_sampler.choose(logits.to(DEVICE), metadata).tolist(), expected
+
+
+def random_logits(rows: int, vocab_size: int, scale: float, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.usefixtures("blocks")
+def test_tokens_are_those_of_the_cpu():
+    """Each kind with a flat and with a peaked distribution."""
+    dtype = torch.bfloat16 if gpu_sampler.BLOCK == 128 else torch.float32
+    logits = torch.cat([random_logits(len(KINDS), 203, scale) for scale in (0.2, 3.0)])
+    got, expected = both(logits.to(dtype), KINDS * 2)
+    assert got == expected
+    assert len(set(got)) > 5
+
+
+def test_a_real_vocabulary_in_the_sizes_that_a_gpu_runs():
+    """Rows of 50257 elements are not aligned; several blocks, a list of top_k candidates, a long tail."""
+    got, expected = both(random_logits(len(KINDS), 50257, 2.5).half(), KINDS, seed=7)
+    assert got == expected
+
+
+# Few different values give ties inside of the kept set, across its edge, and in masses.
+_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 3, 7, 20]),
+    top_p=st.sampled_from([1.0, 0.05, 0.5, 0.77, 0.93, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.04, 0.3, 1.0]),
+)
+_value = st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 3.0, float("-inf")])
+
+
+@pytest.mark.usefixtures("blocks")
+@given(data=st.data(), values=st.lists(_value, min_size=1, max_size=45), seed=st.integers(0, 2**32))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_kept_is_what_the_cpu_keeps(data, values, seed):
+    """Three draws from each row: a token too many or too few in the kept set moves some of them."""
+    params = [own for own in data.draw(st.lists(_params, min_size=1, max_size=3)) for _ in range(3)]
+    logits = torch.tensor(values).expand(len(params), -1).contiguous()
+    got, expected = both(logits, params, seed)
+    assert got == expected
+
+
+BOUNDARIES = [
+    (SamplingParams(top_p=0.5), {0}),
+    (SamplingParams(top_p=0.76), {0, 1, 2}),
+    (SamplingParams(top_k=3, top_p=0.57), {0}),
+    (SamplingParams(min_p=0.5), {0, 1}),
+    (SamplingParams(top_k=2), {0, 1}),
+]
+
+
+def test_boundaries(monkeypatch):
+    """The probability equal to a bound, and the tie that comes second."""
+    monkeypatch.setattr(gpu_sampler, "BLOCK", 4)
+    params = [params for params, _ in BOUNDARIES for _ in range(10)]
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(params), -1).contiguous()
+    got, _ = both(logits, params)
+    for number, (own, allowed) in enumerate(BOUNDARIES):
+        assert set(got[10 * number : 10 * number + 10]) == allowed, own
+
+
+def test_hopeless_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(gpu_sampler, "BLOCK", 16)
+    values = torch.tensor([-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
+    got, _ = both(values.repeat_interleave(5)[:, None].expand(-1, 37).contiguous(), KINDS[:5] * len(values))
+    assert all(0 <= token < 37 for token in got)
+    assert got[:5] == [0] * 5
+
+
+def test_nan_among_ties_ends(monkeypatch):
+    """More ties than the list holds, and more NaN than top_k: the search for the k-th rank still ends."""
+    monkeypatch.setattr(gpu_sampler, "BLOCK", 16)
+    monkeypatch.setattr(gpu_sampler, "CAPACITY", 4)
+    logits = torch.zeros(1, 60)
+    logits[0, ::3] = float("nan")
+    got, _ = both(logits, [SamplingParams(top_k=5)])
+    assert 0 <= got[0] < 60
+
+
+@pytest.mark.usefixtures("blocks")
+def test_few_tokens_left_by_a_mask():
+    logits = torch.full((len(KINDS), 301), -float("inf"))
+    logits[:, [3, 200, 300]] = torch.tensor([0.0, 0.5, 0.2])
+    got, expected = both(logits, KINDS)
+    assert got == expected
+
+
+def test_a_row_does_not_depend_on_those_beside_it():
+    logits = random_logits(len(KINDS), 300, 2.0)
+    rows = SamplingTable(len(KINDS), 300)
+    for slot, params in enumerate(KINDS):
+        rows.set_row(slot, params, slot, [], 1)
+
+    def tokens(slots: list[int]) -> list[int]:
+        metadata = rows.select(np.array(slots), np.full(len(slots), 9))
+        if metadata.columns is None:
+            return logits[slots].argmax(-1).tolist()
+        metadata.columns = metadata.columns.to(DEVICE)
+        return gpu_sampler.choose(logits[slots].to(DEVICE), metadata).tolist()
+
+    whole = tokens(list(range(len(KINDS))))
+    assert [tokens([slot])[0] for slot in range(len(KINDS))] == whole
+    assert tokens([6, 1, 3]) == [whole[6], whole[1], whole[3]]
+
+
+def test_a_slot_reused_without_top_k_forgets_it():
+    rows = SamplingTable(1, 64)
+    rows.set_row(0, SamplingParams(top_k=1), 0, [], 1)
+    rows.set_row(0, SamplingParams(), 0, [], 1)
+    metadata = rows.select(np.zeros(12, dtype=np.int64), np.arange(12))
+    metadata.columns = metadata.columns.to(DEVICE)
+    assert len(set(gpu_sampler.choose(torch.zeros(12, 64, device=DEVICE), metadata).tolist())) > 4
+
+
+def test_the_sampler_takes_the_kernel_where_there_is_one(monkeypatch):
+    """Edits, bans and penalties come first; groups are then not even made."""
+    params = [
+        SamplingParams(top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25),
+        SamplingParams(temperature=0.0, logit_bias={5: 30.0}),
+        SamplingParams(bad_words_ids=[[2]], top_p=0.9),
+        SamplingParams(frequency_penalty=2.0),
+    ]
+    logits = random_logits(4, 97, 2.0)
+    history = np.tile(np.arange(12, dtype=np.int32) % 5, (4, 1))
+
+    def run() -> tuple[list[int], int]:
+        rows = SamplingTable(4, 97, DEVICE)
+        for slot, own in enumerate(params):
+            rows.set_row(slot, own, slot, [], 6)
+        metadata = rows.select(np.arange(4), np.full(4, 12), history)
+        return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
+
+    without, groups = run()
+    for module in (processors, sampler, table):
+        monkeypatch.setattr(module, "can_launch", lambda device: True)
+    assert run() == (without, 0)
+    assert groups > 0 or DEVICE.type == "cuda"
+
+
+def test_penalties_have_the_bits_of_the_cpu():
+    params = SamplingParams(repetition_penalty=1.17, frequency_penalty=0.33, presence_penalty=-0.71)
+    rows = SamplingTable(3, 50)
+    for slot in range(3):
+        rows.set_row(slot, params, slot, [], 4)
+    metadata = rows.select(np.arange(3), np.full(3, 40), np.tile(np.arange(40) % 9, (3, 1)))
+    logits = random_logits(3, 50, 4.0)
+    expected = processors.edit_logits(logits, metadata)
+    assert not torch.equal(logits, expected)
+    again = logits.clone()
+    gpu_penalties.penalise(again, metadata.penalties)
+    assert torch.equal(again, expected)
+
+
+def test_warm_up_runs_what_requests_will_run(monkeypatch):
+    monkeypatch.setattr(sampler, "can_launch", lambda device: True)
+    monkeypatch.setattr(processors, "can_launch", lambda device: True)
+    dtypes = []
+    real = gpu_sampler.choose
+    monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: dtypes.append(x.dtype) or real(x, m))
+    Sampler().warm_up(40, torch.bfloat16, DEVICE)
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
+@triton.jit
+def _map_kernel(x_ptr, out_ptr, n, WHICH: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < n, other=0.5)
+    if WHICH == 0:
+        y = negative_exponential(x)
+    elif WHICH == 1:
+        y = exp_of_negative(x)
+    elif WHICH == 2:
+        y = rough_gumbel(x)
+    else:
+        y = order_key(x)
+    tl.store(out_ptr + places, y, mask=places < n)
+
+
+def mapped(which: int, x: torch.Tensor) -> np.ndarray:
+    out = torch.empty(len(x), dtype=torch.int32 if which == 3 else torch.float32, device=DEVICE)
+    grid = (triton.cdiv(len(x), 2**14),)
+    _map_kernel[grid](x.to(DEVICE), out, len(x), WHICH=which, BLOCK=2**14, enable_fp_fusion=False)
+    return out.cpu().numpy()
+
+
+def units(got: np.ndarray, exact: np.ndarray) -> float:
+    """Largest error in units of the last place."""
+    return float((np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32))).max())
+
+
+def test_functions_are_as_accurate_as_a_library():
+    hashes = np.random.default_rng(0).integers(1, 2**31, 2**16)
+    hashes = np.concatenate([hashes, hashes >> 10, hashes >> 20, 2**31 - 1 - (hashes >> 20), [1]]) | 1
+    u = torch.from_numpy(hashes).float() * TO_UNIT
+    wide = u.double().numpy()
+    assert units(mapped(0, u), np.log1p(-wide)) < 1.1
+    assert np.abs(mapped(2, u) + np.log(-np.log1p(-wide))).max() < 2e-4
+    x = -torch.cat([u * 87, u, u * 1e-3, torch.zeros(1)])
+    assert units(mapped(1, x), np.exp(x.double().numpy())) < 1.1
+    assert mapped(1, torch.tensor([-88.0, -1e30, -float("inf")])).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_keys_order_like_floats():
+    x = torch.tensor([-float("inf"), -3e38, -1.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 2.0000002, float("inf")])
+    keys = mapped(3, x).tolist()
+    assert keys == sorted(keys)
+    assert [a == b for a, b in pairwise(keys)] == [a == b for a, b in pairwise(x.tolist())]
+
+
+@triton.jit
+def _uniform_kernel(hashes_ptr, out_ptr, key, offset, n, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    u = uniform(tl.load(hashes_ptr + places, mask=places < n, other=0), key.to(tl.int32), offset.to(tl.int32))
+    tl.store(out_ptr + places, u, mask=places < n)
+
+
+def test_noise_has_the_bits_of_the_cpu():
+    """Before the logarithm there are only integers, and one multiplication."""
+    hashes = token_hashes(5000, torch.device("cpu"))
+    for seed in (0, 12345):
+        key, offset = row_keys(np.array([mix_seed(seed)], dtype=np.uint64), np.array([17]))[:, 0].tolist()
+        out = torch.empty(5000, dtype=torch.float32, device=DEVICE)
+        _uniform_kernel[(1,)](hashes.to(DEVICE), out, key, offset, 5000, BLOCK=8192, enable_fp_fusion=False)
+        x = hashes * key + offset
+        x ^= x >> 15
+        x *= MULTIPLIER
+        x ^= x >> 16
+        assert torch.equal(out.cpu(), (x | 1).float() * TO_UNIT)

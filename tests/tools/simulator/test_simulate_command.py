@@ -1,0 +1,142 @@
+"""`inflight simulate`: what it prints and writes, what it refuses, and that its choice is the right one."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from simulated import PROFILE, engine, job
+from simulated import simulate as run
+from typer.testing import CliRunner
+
+from inflight.config import ConfigError, EngineConfig
+from inflight_tools.cli import app
+from inflight_tools.simulator.report import SLO, summarise
+from inflight_tools.simulator.sweep import Trial, highest_rate, parse_sweep
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(msgspec.json.encode(PROFILE))
+    return str(path)
+
+
+def simulate(profile, *arguments):
+    return CliRunner().invoke(app, ["simulate", "--profile", profile, *map(str, arguments)])
+
+
+def test_a_scenario_is_run_and_reported(profile, tmp_path):
+    result = simulate(profile, "--scenario", "uniform", "--requests", 20, "--report", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    assert "requests      20 in" in result.output
+    assert "TTFT" in result.output
+    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert (row["tokens"], row["refused"]) == (20 * 64, 0)
+
+
+def test_a_trace_is_replayed_at_its_times(profile, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * k, "input_length": 10, "output_length": 2} for k in range(5)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    result = simulate(profile, "--trace", trace, "--report", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert 4.0 < row["seconds"] < 4.1
+    twice = simulate(profile, "--trace", trace, "--speed", 2, "--report", tmp_path / "r.json")
+    assert twice.exit_code == 0
+    assert 2.0 < json.loads((tmp_path / "r.json").read_text())[0]["seconds"] < 2.1
+
+
+def test_a_sweep_writes_the_setting_with_the_highest_goodput(profile, tmp_path):
+    output = tmp_path / "deep" / "model.json"
+    result = simulate(
+        profile, "--scenario", "uniform", "--requests", 60, "--sweep", "max_num_seqs=1..32,max_num_batched_tokens=512",
+        "--slo-ttft", 60, "--slo-tpot", 60, "--report", tmp_path / "r.json", "--output", output, "--set", "seed=7",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())
+    assert [row["setting"]["max_num_seqs"] for row in rows] == [1, 2, 4, 8, 16, 32]
+    best = max(rows, key=lambda row: row["goodput"])["setting"]
+    written = json.loads(output.read_text())
+    assert {key: written[key] for key in best} == best == {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+    assert written["seed"] == 7
+    assert EngineConfig.from_file(output).dtype == "float32"
+
+
+def test_a_sweep_of_an_open_loop_finds_the_rate(profile, tmp_path):
+    result = simulate(
+        profile, "--scenario", "uniform", "--requests", 60, "--arrivals", "poisson", "--sweep", "max_num_seqs=2,16",
+        "--report", tmp_path / "r.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    few, many = json.loads((tmp_path / "r.json").read_text())
+    assert many["rate"] > 2 * few["rate"] > 0
+    assert min(few["attainment"], many["attainment"]) >= 0.9
+
+
+def test_a_slo_that_nothing_meets_fails_and_writes_nothing(profile, tmp_path):
+    result = simulate(
+        profile, "--requests", 10, "--sweep", "max_num_seqs=4", "--slo-ttft", 0, "-o", tmp_path / "m.json"
+    )
+    assert result.exit_code == 1
+    assert "no setting answers 90% of the requests within 0 s" in result.output
+    assert not (tmp_path / "m.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scenario", "nothing"], "there is no such scenario; choose one of lognormal"),
+        (["--router", "random"], "router 'random': allowed are"),
+        (["--set", "max_num_seqs"], "expected KEY=VALUE"),
+        (["--set", "max_num_seq=3"], "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        (["--set", "num_gpu_blocks_override=4"], "the KV pool holds 64 tokens, and the load has requests of"),
+        (["--arrivals", "trace"], "there is no trace; give one with --trace"),
+        (["--trace", "nowhere.csv"], "trace nowhere.csv: "),
+        (["--sweep", "max_num_seq=3"], "'max_num_seq' is no key of model.json"),
+        (["--sweep", "max_num_seqs=0"], "max_num_seqs=0"),
+        (["--output", "model.json"], "--output takes the best setting of a sweep"),
+        (["--config", "nowhere.json"], "nowhere.json: no such file"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_status_2(profile, arguments, message):
+    result = simulate(profile, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_a_seed_below_zero_is_wrong_usage(profile):
+    result = simulate(profile, "--seed", -1)
+    assert result.exit_code == 2
+    assert "Invalid value for '--seed'" in result.output
+
+
+def test_sweeps_are_read():
+    assert parse_sweep("max_num_seqs=8..40,max_num_batched_tokens=256,512") == {
+        "max_num_seqs": [8, 16, 32, 40],
+        "max_num_batched_tokens": [256, 512],
+    }
+    assert parse_sweep("itl_target_ms=null,50,scheduling_policy=fcfs") == {
+        "itl_target_ms": [None, 50],
+        "scheduling_policy": ["fcfs"],
+    }
+
+
+@pytest.mark.parametrize("text", ["8,16", "max_num_seqs=", "max_num_seqs=9..3", "max_num_seqs=" + "1," * 401])
+def test_sweeps_that_say_nothing_are_refused(text):
+    with pytest.raises(ConfigError, match="--sweep"):
+        parse_sweep(text)
+
+
+@pytest.mark.parametrize("capacity", [0.3, 5.0, 90.0])
+def test_the_highest_rate_is_found_from_either_side(capacity):
+    report = summarise(run([engine()], [job(0, 1, 1)]), SLO())
+
+    def attempt(rate: float) -> Trial:
+        good = 1.0 if rate <= capacity else 0.0
+        return Trial({}, msgspec.structs.replace(report, attainment=good), rate)
+
+    assert highest_rate(attempt, 2.0, SLO()).rate == pytest.approx(capacity, rel=0.02)

@@ -1,0 +1,253 @@
+"""The command line: validation before anything starts, entries it writes, Ctrl-C, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from inflight.config import ConfigError, EngineConfig
+from inflight_tools import cli
+from inflight_tools.installation import find_wheel
+from inflight_tools.launcher import session_members
+from inflight_tools.repository import default_name, write_entry
+
+needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
+
+
+class RecordingServer:
+    """Stands in for TritonServer where only what it is given matters."""
+
+    made: ClassVar[list[RecordingServer]] = []
+
+    def __init__(self, repository: Path, **options: Any) -> None:
+        self.options = options
+        files = [path for path in Path(repository).rglob("*") if path.is_file()]
+        self.files = {str(path.relative_to(repository)): path.read_text() for path in files}
+        RecordingServer.made.append(self)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
+    RecordingServer.made = []
+    monkeypatch.setattr(cli, "TritonServer", RecordingServer)
+    monkeypatch.setattr(cli, "run_in_foreground", lambda server, timeout: None)
+    return RecordingServer.made
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "My Checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys, inflight_tools.cli; print([m for m in ('torch', 'transformers', 'pytriton') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --model, or --model-repository"),
+        (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory"),
+        (["--model", "two words"], "model='two words': no such directory, and not a hub id"),
+        (["--model", "."], "no config.json in that directory"),
+        (["--model", "a/b", "--max-num-seqs", "0"], "max_num_seqs=0: Expected `int` >= 1"),
+        (["--model", "a/b", "--dtype", "int4"], "dtype='int4'"),
+        (["--model", "a/b", "--kv-cache-memory", "lots"], "cannot read 'lots' as a size"),
+        (
+            ["--model", "a/b", "--set", "max_queue_sise=4"],
+            "unknown key 'max_queue_sise'; did you mean",
+        ),
+        (["--model", "a/b", "--set", "seed"], "--set 'seed': expected KEY=VALUE"),
+        (["--model", "a/b", "--set", "max_queue_size=many"], "max_queue_size='many': Expected `int`"),
+        (["--model", "a/b", "--name", "../up"], "name='../up': a model name starts with"),
+        (["--model", "a/b", "--load-model", "x"], "--load-model goes with --model-repository"),
+        (["--model-repository", ".", "--model", "a/b"], "--model does not go with --model-repository"),
+        (["--model-repository", ".", "--max-num-seqs", "4"], "--max-num-seqs does not go with --model-repository"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: list[str], message: str, servers: list[RecordingServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert servers == []
+
+
+def test_serve_writes_an_entry_with_what_differs_from_the_defaults(
+    checkpoint: Path, servers: list[RecordingServer]
+) -> None:
+    arguments = ["--model", str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
+    arguments += ["--set", "seed=7", "--set", "enable_prefix_caching=false", "--set", "chat_template={{ x }}"]
+    result = CliRunner().invoke(cli.app, ["serve", *arguments, "--port", "0", "--host", "127.0.0.2"])
+    assert result.exit_code == 0, result.output
+    (server,) = servers
+    assert server.options["http_port"] == 0
+    assert server.options["grpc_port"] == 8001
+    assert server.options["host"] == "127.0.0.2"
+    assert set(server.files) == {"My-Checkpoint/config.pbtxt", "My-Checkpoint/1/model.json"}
+    assert 'backend: "inflight"' in server.files["My-Checkpoint/config.pbtxt"]
+    assert json.loads(server.files["My-Checkpoint/1/model.json"]) == {
+        "model": str(checkpoint),
+        "max_num_seqs": 8,  # block_size is the default, so it is not written
+        "dtype": "bfloat16",
+        "seed": 7,
+        "enable_prefix_caching": False,
+        "chat_template": "{{ x }}",
+    }
+
+
+def test_serve_of_a_repository_loads_only_the_named_models(tmp_path: Path, servers: list[RecordingServer]) -> None:
+    arguments = ["--model-repository", str(tmp_path), "--load-model", "a", "--load-model", "b"]
+    assert CliRunner().invoke(cli.app, ["serve", *arguments]).exit_code == 0
+    assert servers[0].options["model_control_mode"] == "explicit"
+    assert servers[0].options["load_models"] == ["a", "b"]
+
+
+def test_init_writes_an_entry_that_reads_back(tmp_path: Path, checkpoint: Path) -> None:
+    arguments = ["init", str(tmp_path / "repository"), "--model", str(checkpoint), "--name", "mine"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--set", "max_model_len=64"])
+    assert result.exit_code == 0, result.output
+    config = EngineConfig.from_file(tmp_path / "repository" / "mine" / "1" / "model.json")
+    assert config == EngineConfig(model=str(checkpoint), max_model_len=64)
+    again = CliRunner().invoke(cli.app, arguments)
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"), ("/models/my model/", "my-model"), ("gpt2", "gpt2"), ("/", "model")],
+)
+def test_default_name(model: str, name: str) -> None:
+    assert default_name(model) == name
+
+
+def test_an_entry_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*Not a directory"):
+        write_entry(tmp_path / "file", "name", EngineConfig(model="a/b"))
+
+
+def _run(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_port_in_use_is_one_line_and_status_1(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(
+            cli.app, ["serve", "--model-repository", str(tmp_path), "--http-port", str(port), "--grpc-port", "0"]
+        )
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        f"inflight: port {port} (HTTP) on 127.0.0.1: Address already in use; change --http-port (0 picks a free port)"
+    ]
+
+
+FOREGROUND = """
+import sys
+import typer
+from inflight_tools.cli import run_in_foreground
+from inflight_tools.launcher import TritonServer
+
+def main(repository: str, backend: str) -> None:
+    server = TritonServer(repository, backend_dir=backend, metrics_port=0, exit_timeout=5)
+    start = server.start
+    server.start = lambda: (start(), print(server.process.pid, flush=True))
+    run_in_foreground(server, timeout=60)
+
+typer.run(main)
+"""
+BACKEND = """
+class TritonPythonModel:
+    def initialize(self, args):
+        if args["model_name"] == "broken":
+            raise ValueError("no weights")
+    def execute(self, requests):
+        return []
+"""
+
+
+def _foreground(tmp_path: Path, model: str) -> subprocess.Popen[str]:
+    (tmp_path / "repository" / model / "1").mkdir(parents=True)
+    (tmp_path / "repository" / model / "config.pbtxt").write_text(
+        'backend: "inflight"\nmax_batch_size: 0\n'
+        'input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }\noutput { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }'
+    )
+    (tmp_path / "backend").mkdir()
+    (tmp_path / "backend" / "model.py").write_text(BACKEND)
+    return _run(FOREGROUND, str(tmp_path / "repository"), str(tmp_path / "backend"))
+
+
+@needs_server
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
+    with _foreground(tmp_path, "idle") as process:
+        assert process.stdout is not None and process.stderr is not None
+        pid = int(process.stdout.readline())
+        assert process.stdout.readline().startswith("ready: HTTP 127.0.0.1:")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert session_members(pid) == []
+    assert "successfully loaded 'idle'" in errors  # the server's log is streamed
+    assert errors.splitlines()[-1] == "stopped"
+    assert "Traceback" not in errors
+
+
+@needs_server
+def test_a_model_that_fails_is_status_1_with_its_reason_last(tmp_path: Path) -> None:
+    with _foreground(tmp_path, "broken") as process:
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "inflight: model 'broken' failed to load: ValueError: no weights"
+    assert session_members(int(output)) == []
+
+
+@needs_server
+def test_a_server_that_dies_is_status_1(tmp_path: Path) -> None:
+    with _foreground(tmp_path, "idle") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.stdout.readline()
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("inflight: tritonserver ended with status -9")
+    assert session_members(pid) == []
+
+
+@needs_server
+def test_a_stub_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> None:
+    """Triton itself would go on saying that it is ready, and let every request of the model hang."""
+    with _foreground(tmp_path, "idle") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.stdout.readline()
+        stubs = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        assert len(stubs) == 1
+        subprocess.run(["kill", "-ABRT", str(stubs[0])], check=True)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("inflight: the stub process of a model died")
+    assert session_members(pid) == []

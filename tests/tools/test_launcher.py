@@ -1,0 +1,297 @@
+"""The launcher: clear errors before anything starts, and nothing left behind after it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight_tools import installation, launcher
+from inflight_tools.installation import (
+    LauncherError,
+    TritonInstallation,
+    find_libpython,
+    find_wheel,
+    lay_out_interpreter,
+)
+from inflight_tools.launcher import TritonServer, load_failure, pick_ports, session_members
+
+needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
+
+ECHO_BACKEND = """
+import subprocess
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "IN", "data_type": "TYPE_STRING", "dims": [1]})
+        config.add_output({"name": "OUT", "data_type": "TYPE_STRING", "dims": [1]})
+        config.set_max_batch_size(0)
+        return config
+
+    def initialize(self, args):
+        if args["model_name"] == "broken":
+            raise ValueError("the checkpoint is not there")
+        self.child = subprocess.Popen(["sleep", "600"])
+
+    def execute(self, requests):
+        where = np.array([np.__file__.encode()], dtype=object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", where)]) for _ in requests]
+"""
+WITHOUT_CHILD = ECHO_BACKEND.replace('self.child = subprocess.Popen(["sleep", "600"])', "pass")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    (folder / "echo" / "1").mkdir(parents=True)
+    (folder / "echo" / "config.pbtxt").write_text('backend: "inflight"')
+    return folder
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Path:
+    folder = tmp_path / "backend"
+    folder.mkdir()
+    (folder / "model.py").write_text(ECHO_BACKEND)
+    return folder
+
+
+def _shm_files(server: TritonServer) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(server.shm_prefix)]
+
+
+def _wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.05)
+
+
+def test_pick_ports_are_free_and_different() -> None:
+    ports = pick_ports(5)
+    assert len(set(ports)) == 5
+    for port in ports:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
+def test_a_port_in_use_names_the_port_and_the_option(repository: Path, option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = TritonServer(repository, **{f"{option}_port": port})
+        with pytest.raises(LauncherError, match=rf"port {port} .*in use.*--{option}-port"):
+            server.start()
+        assert server.process is None
+
+
+def test_one_port_for_two_services_is_refused(repository: Path) -> None:
+    with pytest.raises(LauncherError, match=r"port 8123 is given to more than one service; change --http-port"):
+        TritonServer(repository, http_port=8123, metrics_port=8123).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"http_port": 99999}, r"port 99999 \(HTTP\): allowed are 0 to 65535; change --http-port"),
+        ({"grpc_port": -1}, r"port -1 \(GRPC\): allowed are 0 to 65535; change --grpc-port"),
+        ({"host": "203.0.113.1"}, "cannot listen on host '203.0.113.1': .*; change --host"),
+        ({"host": "a..b"}, r"cannot listen on host 'a\.\.b': .*; change --host"),
+        ({"host": "203.0.113.1", "http_port": 8000}, "change --host"),
+        ({"log_file": "/dev/full"}, "/dev/full: not a regular file"),
+    ],
+)
+def test_an_address_or_file_that_is_none_is_named(repository: Path, options: dict[str, Any], says: str) -> None:
+    server = TritonServer(repository, **options)
+    with pytest.raises(LauncherError, match=says):
+        server.start()
+    assert server.process is None
+
+
+def test_no_such_repository(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match="missing: no such model repository folder"):
+        TritonServer(tmp_path / "missing").start()
+
+
+def _fake_installation(tmp_path: Path, *versions: str) -> TritonInstallation:
+    stub = tmp_path / "stub"
+    stub.write_text("")
+    return TritonInstallation(tmp_path / "tritonserver", tmp_path, dict.fromkeys(versions, stub))
+
+
+def test_a_python_without_a_stub_says_which_exist(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=r"no Python stub for Python 3\.\d+ \(there are: 3\.8, 3\.90\)"):
+        _fake_installation(tmp_path, "3.90", "3.8").lay_out(tmp_path / "backends", {})
+
+
+def test_a_python_without_a_stub_leaves_no_temporary_files(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonInstallation, "find", lambda: _fake_installation(tmp_path, "3.8"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(launcher.tempfile, "tempdir", str(temporary))
+    with pytest.raises(LauncherError, match="no Python stub"):
+        TritonServer(repository).start()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_missing_libpython_says_which_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation.Path, "is_file", lambda self: False)
+    with pytest.raises(LauncherError, match=r"libpython3\.\d+\.so\.1\.0 is missing.*apt install libpython3\.\d+"):
+        find_libpython()
+
+
+def test_libpython_is_the_running_version() -> None:
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in find_libpython().name
+
+
+def test_no_tritonserver_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITONSERVER", raising=False)
+    monkeypatch.setattr(installation, "find_wheel", lambda: None)
+    monkeypatch.setattr(installation, "_OPT", Path("/nowhere"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LauncherError, match=r"no tritonserver found: .*pip install"):
+        TritonInstallation.find()
+
+
+def test_tritonserver_variable_must_name_an_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONSERVER", "/nowhere/tritonserver")
+    with pytest.raises(LauncherError, match="TRITONSERVER=/nowhere/tritonserver is not an executable"):
+        TritonInstallation.find()
+
+
+def test_an_installed_server_takes_the_stub_version_from_the_stub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "bin" / "tritonserver"
+    python_backend = tmp_path / "backends" / "python"
+    binary.parent.mkdir()
+    python_backend.mkdir(parents=True)
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    (python_backend / "triton_python_backend_stub").write_bytes(b"\x7fELF..libpython3.99.so.1.0..")
+    monkeypatch.setenv("TRITONSERVER", str(binary))
+    assert list(TritonInstallation.find().stubs) == ["3.99"]
+
+
+def test_load_failure_takes_the_reason_from_the_log() -> None:
+    log = (
+        'I1120 server.cc:1] "loading: demo:1"\n'
+        r"""E1120 11:59:11 model_lifecycle.cc:642] "failed to load 'demo' version 1: Internal: """
+        r"""ConfigError: model \"x\" is not there\n\nAt:\n  model.py(3): initialize\n\""""
+    )
+    assert load_failure(log) == "model 'demo' failed to load: ConfigError: model \"x\" is not there"
+    assert load_failure('I1120 server.cc:1] "loading: demo:1"\n') is None
+
+
+def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "from_pythonpath.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    folder = lay_out_interpreter(tmp_path / "python")
+    monkeypatch.delenv("PYTHONPATH")
+    # The stub is isolated from Python 3.11 on; `-I` is the same for an interpreter.
+    code = "import sys, numpy, msgspec, inflight, from_pythonpath; print(sys.prefix, numpy.__file__)"
+    ran = subprocess.run([folder / "python3", "-I", "-c", code], capture_output=True, text=True, cwd="/")
+    assert ran.stdout.split() == [str(tmp_path / "python"), np.__file__], ran.stderr
+
+
+@needs_server
+def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_path: Path) -> None:
+    log_file = tmp_path / "server.log"
+    with TritonServer(repository, backend_dir=backend, log_file=log_file, exit_timeout=5) as server:
+        assert server.process is not None
+        pid = server.process.pid
+        body = b'{"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}'
+        url = f"http://{server.http_address}/v2/models/echo/infer"
+        with urllib.request.urlopen(urllib.request.Request(url, body)) as response:
+            answer = response.read().decode()
+        assert f'"{np.__file__}"' in answer  # the stub imports from this environment
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as response:
+            assert b"nv_inference_request_success" in response.read()
+        assert len(session_members(pid)) >= 3  # server, stub, and the stub's forgotten child
+        assert _shm_files(server)
+        runtime_dir = server._runtime_dir
+        assert runtime_dir is not None and runtime_dir.exists()
+    assert session_members(pid) == []
+    assert _shm_files(server) == []
+    assert not runtime_dir.exists()
+    assert "successfully unloaded 'echo'" in server.log_text()
+    assert "successfully unloaded 'echo'" in log_file.read_text()
+    server.stop()
+
+
+@needs_server
+def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path, backend: Path) -> None:
+    (repository / "echo").rename(repository / "broken")
+    server = TritonServer(repository, backend_dir=backend, exit_timeout=5)
+    with pytest.raises(LauncherError, match=r"model 'broken' failed to load: .*the checkpoint is not there"), server:
+        pytest.fail("the server must not become ready")
+    assert server.process is not None
+    assert session_members(server.process.pid) == []
+    assert _shm_files(server) == []
+
+
+@needs_server
+def test_a_bad_argument_gives_the_servers_own_words(repository: Path, backend: Path) -> None:
+    server = TritonServer(repository, backend_dir=backend, extra_args=["--no-such-option"])
+    with pytest.raises(LauncherError, match=r"ended with status \d+: .*no-such-option"), server:
+        pytest.fail("the server must not become ready")
+
+
+@needs_server
+def test_explicit_mode_loads_what_is_asked(repository: Path, backend: Path) -> None:
+    (backend / "model.py").write_text(WITHOUT_CHILD)
+    (repository / "other" / "1").mkdir(parents=True)
+    (repository / "other" / "config.pbtxt").write_text('backend: "inflight"')
+    explicit = TritonServer(
+        repository, backend_dir=backend, model_control_mode="explicit", load_models=["other"], metrics_port=None
+    )
+    with explicit as server:
+        with urllib.request.urlopen(f"http://{server.http_address}/v2/models/other/ready") as response:
+            assert response.status == 200
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://{server.http_address}/v2/models/echo/ready")
+        with pytest.raises(LauncherError, match="metrics service has no address"):
+            _ = server.metrics_address
+
+
+PARENT = """
+import sys, time
+from inflight_tools.launcher import TritonServer
+server = TritonServer(sys.argv[1], backend_dir=sys.argv[2], exit_timeout=5)
+with server:
+    print(server.process.pid, server.shm_prefix, flush=True)
+    time.sleep(600)
+"""
+
+
+@needs_server
+def test_the_server_ends_with_a_parent_that_was_killed(repository: Path, backend: Path) -> None:
+    (backend / "model.py").write_text(WITHOUT_CHILD)
+    command = [sys.executable, "-c", PARENT, str(repository), str(backend)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, prefix = parent.stdout.readline().split()
+        assert session_members(int(pid))
+        parent.send_signal(signal.SIGKILL)
+    _wait_until(lambda: not session_members(int(pid)))
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]

@@ -1,0 +1,281 @@
+"""The `inflight` command.  Exit status: 0 done or stopped by the user, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from inflight.config import ConfigError, EngineConfig
+from inflight_client.cli import generate
+from inflight_tools.launcher import LauncherError, TritonServer
+from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
+from inflight_tools.simulator.commands import calibrate, simulate
+from inflight_tools.trace.command import trace
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_LOOK_SECONDS = 2.0  # between two looks at the stubs
+_EXIT_TIMEOUT_SECONDS = 10  # for open requests after Ctrl-C; a second Ctrl-C ends them at once
+
+_Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
+_Name = Annotated[str | None, typer.Option(help="Name clients use; made from --model when not given.")]
+_MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences in one step.")]
+_MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of one step.")]
+_MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens, prompt plus output, of one request.")]
+_BlockSize = Annotated[int | None, typer.Option(help="Tokens in one KV block.")]
+_Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+_KvCacheMemory = Annotated[str | None, typer.Option(help='Size of the KV pool, such as "4GiB".')]
+_GpuMemory = Annotated[float | None, typer.Option(help="Share of the GPU's memory to use.")]
+_Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other key of model.json; repeatable.")
+]
+_HttpPort = Annotated[int, typer.Option("--http-port", "--port", help="0 picks a free port.")]
+_GrpcPort = Annotated[int, typer.Option(help="0 picks a free port.")]
+_MetricsPort = Annotated[int, typer.Option(help="0 picks a free port.")]
+
+
+@app.command()
+def serve(
+    model: _Model = None,
+    name: _Name = None,
+    max_num_seqs: _MaxNumSeqs = None,
+    max_num_batched_tokens: _MaxNumBatchedTokens = None,
+    max_model_len: _MaxModelLen = None,
+    block_size: _BlockSize = None,
+    dtype: _Dtype = None,
+    device: _Device = None,
+    kv_cache_memory: _KvCacheMemory = None,
+    gpu_memory_utilization: _GpuMemory = None,
+    set_: _Set = None,
+    http_port: _HttpPort = 8000,
+    grpc_port: _GrpcPort = 8001,
+    metrics_port: _MetricsPort = 8002,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    model_repository: Annotated[
+        Path | None, typer.Option(help="Serve this existing repository instead of --model.")
+    ] = None,
+    load_model: Annotated[
+        list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
+    ] = None,
+    log_file: Annotated[Path | None, typer.Option(help="Write the server's log there too.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds the models have to load.")] = 900.0,
+) -> None:
+    """Serve a checkpoint, or a model repository, until Ctrl-C."""
+    options = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "dtype": dtype,
+        "device": device,
+        "kv_cache_memory": kv_cache_memory,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    with tempfile.TemporaryDirectory(prefix="inflight-repository-") as temporary:
+        if model_repository is None:
+            if model is None:
+                _fail("give --model, or --model-repository for an existing repository", status=2)
+            if load_model:
+                _fail("--load-model goes with --model-repository", status=2)
+            with _usage_errors():
+                write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
+        else:
+            _refuse_with_repository({"model": model, "name": name, **options, "set": set_})
+        server = TritonServer(
+            model_repository or temporary,
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            model_control_mode="explicit" if load_model else "none",
+            load_models=load_model or (),
+            log_file=log_file,
+            exit_timeout=_EXIT_TIMEOUT_SECONDS,
+        )
+        run_in_foreground(server, timeout)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Model repository to write the entry into.")],
+    model: Annotated[str, typer.Option(help="Hugging Face hub id or checkpoint directory.")],
+    name: _Name = None,
+    set_: _Set = None,
+) -> None:
+    """Write a model repository entry without serving it, for a tritonserver of your own."""
+    with _usage_errors():
+        entry = write_entry(folder, name or default_name(model), engine_config(model, {}, set_ or []))
+    typer.echo(f"wrote {entry}")
+
+
+@app.command()
+def demo(
+    http_port: _HttpPort = 8000,
+    grpc_port: _GrpcPort = 8001,
+    metrics_port: _MetricsPort = 8002,
+    model_repository: Annotated[Path | None, typer.Option(help="Repository that holds the model `demo`.")] = None,
+    exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the show.")] = False,
+) -> None:
+    """Start the demo model, stream several prompts at once, and leave the server up."""
+    from inflight_tools.demo import run_demo
+
+    server = TritonServer(
+        model_repository or _demo_repository(),
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        model_control_mode="explicit",
+        load_models=["demo"],
+        exit_timeout=_EXIT_TIMEOUT_SECONDS,
+    )
+    with _stop_signals(), _one_line_errors(), server:
+        run_demo(server)
+        if not exit_:
+            typer.echo("Ctrl-C ends it.")
+            _wait_for_end(server)
+
+
+def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:
+    """The validated configuration of command-line options (None: not given) and `KEY=VALUE`s.
+
+    Values of `settings` are JSON where they parse as JSON, else text.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or range, or no such model.
+    """
+    values: dict[str, Any] = {"model": resolve_model(model)}
+    values.update((key, value) for key, value in options.items() if value is not None)
+    values.update(map(parse_setting, settings))
+    return EngineConfig.from_dict(values, source="command line")
+
+
+def _refuse_with_repository(options: dict[str, Any]) -> None:
+    given = [key.replace("_", "-") for key, value in options.items() if value is not None]
+    if given:
+        _fail(f"--{given[0]} does not go with --model-repository; edit the model.json there", status=2)
+
+
+def run_in_foreground(server: TritonServer, timeout: float) -> None:
+    """Run `server`, its log on stderr, until a stop signal (returns) or its end (exit status 1)."""
+    with _stop_signals(), _one_line_errors():
+        try:
+            server.start()
+            assert server.log_file is not None
+            with _echo_file(server.log_file):
+                server.wait_ready(timeout)
+                typer.echo(
+                    f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
+                    f"metrics http://{server.metrics_address}/metrics; Ctrl-C stops"
+                )
+                _wait_for_end(server)
+        finally:
+            server.stop()
+
+
+def _wait_for_end(server: TritonServer) -> None:
+    """Until the server ends, or is of no use any more: Triton neither restarts a stub nor stops saying "ready"."""
+    lost: set[int] = set()
+    looked = time.monotonic()
+    while server.is_running():
+        time.sleep(0.2)
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            before, lost, looked = lost, set(server.lost_stubs()), time.monotonic()
+            if before & lost:  # twice: one that was just unloaded is gone the second time
+                raise LauncherError(
+                    "the stub process of a model died, and Triton lets its requests hang: stopping; start it again"
+                )
+    raise LauncherError(server.exit_reason())
+
+
+def _demo_repository() -> Path:
+    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (folder / "model_repository" / "demo").is_dir():
+            return folder / "model_repository"
+    _fail("no model_repository/demo here; run in a checkout or give --model-repository")
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP as Ctrl-C, and Ctrl-C as a normal end once everything is stopped."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except LauncherError as error:
+        _fail(str(error))
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        _fail(str(error), status=2)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    typer.echo(f"inflight: {message}", err=True)
+    raise typer.Exit(status)
+
+
+@contextlib.contextmanager
+def _echo_file(path: Path) -> Iterator[None]:
+    """Copy what is written to `path` to stderr while the context is open, and its rest at the end."""
+    done = threading.Event()
+
+    def copy() -> None:
+        with open(path, "rb") as source:
+            while True:
+                last = done.is_set()
+                sys.stderr.buffer.write(source.read())
+                sys.stderr.flush()
+                if last:
+                    return
+                done.wait(0.1)
+
+    thread = threading.Thread(target=copy, name="log-echo", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+app.command()(generate)
+app.command()(trace)
+app.command()(calibrate)
+app.command()(simulate)

@@ -1,0 +1,229 @@
+"""The show of `make run`: prompts of different lengths arrive one after another and share the batch.
+
+Every row is one request on its own gRPC stream.  A request that arrives joins the batch at the
+next forward pass, whatever the others are doing, and leaves it with its last token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from inflight_client import AsyncClient
+from inflight_tools.launcher import LauncherError, TritonServer
+
+__all__ = ["Row", "call_commands", "run_demo", "show"]
+
+_MODEL = "demo"
+_TEXT_WIDTH = 60  # characters of a row's text that are shown
+_REDRAW_SECONDS = 1 / 12
+_STATE_STYLES = {"": "dim", "waiting": "yellow", "running": "bold green", "done": "cyan"}
+
+
+@dataclass
+class Row:
+    """One request of the show.
+
+    Attributes:
+        prompt: what the model continues.
+        max_tokens: where it stops at the latest.
+        arrives_after: tokens of the first row after which this one is sent: the overlap is the
+            same on a slow machine and on a fast one.
+        state: "" before it arrives, "waiting" until its first token, "running", "done".
+        submitted, first_token, finished: `time.perf_counter()` seconds; 0.0 before.
+        tokens: output tokens so far.
+        text: output text so far.
+    """
+
+    prompt: str
+    max_tokens: int
+    arrives_after: int
+    state: str = ""
+    submitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    tokens: int = 0
+    text: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token."""
+        return self.first_token - self.submitted if self.first_token else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens over the time since the request was sent."""
+        if not self.tokens:
+            return None
+        return self.tokens / ((self.finished or time.perf_counter()) - self.submitted)
+
+
+def show() -> list[Row]:
+    """The requests of the show: short and long, overlapping."""
+    return [
+        Row("This module provides a class that", 400, 0),
+        Row("Return a new list containing", 60, 40),
+        Row("Raise ValueError if the argument is not", 200, 80),
+        Row("The following functions read and write files. Each of them takes a path and", 240, 120),
+        Row("Create a socket and", 40, 150),
+        Row("If the optional argument is true, then", 120, 250),
+    ]
+
+
+def run_demo(server: TritonServer, console: Console | None = None) -> list[Row]:
+    """Stream the show through gRPC, drawing it as it happens, then print how to call the server.
+
+    Without a terminal each event is a plain line instead of a table that redraws itself.
+
+    Raises:
+        LauncherError: a request failed.
+    """
+    console = console or Console()
+    rows = show()
+    console.print(f"{len(rows)} requests, one batch: each joins when it arrives and leaves with its last token\n")
+    with _table(console, rows) if console.is_terminal else _lines(console, rows) as on_event:
+        try:
+            asyncio.run(_play(server.grpc_address, rows, on_event))
+        except Exception as error:  # whatever a client may raise: the show has one line for it
+            raise LauncherError(f"a request of the show failed: {error}") from error
+    console.print("\nThe server is up. Call it from another terminal:\n")
+    for command in call_commands(server):
+        console.print(command + "\n", markup=False, highlight=False, soft_wrap=True)
+    return rows
+
+
+def call_commands(server: TritonServer) -> list[str]:
+    """Shell commands that call the demo model of `server`: curl, this package's own, Python."""
+    url = f"http://{server.http_address}/v2/models/{_MODEL}"
+    prompt, sampling = "Return the number of", '"temperature": 0.7, "max_tokens": 40'
+    return [
+        f"""curl -s {url}/generate -d '{{"text_input": "{prompt}", {sampling}}}'""",
+        f"""curl -sN {url}/generate_stream -d '{{"text_input": "{prompt}", "stream": true, {sampling}}}'""",
+        f'{_program("inflight")} generate "{prompt}" --max-tokens 40 --url {server.grpc_address} --model {_MODEL}',
+        f"""{_program("python")} - <<'END'
+from inflight_client import Client
+with Client("{server.grpc_address}", model="{_MODEL}") as client:
+    for chunk in client.stream("{prompt}", max_tokens=40, temperature=0.7):
+        print(chunk.text, end="", flush=True)
+END""",
+    ]
+
+
+def _program(name: str) -> str:
+    """How a shell in this folder starts a program of the running environment."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+# What happened to a row: "joined", "first token", "token", "left".
+_OnEvent = Callable[[Row, str], None]
+
+
+async def _play(address: str, rows: list[Row], on_event: _OnEvent) -> None:
+    async with AsyncClient(address, model=_MODEL) as client:
+        followers = [(row, asyncio.Event()) for row in rows[1:]]
+
+        def on_first(row: Row, event: str) -> None:
+            on_event(row, event)
+            for follower, go in followers:
+                if row.tokens >= follower.arrives_after or event == "left":
+                    go.set()
+
+        async def follow(row: Row, go: asyncio.Event) -> None:
+            await go.wait()
+            await _stream(client, row, on_event)
+
+        await asyncio.gather(_stream(client, rows[0], on_first), *(follow(row, go) for row, go in followers))
+
+
+async def _stream(client: AsyncClient, row: Row, on_event: _OnEvent) -> None:
+    row.state, row.submitted = "waiting", time.perf_counter()
+    on_event(row, "joined")
+    # No row may end by itself: the lengths are the plan's, whatever the model would say.
+    n = row.max_tokens
+    async for chunk in client.stream(row.prompt, temperature=0.7, seed=7, min_tokens=n, max_tokens=n):
+        if not row.first_token:
+            row.state, row.first_token = "running", time.perf_counter()
+            on_event(row, "first token")
+        row.tokens += chunk.choices[0].num_tokens
+        row.text += chunk.text
+        on_event(row, "token")
+    row.state, row.finished = "done", time.perf_counter()
+    on_event(row, "left")
+
+
+@contextmanager
+def _table(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
+    """One live row per request, redrawn at most every `_REDRAW_SECONDS`."""
+    drawn = 0.0
+    with Live(_draw(rows), console=console, auto_refresh=False) as live:
+
+        def redraw(row: Row, event: str) -> None:
+            nonlocal drawn
+            if event != "token" or time.perf_counter() - drawn > _REDRAW_SECONDS:
+                live.update(_draw(rows), refresh=True)
+                drawn = time.perf_counter()
+
+        yield redraw
+        live.update(_draw(rows), refresh=True)
+
+
+def _draw(rows: list[Row]) -> Table:
+    running = sum(row.state in ("waiting", "running") for row in rows)
+    table = Table(title=f"in the batch: {running}", title_justify="left", expand=True, box=None, pad_edge=False)
+    for header in ("prompt", "state", "tokens", "TTFT ms", "tok/s"):
+        right = header not in ("prompt", "state")
+        table.add_column(header, justify="right" if right else "left", no_wrap=True, max_width=24)
+    table.add_column("text", no_wrap=True, ratio=1)
+    for row in rows:
+        ttft, rate = row.ttft, row.tokens_per_second
+        table.add_row(
+            row.prompt,
+            Text(row.state or "-", style=_STATE_STYLES[row.state]),
+            f"{row.tokens}/{row.max_tokens}",
+            "" if ttft is None else f"{ttft * 1e3:.0f}",
+            "" if rate is None else f"{rate:.0f}",
+            Text(_tail(row.text)),
+        )
+    return table
+
+
+@contextmanager
+def _lines(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
+    """One plain line per request that joins, gets its first token, or leaves."""
+    start = time.perf_counter()
+
+    def line(row: Row, event: str) -> None:
+        if event == "token":
+            return
+        running = sum(other.state in ("waiting", "running") for other in rows)
+        about = f"{row.prompt!r}, up to {row.max_tokens} tokens"
+        if event == "first token" and row.ttft is not None:
+            about = f"after {row.ttft * 1e3:.0f} ms"
+        elif event == "left":
+            about = f"{row.tokens} tokens, {row.tokens_per_second or 0:.0f} tokens/s: {_tail(row.text)}"
+        seconds = time.perf_counter() - start
+        console.print(
+            f"{seconds:6.2f} s  request {rows.index(row) + 1} {event:<11}  in the batch: {running}  {about}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    yield line
+
+
+def _tail(text: str) -> str:
+    return " ".join(text.split())[-_TEXT_WIDTH:]

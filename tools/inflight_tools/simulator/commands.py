@@ -1,0 +1,224 @@
+"""`inflight calibrate` and `inflight simulate`.  Exit status: 0 done, 1 failed or no setting meets the SLO,
+2 wrong input (nothing was run)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+
+from inflight.config import ConfigError, EngineConfig
+from inflight_tools.repository import parse_setting, resolve_model
+from inflight_tools.simulator.profile import Profile, find_profile
+from inflight_tools.simulator.report import SLO, Report, summarise, table
+from inflight_tools.simulator.router import ROUTERS
+from inflight_tools.simulator.scene import Scene
+from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
+from inflight_tools.workload.errors import WorkloadError
+from inflight_tools.workload.load import Load
+from inflight_tools.workload.scenarios import SCENARIOS
+
+__all__ = ["calibrate", "simulate"]
+
+_Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of model.json; repeatable.")]
+_Config = Annotated[Path | None, typer.Option("--config", help="model.json to start from.")]
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write, .json.")],
+    model: Annotated[str | None, typer.Option(help="Checkpoint directory or hub id.")] = None,
+    config: _Config = None,
+    set_: _Set = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Measure for about so long; three rounds at least.")] = 30.0,
+    check: Annotated[bool, typer.Option("--check", help="Then compare a real run with the simulated one.")] = False,
+) -> None:
+    """Measure on this machine what a step of a checkpoint costs, for `inflight simulate`."""
+    with _usage_errors():
+        if output.suffix != ".json":
+            raise ConfigError(f"--output {output}: a profile is a .json file; name it so")
+        options = _engine_options(model, config, set_ or [])
+        engine_config = EngineConfig.from_dict(options, source="command line")
+        try:
+            from inflight_tools.simulator import calibrate as measuring
+        except ModuleNotFoundError as error:
+            _fail(f"calibrate runs the engine: pip install 'inflight[backend]' ({error})")
+
+        try:
+            core = measuring.load_engine(engine_config)
+        except RuntimeError as error:
+            _fail(str(error))
+        profile = measuring.calibrate(core, output.stem, seconds, lambda line: typer.echo(line, err=True))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as error:
+        _fail(f"cannot write {output}: {error.strerror}")
+    typer.echo(
+        f"wrote {output}: {profile.fit.batches} kinds of batches, on average "
+        f"{100 * profile.fit.mean:.0f}% from the fitted cost; {profile.machine}"
+    )
+    if check:
+        _check(core, profile)
+
+
+def _check(core: Any, profile: Profile) -> None:
+    from inflight_tools.simulator.check import compare
+
+    load = Load(scenario="lognormal", requests=48, context=core.info.max_model_len)
+    predicted, measured = compare(core, profile, load, users=16)
+    ratio = predicted.tokens_per_second / measured.tokens_per_second
+    typer.echo(
+        f"predicted {predicted.tokens_per_second:.0f} tokens/s, measured {measured.tokens_per_second:.0f}: "
+        f"{100 * (ratio - 1):+.1f}%"
+    )
+
+
+def simulate(
+    profile: Annotated[str, typer.Option(help="Shipped profile, or the file of `inflight calibrate`.")],
+    scenario: Annotated[str, typer.Option(help=f"One of {', '.join(SCENARIOS)}.")] = "lognormal",
+    trace: Annotated[str, typer.Option(help="Replay this CSV or JSONL file instead.")] = "",
+    speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="How many; 0 is the scenario's number.")] = 0,
+    users: Annotated[int, typer.Option(min=0, help="Closed loop: requests open at once; 0 is the scenario's.")] = 0,
+    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma, constant; empty is the scenario's.")] = "",
+    rate: Annotated[float, typer.Option(min=0, help="Requests per second of an open loop.")] = 0.0,
+    cv: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
+    context: Annotated[int, typer.Option(min=0, help="Scale the load to so many tokens; 0: to the model's.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed repeats the load.")] = 1,
+    config: _Config = None,
+    set_: _Set = None,
+    replicas: Annotated[int, typer.Option(min=1, max=10_000, help="Engines behind the router.")] = 1,
+    router: Annotated[str, typer.Option(help=f"One of {', '.join(ROUTERS)}.")] = "least-loaded",
+    slo_ttft: Annotated[float, typer.Option(min=0, help="SLO: seconds to the first token.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(min=0, help="SLO: seconds per further token.")] = 0.25,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="SLO: share of the requests that meet it.")] = 0.9,
+    sweep: Annotated[str, typer.Option(help="KEY=VALUES,...: find the best; a..b doubles from a to b.")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="model.json to write the best to.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the numbers there as JSON.")] = None,
+) -> None:
+    """Run a load on the engine's own scheduler, on a virtual clock, with a machine's measured costs."""
+    with _usage_errors():
+        if output is not None and not sweep:
+            raise ConfigError("--output takes the best setting of a sweep; give --sweep KEY=VALUES, too")
+        found = find_profile(profile)
+        values = _engine_options(None, config, set_ or [], needs_model=False)
+        load = Load(
+            scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
+            cv=cv, context=context or found.config(values).max_model_len or found.max_model_len,
+        )  # fmt: skip
+        scene = Scene(found, values, load, users, replicas, router)
+        scene.check()
+        slo = SLO(slo_ttft, slo_tpot, attainment)
+        if sweep:
+            _sweep(scene, slo, parse_sweep(sweep), output, report)
+            return
+    summary = summarise(scene.run(), slo)
+    typer.echo(table(summary, slo))
+    _write_report(report, [Trial({}, summary)])
+
+
+def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | None, report: Path | None) -> None:
+    scenes = [(setting, scene.with_values(setting)) for setting in settings(values)]
+    for _, one in scenes:
+        one.check()
+    searches = scene.load.process() in ("poisson", "gamma", "constant")
+    trials = []
+    for setting, one in scenes:
+        if searches:
+            trial = highest_rate(partial(_trial_at, one, slo, setting), scene.load.rate or 1.0, slo)
+        else:
+            trial = _trial(one, slo, setting)
+        trials.append(trial)
+        typer.echo(_line(trial, slo))
+    _write_report(report, trials)
+    winner = best(trials, slo)
+    if winner is None:
+        _fail(
+            f"no setting answers {100 * slo.attainment:g}% of the requests within {slo.ttft:g} s and "
+            f"{1000 * slo.tpot:g} ms per token; offer less load, loosen the SLO or try other values"
+        )
+    typer.echo(f"best: {_named(winner.setting)}\n{table(winner.report, slo)}")
+    if output is not None:
+        _write_model_json(output, {**scene.model_json(), **winner.setting})
+
+
+def _trial(scene: Scene, slo: SLO, setting: dict[str, Any]) -> Trial:
+    return Trial(setting, summarise(scene.run(), slo), scene.load.rate)
+
+
+def _trial_at(scene: Scene, slo: SLO, setting: dict[str, Any], rate: float) -> Trial:
+    return _trial(scene.at_rate(rate), slo, setting)
+
+
+def _line(trial: Trial, slo: SLO) -> str:
+    summary = trial.report
+    rate = f" at {trial.rate:.2f} requests/s" if trial.rate else ""
+    verdict = "meets the SLO" if trial.meets(slo) else "misses the SLO"
+    return (
+        f"{_named(trial.setting)}: {verdict}{rate}, {100 * summary.attainment:.1f}% good, goodput "
+        f"{summary.goodput:.2f} requests/s, {summary.tokens_per_second:.0f} tokens/s, "
+        f"TTFT p95 {summary.ttft.p95:.2f} s, ITL p99 {1000 * summary.itl.p99:.0f} ms"
+    )
+
+
+def _named(setting: dict[str, Any]) -> str:
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in setting.items())
+
+
+def _engine_options(
+    model: str | None, config: Path | None, set_: list[str], needs_model: bool = True
+) -> dict[str, Any]:
+    """Keys of `model.json` as the command line gives them: those of a file, then the model, then `--set`."""
+    values: dict[str, Any] = {}
+    if config is not None:
+        loaded = EngineConfig.from_file(config)
+        given = json.loads(config.read_text(encoding="utf-8"))
+        values = {key: getattr(loaded, key) if key in ("model", "tokenizer") else given[key] for key in given}
+    if model is not None:
+        values["model"] = resolve_model(model)
+    values.update(map(parse_setting, set_))
+    if needs_model and "model" not in values:
+        raise ConfigError("give --model CHECKPOINT, or --config model.json")
+    return values
+
+
+def _write_model_json(path: Path, values: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        _fail(f"cannot write {path}: {error.strerror}")
+    typer.echo(f"wrote {path}")
+
+
+def _write_report(path: Path | None, trials: list[Trial]) -> None:
+    if path is None:
+        return
+    rows = [{"setting": trial.setting, "rate": trial.rate, **_numbers(trial.report)} for trial in trials]
+    try:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        _fail(f"cannot write {path}: {error.strerror}")
+
+
+def _numbers(report: Report) -> dict[str, Any]:
+    return msgspec.to_builtins(report)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, WorkloadError) as error:
+        _fail(str(error), 2)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    typer.echo(f"inflight: {message}", err=True)
+    raise typer.Exit(status)

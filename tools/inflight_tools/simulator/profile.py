@@ -1,0 +1,120 @@
+"""What a step costs on a machine, with a checkpoint: measured by `inflight calibrate`, or shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.config import ConfigError, EngineConfig, parse_bytes
+from inflight_tools.simulator.cost import MeasuredCost
+
+__all__ = ["FORMAT", "FitError", "Profile", "find_profile", "shipped_profiles"]
+
+FORMAT = "inflight profile 1"
+_SHIPPED = Path(__file__).parent / "profiles"
+
+
+class FitError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far measured batches are from the fitted cost, as shares of it.
+
+    Attributes:
+        batches: kinds of batches measured.
+        mean, worst: of the errors of their means.
+    """
+
+    batches: int
+    mean: float
+    worst: float
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs, the facts of the checkpoint that scheduling depends on, and where they come from.
+
+    Attributes:
+        name: what `--profile` takes.
+        options: keys of `model.json` that the steps were measured with; a simulation starts from them.
+        num_blocks, bytes_per_block: of the KV pool.
+        swap_seconds_per_block: copying a block to the host's memory and back.
+        device: seconds of a step on the device.
+        host: seconds of making a step and taking it in, on the host.
+    """
+
+    format: str = FORMAT
+    name: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    checkpoint: str
+    options: dict[str, Any]
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    bytes_per_block: int
+    swap_seconds_per_block: float = 0.0
+    device: MeasuredCost
+    host: MeasuredCost
+    fit: FitError
+
+    def config(self, values: dict[str, Any], source: str = "command line") -> EngineConfig:
+        """The engine's options: those of the measurement, then `values`.
+
+        Raises:
+            ConfigError: as `EngineConfig.from_dict`, or a value that the costs do not hold for.
+        """
+        config = EngineConfig.from_dict({"model": self.checkpoint, **self.options, **values}, source=source)
+        measured = EngineConfig.from_dict({"model": self.checkpoint, **self.options})
+        for key in ("dtype", "device", "kv_cache_dtype", "cpu_threads", "attention_backend"):
+            if getattr(config, key) not in ("auto", getattr(measured, key)):
+                raise ConfigError(
+                    f"{source}: {key}={getattr(config, key)!r}, but profile {self.name!r} was measured with "
+                    f"{getattr(measured, key)!r}: leave it, or run inflight calibrate --set {key}=..."
+                )
+        if (config.max_model_len or 0) > self.max_model_len:
+            raise ConfigError(
+                f"{source}: max_model_len={config.max_model_len} is more than the {self.max_model_len} of profile "
+                f"{self.name!r}: lower it, or calibrate with more"
+            )
+        if config.swap_bytes and not self.swap_seconds_per_block:
+            raise ConfigError(
+                f"{source}: swap_space={config.swap_space!r}, but profile {self.name!r} was measured without swapping: "
+                "leave it, or run inflight calibrate --set swap_space=..."
+            )
+        return config
+
+    def blocks(self, config: EngineConfig) -> int:
+        """KV blocks that an engine with these options would have."""
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override
+        scale = config.block_size / self.options.get("block_size", EngineConfig(model="").block_size)
+        if config.kv_cache_memory is not None:
+            return max(1, int(parse_bytes(config.kv_cache_memory) / (self.bytes_per_block * scale)))
+        return max(1, int(self.num_blocks / scale))
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+def find_profile(name: str) -> Profile:
+    """A shipped profile by name, or the file that `inflight calibrate` wrote.
+
+    Raises:
+        ConfigError: there is none, or the file is no profile.
+    """
+    shipped = _SHIPPED / f"{name}.json"
+    path = shipped if name in shipped_profiles() else Path(name)
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError:
+        raise ConfigError(
+            f"profile {name!r}: no such file, and not one of {', '.join(shipped_profiles())}; "
+            "inflight calibrate --model CHECKPOINT measures one"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"profile {name!r}: not a profile: {error}; inflight calibrate writes one") from None
+    if profile.format != FORMAT:
+        raise ConfigError(f"profile {name!r}: its format is {profile.format!r}, this version reads {FORMAT!r}")
+    return profile

@@ -1,0 +1,55 @@
+"""`inflight trace`.  Exit status: 0 done, 1 the server has no trace, 2 no server or wrong usage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from inflight.engine.step_trace import TraceError
+from inflight_tools.trace.files import FORMATS, TraceServerError, fetch_trace, format_of, read_trace, render
+
+__all__ = ["trace"]
+
+
+def trace(
+    output: Annotated[
+        list[Path], typer.Option("--output", "-o", help="File to write: .html, .perfetto.json or .json; repeatable.")
+    ],
+    url: Annotated[str, typer.Option(help="host:port of Triton's HTTP endpoint.")] = "127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Model to ask; its model.json must turn step_trace on.")] = "demo",
+    format_: Annotated[str | None, typer.Option("--format", help="html, perfetto or json; else the name says.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Only the last so many seconds of work.")] = None,
+    input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json instead of asking.")] = None,
+) -> None:
+    """Write what the engine's last steps did as a timeline (HTML), for ui.perfetto.dev, or raw (JSON)."""
+    try:
+        formats = [_checked(format_) if format_ else format_of(path) for path in output]
+        found = read_trace(input_) if input_ else fetch_trace(url, model)
+        if last is not None:
+            found = found.last(last)
+        if seconds is not None and found.steps:
+            since = found.steps[-1].end - seconds
+            found = found.last(sum(step.end >= since for step in found.steps))
+        if not found.steps:
+            _fail("the engine has not run a step since it was started: send requests first", 1)
+        for path, name in zip(output, formats):
+            path.write_bytes(render(found, name, title=None if input_ else model))
+            typer.echo(f"wrote {path}: {len(found.steps)} steps, {len(found.requests)} requests")
+    except TraceServerError as error:
+        _fail(str(error), error.status)
+    except (TraceError, ValueError, OSError) as error:
+        _fail(str(error), 2)
+
+
+def _checked(format_: str) -> str:
+    if format_ not in FORMATS:
+        raise ValueError(f"--format {format_!r}: allowed is {', '.join(FORMATS)}")
+    return format_
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"inflight: {message}", err=True)
+    raise typer.Exit(status)

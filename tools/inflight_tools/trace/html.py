@@ -1,0 +1,126 @@
+"""A step trace as one HTML page that opens from disk: no server, no network, no library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight_tools.trace.static_baseline import Job, StaticSchedule, fit_step_cost, schedule_static
+from inflight_tools.trace.timeline import Row, Timeline
+
+__all__ = ["static_jobs", "timeline_html"]
+
+_PAGE = Path(__file__).with_name("page.html")
+_KINDS = {"waiting": 0, "prefill": 1, "decode": 2, "preempted": 3}
+
+
+def timeline_html(timeline: Timeline, title: str | None = None) -> str:
+    """The page.  Its data stand in one JSON object; `page.html` draws them.
+
+    Args:
+        title: what was traced; None takes the checkpoint's name.
+    """
+    trace = timeline.trace
+    data = {
+        "model": title or trace.model,
+        "unix": timeline.origin + trace.wall_clock,
+        "end": _round(timeline.end),
+        "maxSeqs": trace.max_num_seqs,
+        "maxTokens": trace.max_num_batched_tokens,
+        "blockSize": trace.block_size,
+        "blocks": trace.num_blocks,
+        "steps": [_step(timeline, index) for index in range(len(timeline.steps))],
+        "rows": [_row(timeline, row) for row in timeline.rows],
+        "static": _static(timeline),
+    }
+    text = msgspec.json.encode(data).decode().replace("</", "<\\/")  # a name must not end the script
+    return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
+
+
+def static_jobs(timeline: Timeline) -> list[Job]:
+    """The sequences that the static baseline serves: those the trace holds from arrival to end."""
+    return [
+        Job(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
+        for row in timeline.rows
+        if row.whole and row.request.finish_reason in ("stop", "length") and (output := row.request.num_output_tokens)
+    ]
+
+
+def _static(timeline: Timeline) -> dict[str, Any] | None:
+    jobs = static_jobs(timeline)
+    if not jobs:
+        return None
+    schedule: StaticSchedule = schedule_static(jobs, fit_step_cost(timeline))
+    batches = [
+        [
+            _round(batch.start),
+            _round(batch.prefill_end),
+            _round(batch.end),
+            batch.iterations,
+            [[slot.label, slot.output, _round(slot.busy_end)] for slot in batch.slots],
+        ]
+        for batch in schedule.batches
+    ]
+    return {
+        "size": schedule.batch_size,
+        "requests": len(jobs),
+        "end": _round(schedule.end),
+        "idle": schedule.idle_share,
+        "arrivals": {job.label: _round(job.arrival) for job in jobs},
+        "batches": batches,
+    }
+
+
+def _step(timeline: Timeline, index: int) -> list[float]:
+    step = timeline.steps[index]
+    phases = (step.schedule, step.forward, step.sample, step.update, step.send)
+    return [
+        step.number,
+        _round(step.start - timeline.origin),
+        _round(step.end - timeline.origin),
+        *(round(phase * 1e3, 3) for phase in phases),
+        timeline.prefill_tokens[index],
+        timeline.decode_tokens[index],
+        len(step.keys),
+        step.waiting,
+        step.blocks_used,
+    ]
+
+
+def _row(timeline: Timeline, row: Row) -> dict[str, Any]:
+    request = row.request
+    arrival = request.arrival - timeline.origin
+    return {
+        "label": row.label,
+        "prompt": request.num_prompt_tokens,
+        "cached": request.num_cached_tokens,
+        "output": request.num_output_tokens,
+        "reason": request.finish_reason,
+        "arrival": _round(arrival),
+        "first": None if row.first_token is None else _round(row.first_token),
+        "end": None if request.end is None else _round(request.end - timeline.origin),
+        "slices": _slices(row),
+    }
+
+
+def _slices(row: Row) -> list[list[float]]:
+    """Waiting and preempted as [kind, start, end]; prefill as [kind, step, tokens, computed before];
+    decodes in steps on end as one [kind, first step, last step, computed before the first]."""
+    found: list[list[float]] = []
+    for piece in row.slices:
+        kind = _KINDS[piece.kind]
+        if piece.step is None:
+            found.append([kind, _round(piece.start), _round(piece.end)])
+        elif piece.kind == "prefill":
+            found.append([kind, piece.step, piece.tokens, piece.computed])
+        elif found and found[-1][0] == kind and found[-1][2] == piece.step - 1:
+            found[-1][2] = piece.step
+        else:
+            found.append([kind, piece.step, piece.step, piece.computed])
+    return found
+
+
+def _round(seconds: float) -> float:
+    return round(seconds, 6)

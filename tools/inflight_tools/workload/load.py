@@ -1,0 +1,85 @@
+"""Which requests a load has and when they are due, as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight_tools.workload.arrivals import arrival_times
+from inflight_tools.workload.errors import WorkloadError
+from inflight_tools.workload.scenarios import Job, Scenario, find_scenario
+from inflight_tools.workload.traces import Trace, read_trace
+
+__all__ = ["Load"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a load.
+
+    Attributes:
+        scenario: name of a scenario; ignored when `trace` is given.
+        trace: CSV or JSONL file to replay instead.
+        speed: the trace's arrivals, this many times as dense.
+        seed: repeats lengths, prompts and arrivals.
+        requests: how many; 0 takes the scenario's number, -1 is endless.
+        arrivals: "closed", "poisson", "gamma", "constant", "trace", or "" for the scenario's own.
+        rate: requests per second of an open loop; 0 takes the scenario's.
+        cv: coefficient of variation of the gaps of "gamma".
+        context: tokens to scale the scenario to; 0 leaves it as it is.
+    """
+
+    scenario: str = "lognormal"
+    trace: str = ""
+    speed: float = 1.0
+    seed: int = 1
+    requests: int = 0
+    arrivals: str = ""
+    rate: float = 0.0
+    cv: float = 2.0
+    context: int = 0
+
+    def load(self) -> Scenario | Trace:
+        """The scenario or trace, scaled.
+
+        Raises:
+            WorkloadError: an option that cannot be used.
+        """
+        if self.trace:
+            source: Scenario | Trace = read_trace(Path(self.trace), max(self.requests, 0) or None).at_speed(self.speed)
+        else:
+            source = find_scenario(self.scenario)
+        return source.scaled(self.context) if self.context else source
+
+    def process(self) -> str:
+        """The arrival process in force."""
+        if self.trace:
+            return self.arrivals or "trace"
+        if self.arrivals == "trace":
+            raise WorkloadError("arrivals trace: there is no trace; give one with --trace")
+        return self.arrivals or find_scenario(self.scenario).arrivals
+
+    def jobs(self) -> Iterator[Job]:
+        """The requests in order, with their arrival times in an open loop.
+
+        Raises:
+            WorkloadError: as `load` and `arrival_times`.
+        """
+        source, process = self.load(), self.process()
+        if isinstance(source, Trace):
+            count: int | None = len(source.jobs)
+            rate, burst = self.rate or 1.0, 1
+        else:
+            count = None if self.requests < 0 else self.requests or source.requests
+            rate, burst = self.rate or source.rate, source.burst
+        numbers: Iterator[int] = itertools.count() if count is None else iter(range(count))
+        jobs = (source.job(number, self.seed) for number in numbers)
+        if process == "trace":
+            return jobs
+        if process == "closed":
+            return (dataclasses.replace(job, due=None) for job in jobs)
+        times = arrival_times(process, rate, self.seed, self.cv, burst)
+        return (dataclasses.replace(job, due=at) for job, at in zip(jobs, times))

@@ -1,0 +1,221 @@
+"""Load mixes as named data.  A scenario says what request number k is; the same seed, the same request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from inflight_tools.workload.errors import WorkloadError
+
+__all__ = ["SCENARIOS", "Cycle", "Job", "LogNormal", "PromptClass", "Scenario", "Uniform", "find_scenario"]
+
+ArrivalName = Literal["closed", "poisson", "gamma", "constant", "trace"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a load.
+
+    Attributes:
+        index: its number, from 0.
+        kind: name of its prompt class, under which its latencies are reported.
+        prompt_tokens, output_tokens: exact numbers of tokens.
+        due: seconds after the start of the load at which it is sent; None: when a user is free.
+        hash_ids: ids of the prompt's blocks of 512 tokens; equal ids are equal tokens (Mooncake).
+    """
+
+    index: int
+    kind: str
+    prompt_tokens: int
+    output_tokens: int
+    due: float | None = None
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Integers from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: np.random.Generator, index: int) -> int:
+        return int(rng.integers(self.low, self.high + 1))
+
+    def scaled(self, factor: float) -> Uniform:
+        return Uniform(max(1, int(self.low * factor)), max(1, int(self.high * factor)))
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """`exp(N(mu, sigma))`, rounded and clipped to `low`..`high`."""
+
+    mu: float
+    sigma: float
+    low: int
+    high: int
+
+    def draw(self, rng: np.random.Generator, index: int) -> int:
+        return int(np.clip(round(rng.lognormal(self.mu, self.sigma)), self.low, self.high))
+
+    def scaled(self, factor: float) -> LogNormal:
+        low, high = max(1, int(self.low * factor)), max(1, int(self.high * factor))
+        return LogNormal(self.mu + float(np.log(factor)), self.sigma, low, high)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """`values` over and over: request k gets value k modulo their number."""
+
+    values: tuple[int, ...]
+
+    @property
+    def high(self) -> int:
+        return max(self.values)
+
+    def draw(self, rng: np.random.Generator, index: int) -> int:
+        return self.values[index % len(self.values)]
+
+    def scaled(self, factor: float) -> Cycle:
+        return Cycle(tuple(max(1, int(value * factor)) for value in self.values))
+
+
+@dataclass(frozen=True)
+class PromptClass:
+    """A share of the requests with prompts of a kind."""
+
+    name: str
+    share: float
+    prompt: Uniform
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A load mix.
+
+    Attributes:
+        name, about: for people.
+        classes: prompt classes; their shares add up to 1.
+        output: numbers of output tokens.
+        users: closed loop: requests open at once.
+        requests: how many a measured run sends.
+        arrivals: "closed", or the arrival process when it is not said otherwise.
+        rate: requests per second of an open loop.
+        burst: requests that arrive together, `burst / rate` seconds apart; 1 for none.
+        ramp: seconds of a ramp up, a peak and a ramp down of the users; empty for constant users.
+    """
+
+    name: str
+    about: str
+    classes: tuple[PromptClass, ...]
+    output: Uniform | LogNormal | Cycle
+    users: int = 40
+    requests: int = 96
+    arrivals: ArrivalName = "closed"
+    rate: float = 2.0
+    burst: int = 1
+    ramp: tuple[float, float, float] | tuple[()] = ()
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(prompt_class.prompt.high for prompt_class in self.classes)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output together, that a request can have."""
+        return self.longest_prompt + self.output.high
+
+    def job(self, index: int, seed: int) -> Job:
+        """Request number `index`; depends on nothing but the scenario, `index` and `seed`."""
+        rng = np.random.default_rng([seed, index])
+        chosen = rng.choice(len(self.classes), p=[prompt_class.share for prompt_class in self.classes])
+        prompt_class = self.classes[chosen]
+        return Job(index, prompt_class.name, prompt_class.prompt.draw(rng, index), self.output.draw(rng, index))
+
+    def scaled(self, context: int) -> Scenario:
+        """The same mix for a model of `context` tokens; unchanged where it fits already.
+
+        Outputs shrink only where they would take more than half of the context; prompts shrink by one
+        factor, so that the longest request just fits.
+
+        Raises:
+            WorkloadError: a context below 16 tokens.
+        """
+        if context < 16:
+            raise WorkloadError(f"cannot scale {self.name} to {context} tokens of context; give at least 16")
+        shrink = min(1.0, context / 2 / self.output.high)
+        output = self.output.scaled(shrink) if shrink < 1 else self.output
+        factor = min(1.0, (context - output.high) / self.longest_prompt)
+        classes = tuple(dataclasses.replace(kind, prompt=kind.prompt.scaled(factor)) for kind in self.classes)
+        return dataclasses.replace(self, classes=classes, output=output)
+
+
+# Prompt lengths of the benchmarks in bench/: mostly short, some long.
+_MIXED = (
+    PromptClass("short", 0.7, Uniform(16, 128)),
+    PromptClass("medium", 0.2, Uniform(256, 768)),
+    PromptClass("long", 0.1, Uniform(1024, 2048)),
+)
+_LOGNORMAL = LogNormal(4.0, 0.8, 10, 370)
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "lognormal",
+            "mixed prompts, output lengths lognormal(4.0, 0.8) in 10..370",
+            _MIXED,
+            _LOGNORMAL,
+        ),
+        Scenario(
+            "chat-rag",
+            "chat, retrieval and long documents: 70% of prompts under 512 tokens, 20% of 2-8K, 10% of 8-15K",
+            (
+                PromptClass("chat", 0.7, Uniform(32, 511)),
+                PromptClass("rag", 0.2, Uniform(2048, 8192)),
+                PromptClass("document", 0.1, Uniform(8193, 15360)),
+            ),
+            LogNormal(4.6, 0.7, 16, 512),
+            users=16,
+            requests=48,
+        ),
+        Scenario(
+            "bursty",
+            "every 12 s ten requests at once, five of 50 output tokens and five of 500",
+            (PromptClass("burst", 1.0, Uniform(16, 128)),),
+            Cycle((50, 500) * 5),
+            requests=30,
+            arrivals="constant",
+            rate=10 / 12,
+            burst=10,
+        ),
+        Scenario(
+            "month-end",
+            "a ramp up to 40 users, a peak, a ramp down; requests as in lognormal",
+            _MIXED,
+            _LOGNORMAL,
+            ramp=(10.0, 25.0, 10.0),
+        ),
+        Scenario(
+            "uniform",
+            "for contrast: every request alike, 128 prompt tokens and 64 output tokens",
+            (PromptClass("uniform", 1.0, Uniform(128, 128)),),
+            Uniform(64, 64),
+        ),
+    )
+}
+
+
+def find_scenario(name: str, known: Sequence[str] = tuple(SCENARIOS)) -> Scenario:
+    """The named scenario.
+
+    Raises:
+        WorkloadError: there is none of that name.
+    """
+    if name not in SCENARIOS:
+        raise WorkloadError(f"scenario {name!r}: there is no such scenario; choose one of {', '.join(known)}")
+    return SCENARIOS[name]
