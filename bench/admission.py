@@ -23,7 +23,7 @@ import common
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 
 _EOS, _TOKEN, _BLOCK_SIZE, _MAX_MODEL_LEN = 0, 1, 16, 4096

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qw
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.model_runner import ModelRunner
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 msgspec_stand_in.install()
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_sampler
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.ops.reference import ReferenceOps

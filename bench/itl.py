@@ -45,7 +45,7 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.config import EngineConfig
     from inflight.engine.core import EngineCore
     from inflight.engine.messages import AddRequest
-    from inflight.engine.request import SamplingParams
+    from inflight.engine.sampling_params import SamplingParams
     from inflight.runner.model_runner import ModelRunner
 
     options = {

@@ -30,7 +30,8 @@ import common
 from inflight.config import EngineConfig
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.selection import make_policies
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import StepOutput
 from inflight.worker import settle_garbage_collector
@@ -75,9 +76,9 @@ def measure(
         scheduler.update(out, result)
         end = time.perf_counter()
         steps_to_fill -= 1
-        full = len(out.requests) == running if pool >= 1 else steps_to_fill < 0
-        if full and out.total_tokens <= 2 * running:  # a step of decodes, above all
-            rows.append(len(out.requests))
+        full = len(out.slots) == running if pool >= 1 else steps_to_fill < 0
+        if full and out.num_tokens <= 2 * running:  # a step of decodes, above all
+            rows.append(len(out.slots))
             schedule.append(scheduled - start)
             update.append(end - executed)
         missing = running + waiting - len(scheduler.running) - len(scheduler.waiting)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.engine.request import SamplingParams
+    from inflight.engine.sampling_params import SamplingParams
     from inflight.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "inflight.llm", "SamplingParams": "inflight.engine.request"}
+_HOMES = {"LLM": "inflight.llm", "SamplingParams": "inflight.engine.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

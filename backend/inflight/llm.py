@@ -12,11 +12,11 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.outputs import SequenceOutput
 from inflight.frontend.text import Tokenizer
-from inflight.runner.model_runner import ModelRunner
+from inflight.runner.pipeline import make_runner
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -104,7 +104,7 @@ class LLM:
             revision=self.config.revision,
             trust_remote_code=self.config.trust_remote_code,
         )
-        self.core = EngineCore(self.config, ModelRunner(self.config))
+        self.core = EngineCore(self.config, make_runner(self.config))
         self._next_id = 0
         self._open: dict[int, _Open] = {}
 

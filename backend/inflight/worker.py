@@ -56,10 +56,10 @@ def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
     """Load the checkpoint and report; None when it cannot be served."""
     from inflight.engine.core import EngineCore
     from inflight.loading.loader import LoadError
-    from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import make_runner
 
     try:
-        runner = ModelRunner(config)
+        runner = make_runner(config)
     except (ConfigError, LoadError) as error:
         _send(connection, EngineFailed(str(error), fatal=True))
         return None

@@ -71,7 +71,7 @@ def load(task: dict[str, Any]) -> Engine:
 
 def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
     from inflight.engine.messages import AddRequest
-    from inflight.engine.request import SamplingParams
+    from inflight.engine.sampling_params import SamplingParams
 
     engine.first_step += len(engine.steps)
     outputs: list[list[int]] = [[] for _ in requests]

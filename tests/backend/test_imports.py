@@ -13,15 +13,18 @@ BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 TOOLS = Path(__file__).parents[2] / "tools" / "inflight_tools"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"engine.request", "engine.messages", "engine.step"}
-_POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_DATA}
+_DATA = {"engine.sampling_params", "engine.messages", "engine.step"}
+_STATE = {"engine.request", *_DATA}
+_POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
-    "engine.request": set(),
-    "engine.messages": {"engine.request"},
-    "engine.step": {"engine.request", "engine.messages"},
+    "engine.sampling_params": set(),
+    "engine.messages": {"engine.sampling_params"},
+    "engine.step": {"engine.sampling_params", "engine.messages"},
+    "engine.request": {"engine.sampling_params"},
     "engine.kv_pool": {"engine.request"},
-    "engine.policies.base": {"engine.kv_pool", *_DATA},
+    "engine.drafting": _STATE,
+    "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
     "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request"},
@@ -29,17 +32,28 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
     "engine.policies.selection": {"config", "engine.policies"},
-    "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_DATA},
-    "engine.scheduler": {"engine.kv_pool", "engine.policies.base", "engine.swap", *_DATA},
-    "engine.step_trace": _DATA,
+    "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
+    "engine.holding": {"engine.policies.base", *_STATE},
+    "engine.logprobs": _STATE,
+    "engine.scheduler": {
+        "engine.holding",
+        "engine.kv_pool",
+        "engine.logprobs",
+        "engine.policies.base",
+        "engine.swap",
+        *_STATE,
+    },
+    "engine.step_trace": _STATE,
+    "engine.intake": {"engine.kv_pool", *_STATE},
     "engine.core": {
         "config",
+        "engine.intake",
         "engine.kv_pool",
         "engine.policies.selection",
         "engine.scheduler",
         "engine.step_trace",
         "engine.swap",
-        *_DATA,
+        *_STATE,
     },
     "worker": {"config", "engine.messages", "engine.core", "loading", "runner"},
     "kernels": {"kernels", "attention.base", "attention.int8", "sampling", "ops"},
@@ -48,9 +62,10 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"ops"},
     "ops.selection": {"ops", "kernels"},
     "sampling": {"sampling", "kernels", *_DATA},
+    # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention", "sampling", "loading", "config", *_DATA},
     "loading": {"loading", "attention", "ops", "kernels", "runner", "config", *_DATA},
-    "frontend": {"frontend", "config", "engine.messages", "engine.request"},
+    "frontend": {"frontend", "config", "engine.messages", "engine.sampling_params"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }

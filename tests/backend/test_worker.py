@@ -24,7 +24,7 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 
 
 class Engine:

@@ -12,7 +12,7 @@ import pytest
 from offline import make_core, run, tokens
 from wire import Stream, gauges
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.launcher import TritonServer
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"

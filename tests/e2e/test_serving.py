@@ -19,7 +19,7 @@ from offline import make_core, run, tokens
 from tritonclient.utils import InferenceServerException
 from wire import Answer, Stream, gauges, post, server_sent_events
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text import Tokenizer
 from inflight_tools.launcher import TritonServer
 

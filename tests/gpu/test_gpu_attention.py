@@ -149,7 +149,7 @@ def test_the_engine_takes_it_and_says_what_generate_says(tmp_path: Path) -> None
     from checkpoints import VOCAB, greedy_reference, make_checkpoint
     from offline import make_core, run, tokens
 
-    from inflight.engine.request import SamplingParams
+    from inflight.engine.sampling_params import SamplingParams
 
     path = make_checkpoint("gemma2", tmp_path)
     prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in (1, 37, 20, 90)]

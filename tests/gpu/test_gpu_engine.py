@@ -17,7 +17,7 @@ pytest.importorskip("msgspec")
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from offline import make_core, run, tokens
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 
 SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)]  # prompt, output tokens
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import gpu_ops
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_sampler
 from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
 

@@ -8,13 +8,16 @@ output.
 from __future__ import annotations
 
 import hashlib
+import time
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 
 VOCAB = 50
@@ -50,8 +53,11 @@ def expected_output(prompt: list[int], params: SamplingParams, info: Info) -> tu
 class PagedHashRunner:
     """Writes scheduled tokens to pool slots and reads the whole sequence back from them."""
 
-    def __init__(self, info: Info, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, info: Info, block_size: int, max_num_seqs: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.info = info
+        self.clock = clock
         self.block_size = block_size
         self.pool = [[-1] * block_size for _ in range(info.num_blocks)]
         self.host_pool = [[-1] * block_size for _ in range(info.num_host_blocks)]
@@ -59,46 +65,77 @@ class PagedHashRunner:
         self.tokens: dict[int, list[int]] = {}
         self.max_num_seqs = max_num_seqs
         self.batch_sizes: list[int] = []
+        self.num_drafts = self.num_accepted = 0
+
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        return self.execute(out, self.prepare(out))
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        return ticket
 
     def prepare(self, out: SchedulerOutput) -> None:
         pass
 
     def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
-        for host_block, block in out.swap_out.items():
-            self.host_pool[host_block] = list(self.pool[block])
-        for block, host_block in out.swap_in.items():
-            self.pool[block] = list(self.host_pool[host_block])
-        for row in out.new_rows:
-            self.tables[row.slot] = list(row.block_ids)
-            self.tokens[row.slot] = list(row.token_ids)
-        for slot, blocks in out.new_block_ids.items():
-            self.tables[slot] += blocks
+        started = self.clock()
+        self._apply(out)
         assert len(set(out.slots)) == len(out.slots) <= self.max_num_seqs
+        assert sum(out.num_scheduled_tokens) == out.num_tokens
         self.batch_sizes.append(len(out.slots))
         for slot, count, computed in zip(out.slots, out.num_scheduled_tokens, out.num_computed_tokens):
             assert count >= 1
             for position in range(computed, computed + count):
                 block = self.tables[slot][position // self.block_size]
                 self.pool[block][position % self.block_size] = self.tokens[slot][position]
-        sampled = []
-        for slot, count, computed, samples in zip(
-            out.slots, out.num_scheduled_tokens, out.num_computed_tokens, out.samples
-        ):
-            if not samples:
-                sampled.append(-1)
+        step = StepOutput(started=started)
+        for row, slot in enumerate(out.slots):
+            step.token_ids.append(-1)
+            if not out.samples[row]:
                 continue
-            length = computed + count
-            context = [self.pool[self.tables[slot][p // self.block_size]][p % self.block_size] for p in range(length)]
-            token = next_token(context)
-            self.tokens[slot].append(token)
-            sampled.append(token)
-        return StepOutput(sampled)
+            drafts = out.draft_token_ids.get(row, [])
+            end = out.num_computed_tokens[row] + out.num_scheduled_tokens[row]
+            run = []
+            for length in range(end - len(drafts), end + 1):
+                run.append(next_token(self._read(slot, length)))
+                if len(run) > len(drafts) or run[-1] != drafts[len(run) - 1]:
+                    break
+            self.tokens[slot][end - len(drafts) :] = run
+            if drafts:
+                step.token_runs[row] = run
+                self.num_drafts += len(drafts)
+                self.num_accepted += len(run) - 1
+            else:
+                step.token_ids[row] = run[0]
+        step.ended = self.clock()
+        return step
+
+    def _apply(self, out: SchedulerOutput) -> None:
+        for host_block, block in out.swap_out.items():
+            self.host_pool[host_block] = list(self.pool[block])
+        for block, host_block in out.swap_in.items():
+            self.pool[block] = list(self.host_pool[host_block])
+        for slot, num_blocks in out.num_kept_blocks.items():
+            del self.tables[slot][num_blocks:]
+        for row in out.new_rows:
+            self.tables[row.slot] = list(row.block_ids)
+            self.tokens[row.slot] = array("i", row.token_ids).tolist()
+        for slot, blocks in out.new_block_ids.items():
+            self.tables[slot] += blocks
+        for row, drafts in out.draft_token_ids.items():
+            end = out.num_computed_tokens[row] + out.num_scheduled_tokens[row]
+            self.tokens[out.slots[row]][end - len(drafts) :] = drafts
+
+    def _read(self, slot: int, length: int) -> list[int]:
+        """The slot's first tokens, as they stand in the pool."""
+        table, size = self.tables[slot], self.block_size
+        return [self.pool[table[position // size]][position % size] for position in range(length)]
 
 
-def make_core(info: Info, **options: int | bool) -> EngineCore:
+def make_core(info: Info, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineCore:
     # Most tests squeeze the pool to see what preemption does: admission must let them.
     config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
-    return EngineCore(config, PagedHashRunner(info, config.block_size, config.max_num_seqs))
+    runner = PagedHashRunner(info, config.block_size, config.max_num_seqs, clock)
+    return EngineCore(config, runner, clock)
 
 
 def run_until_idle(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict, limit: int = 20000):

@@ -7,7 +7,7 @@ from typing import Any
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.model_runner import ModelRunner
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from engine_rig import Info
+from slots import SeenStep, SlotOwners
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed
-from inflight.engine.request import Request, SamplingParams, Status
+from inflight.engine.request import Request, Status
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 
 
@@ -20,12 +23,16 @@ class RecordingRunner:
         self.info = info
         self.steps: list[SchedulerOutput] = []
 
-    def prepare(self, out: SchedulerOutput) -> None:
-        pass
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        return self.execute(out, None)
 
     def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
         self.steps.append(out)
-        return StepOutput([1 if samples else -1 for samples in out.samples])
+        now = time.monotonic()
+        return StepOutput([1 if samples else -1 for samples in out.samples], started=now, ended=now)
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        return ticket
 
 
 class Clocked:
@@ -43,6 +50,8 @@ class Clocked:
         self.scheduler = self.core.scheduler
         self.now = 0
         self.requests: dict[int, Request] = {}
+        self.sequences: dict[tuple[int, int], Request] = {}
+        self._slots = SlotOwners()
         self.started: dict[int, int] = {}
         self.first_token: dict[int, int] = {}
 
@@ -55,7 +64,9 @@ class Clocked:
         message = AddRequest(number, [2] * prompt, params, deadline=deadline, arrival=float(self.now), **fields)
         failure = self.core.add_request(message)
         if failure is None:
-            self.requests[number] = self.core._live[number][0]
+            sequences = self.core._live[number]
+            self.requests[number] = sequences[0]
+            self.sequences.update({(number, index): request for index, request in enumerate(sequences)})
         return failure
 
     def add(self, prompt: int, output: int, **fields: Any) -> Request:
@@ -63,12 +74,16 @@ class Clocked:
         assert failure is None, failure
         return self.requests[len(self.requests) - 1]
 
-    def step(self) -> SchedulerOutput:
+    def step(self) -> SeenStep:
         """Run one step and check the invariants."""
         count = len(self.runner.steps)
         self.core.step()
         self.core.check_integrity()
-        out = self.runner.steps[-1] if len(self.runner.steps) > count else SchedulerOutput()
+        out = SeenStep()
+        for step in self.runner.steps[count:]:  # two of them when a pipeline fills
+            out = self._slots.see(step)
+        out.requests = [self.sequences[key] for key in out.requests]
+        out.preempted = [self.sequences[key] for key in out.preempted]
         for request, samples in zip(out.requests, out.samples):
             self.started.setdefault(request.request_id, self.now)
             if samples:

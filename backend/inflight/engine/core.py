@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
+from inflight.engine.intake import ModelInfo, make_sequences, refusal
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.messages import (
+    AddRequest,
+    RequestFailed,
+    SequenceDelta,
+    StepMessage,
+    StepStats,
+    TokenColumns,
+)
 from inflight.engine.policies.selection import make_policies
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
@@ -21,69 +27,33 @@ from inflight.engine.swap import SwapSpace
 
 __all__ = ["EngineCore", "ModelInfo", "Runner"]
 
-_MASK64 = 2**64 - 1
-
-
-class ModelInfo(Protocol):
-    """What the core must know of the loaded checkpoint."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_blocks: int
-    num_host_blocks: int
-    swap_seconds_per_block: float
-
 
 class Runner(Protocol):
-    """Owns the device: turns a batch into tokens."""
+    """Owns the device: turns batches into tokens, in the order in which they are launched."""
 
     @property
     def info(self) -> ModelInfo:
         """Facts of the loaded checkpoint."""
 
-    def prepare(self, out: SchedulerOutput) -> Any:
-        """What can be made ready before the step before has run; goes to `execute`.
+    def launch(self, out: SchedulerOutput) -> Any:
+        """Start a step, which may wait for those before it on the device; its ticket goes to `collect`."""
 
-        Called once a step, in the order of the steps, maybe while `execute` runs in another thread.
-        """
-
-    def execute(self, out: SchedulerOutput, prepared: Any) -> StepOutput:
-        """Run one forward pass over the batch and sample the rows that are due.
-
-        Called once a step, in the order of the steps, always from the same thread.
-        """
+    def collect(self, ticket: Any) -> StepOutput:
+        """Wait for the tokens of the oldest step that was launched and not collected."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step that was made and is, or will be, executed.
+class _Launched(NamedTuple):
+    """A step that was launched and not collected.
 
     Attributes:
-        start: `_clock()` when making it began.
-        scheduled: when it was made, or None where that took no time of the step's: it was made
-            while the step before ran.
-        result: of `_execute`.
+        start: `clock()` when making it began.
+        ahead: it was made while the step before it ran.
     """
 
     out: SchedulerOutput
+    ticket: Any
     start: float
-    scheduled: float | None
-    result: Callable[[], tuple[StepOutput, float, float]]
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """64-bit seed of the `index`-th sequence of a request; the first one keeps the request's.
-
-    The mixing is SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring
-    seeds and indices give unrelated noise.
-    """
-    if index == 0:
-        return seed & _MASK64
-    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+    ahead: bool
 
 
 class EngineCore:
@@ -92,28 +62,37 @@ class EngineCore:
     Args:
         config: engine options.
         runner: the device side, with the checkpoint loaded.
+        clock: seconds now, on the clock of deadlines, arrivals and the runner's times.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.runner = runner
         self.info = runner.info
+        self.clock = clock
         self.pool = KVPool(self.info.num_blocks, config.block_size)
         self.swap = SwapSpace(
             self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap)
+        self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap, clock)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
-        # One thread executes, so that steps run in the order in which they were made.
-        self._device = ThreadPoolExecutor(1, "device") if config.async_scheduling else None
-        self._in_flight: _Step | None = None
+        # Launch-ahead: step n + 1 is made and launched before step n is collected.
+        self._max_launched = 2 if config.async_scheduling else 1
+        self._launched: deque[_Launched] = deque()
+        self._last_ended = 0.0  # when the device had the tokens of the step collected last
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return bool(self._launched) or self.scheduler.has_work
+
+    @property
+    def only_holds(self) -> bool:
+        """Whether all that is left waits for something outside of the engine: steps do nothing until it comes."""
+        scheduler = self.scheduler
+        return bool(scheduler.held) and not (self._launched or scheduler.running or len(scheduler.waiting))
 
     def add_request(self, message: AddRequest) -> RequestFailed | None:
         """Queue a request; its n sequences are counted one by one.
@@ -122,43 +101,20 @@ class EngineCore:
             None, or why the request is not taken (INVALID_ARG, or UNAVAILABLE when the queue is
             full); then nothing has changed.
         """
-        failure = self._refusal(message)
+        failure = refusal(message, self.info, self.pool) or self._queue_is_full(message)
         if failure is not None:
             return failure
-        params = message.params
-        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
-        limit = min(len(message.prompt_token_ids) + params.max_tokens, self.info.max_model_len)
-        arrival = self._clock() if message.arrival is None else message.arrival
-        # n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a
-        # salt of the request's own.
-        caches = self.config.enable_prefix_caching
-        sequences = [
-            Request(
-                message.request_id,
-                message.prompt_token_ids,
-                params,
-                index=index,
-                arrival_time=arrival,
-                priority=message.priority,
-                tenant=message.tenant,
-                deadline=message.deadline,
-                cache_salt=message.cache_salt if caches else f"request {message.request_id}",
-                caches_blocks=caches or params.n > 1,
-                seed=sequence_seed(params.seed or 0, index),
-                stop_ids=stop_ids,
-                max_total_tokens=limit,
-            )
-            for index in range(params.n)
-        ]
+        sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
+        leader, *others = [request for request in sequences if request.status is Status.WAITING]
         free = self.config.max_num_seqs - len(self.scheduler.running)
-        refusal = self.scheduler.waiting.refusal(sequences[0], free)
-        if refusal is not None:
-            return RequestFailed(message.request_id, "UNAVAILABLE", refusal)
-        sequences[0].children = sequences[1:]
+        why_not = self.scheduler.waiting.refusal(leader, free)
+        if why_not is not None:
+            return RequestFailed(message.request_id, "UNAVAILABLE", why_not)
+        leader.children = others
         self._live[message.request_id] = sequences
-        self.scheduler.add(sequences[0])
+        self.scheduler.add(leader)
         if self.trace is not None:
-            self.trace.arrived(sequences)
+            self.trace.arrived([leader, *others])
         return None
 
     def abort(self, request_id: int, index: int | None = None) -> None:
@@ -172,107 +128,80 @@ class EngineCore:
         elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
             self.scheduler.abort(sequences[index])
         if self.trace is not None:
-            self.trace.ended(sequences, self._clock())
+            self.trace.ended(sequences, self.clock())
         self._forget_if_done(request_id)
 
     def step(self) -> StepMessage:
-        """Schedule, execute, update.  A step that schedules nothing returns no deltas.
+        """Schedule, launch, collect, update.  A step that schedules nothing returns no deltas.
 
-        With `async_scheduling` the step after this one is made, and queued behind it, before this
-        one's tokens are there; a request that they end computes one row in vain.
+        With `async_scheduling` the next step is launched before this one is collected; a request that ends
+        with this one's tokens then wastes one row.
         """
-        step, self._in_flight = self._in_flight or self._make(behind=None), None
-        if self._device is not None:
-            following = self._make(behind=step)
-            self._in_flight = following if following.out.requests else None
-        result, begun, executed = step.result()
+        while len(self._launched) < self._max_launched:
+            start = self.clock()
+            out = self.scheduler.schedule()
+            if not out.slots:
+                break
+            ticket = self.runner.launch(out)
+            self._launched.append(_Launched(out, ticket, start, ahead=bool(self._launched)))
+        if not self._launched:
+            return StepMessage([], self._stats(SchedulerOutput(), 0.0), failed=self._fail_late())
+        step = self._launched.popleft()
+        result = self.runner.collect(step.ticket)
         news, tokens = self.scheduler.update(step.out, result)
-        self._forget_finished(news)
-        end = self._clock()
-        start, scheduled = (begun, begun) if step.scheduled is None else (step.start, step.scheduled)
-        if step.out.requests:
-            self.scheduler.policies.budget.observe(step.out, executed - start)  # whoever waits, waits for both
-            self.swap.observe(step.out, executed - begun)
-        message = StepMessage(news, self._stats(step.out, end - start), tokens)
+        return self._account(step, result, news, tokens)
+
+    def _account(
+        self, step: _Launched, result: StepOutput, news: list[SequenceDelta], tokens: TokenColumns
+    ) -> StepMessage:
+        """Tell the policies and the trace what the step took, and the frontend what it brought."""
+        ended = [delta for delta in news if delta.finish_reason is not None]
+        end = self.clock()
+        start = result.started if step.ahead else step.start
+        # Whoever waits for the step waits for making it, too.
+        self.scheduler.policies.budget.observe(step.out, result.ended - start)
+        self.swap.observe(step.out, result.ended - result.started)
+        message = StepMessage(news, self._stats(step.out, end - start), tokens, self._fail_late())
         if self.trace is not None:
-            self.trace.add(step.out, result, message.stats, (start, scheduled, executed, end))
+            finished = [self._live[delta.request_id][delta.index] for delta in ended]
+            self.trace.add(step.out, result, message.stats, (start, end))
+            self.trace.ended(finished, end)
+        for delta in ended:
+            self._forget_if_done(delta.request_id)
         return message
 
-    def _make(self, behind: _Step | None) -> _Step:
-        """Schedule and prepare the next step and hand it to the device, behind the one that runs."""
-        start = self._clock()
-        out = self.scheduler.schedule()
-        prepared = self.runner.prepare(out) if out.requests else None
-        scheduled = self._clock()
-        if self._device is None or not out.requests:
-            return _Step(out, start, scheduled, partial(self._execute, out, prepared, scheduled))
-        future = self._device.submit(self._execute, out, prepared)
-        return _Step(out, start, scheduled if behind is None else None, future.result)
+    def _fail_late(self) -> list[RequestFailed]:
+        """End the requests that waited too long for something outside of the engine."""
+        failed = []
+        late, self.scheduler.late = self.scheduler.late, []
+        for request, reason in late:
+            self.abort(request.request_id)
+            text = f"the request waited too long for {reason}; try again later"
+            failed.append(RequestFailed(request.request_id, "UNAVAILABLE", text))
+        return failed
 
-    def _clock(self) -> float:
-        """Seconds now, on the clock of deadlines and arrivals."""
-        return time.monotonic()
-
-    def _execute(
-        self, out: SchedulerOutput, prepared: Any, begun: float | None = None
-    ) -> tuple[StepOutput, float, float]:
-        """The step's tokens, and `_clock()` before (`begun`, where that is known) and after."""
-        begun = self._clock() if begun is None else begun
-        result = self.runner.execute(out, prepared) if out.requests else StepOutput([])
-        return result, begun, self._clock()
-
-    def _refusal(self, message: AddRequest) -> RequestFailed | None:
-        num_tokens = len(message.prompt_token_ids)
-        limit = self.info.max_model_len
-        if not num_tokens:
-            return RequestFailed(message.request_id, "INVALID_ARG", "the prompt is empty: give at least one token")
-        if num_tokens >= limit:
-            text = f"the prompt has {num_tokens} tokens: at most {limit - 1} fit max_model_len={limit} with one output"
-            return RequestFailed(message.request_id, "INVALID_ARG", text)
-        low, high = min(message.prompt_token_ids), max(message.prompt_token_ids)
-        if low < 0 or high >= self.info.vocab_size:
-            bad = low if low < 0 else high
-            text = f"input_ids: token id {bad} is not in the vocabulary [0, {self.info.vocab_size - 1}]"
-            return RequestFailed(message.request_id, "INVALID_ARG", text)
-        try:
-            message.params.validate(vocab_size=self.info.vocab_size)
-        except ValueError as error:
-            return RequestFailed(message.request_id, "INVALID_ARG", str(error))
-        total = min(num_tokens + message.params.max_tokens, limit)  # of each of its n sequences
-        need, there = self.pool.blocks_for(total), self.pool.num_blocks
-        if need > there:
-            text = (
-                f"the request never fits: {num_tokens} prompt and up to {total - num_tokens} output tokens take "
-                f"{need} KV blocks of {self.config.block_size} tokens, and the pool has {there}; lower max_tokens "
-                "or the prompt, or raise kv_cache_memory"
-            )
-            return RequestFailed(message.request_id, "INVALID_ARG", text)
-        most = self.config.max_queue_size
-        # Sequences that a step could take at once are not in anybody's way.
+    def _queue_is_full(self, message: AddRequest) -> RequestFailed | None:
+        limit = self.config.max_queue_size
+        # Sequences that a step could take at once are in nobody's way.
         free = self.config.max_num_seqs - len(self.scheduler.running)
-        if most and len(self.scheduler.waiting) - free >= most:
-            text = f"the queue is full: max_queue_size={most} sequences are waiting; try again later"
-            return RequestFailed(message.request_id, "UNAVAILABLE", text)
-        return None
+        if not limit or self.scheduler.num_waiting - free < limit:
+            return None
+        text = f"the queue is full: max_queue_size={limit} sequences are waiting; try again later"
+        return RequestFailed(message.request_id, "UNAVAILABLE", text)
 
     def _stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
         scheduler, pool = self.scheduler, self.pool
-        prompt_tokens = sum(
-            max(0, min(computed + n, request.num_prompt_tokens) - computed)
-            for request, computed, n in zip(out.requests, out.num_computed_tokens, out.num_scheduled_tokens)
-            if computed < request.num_prompt_tokens
-        )
         return StepStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             preempted_total=scheduler.num_preempted_total,
             blocks_used=pool.num_used,
             blocks_free=pool.num_available,
             prefix_queries_total=pool.num_prefix_queries,
             prefix_hits_total=pool.num_prefix_hits,
-            prompt_tokens=prompt_tokens,
-            batch_size=len(out.requests),
-            scheduled_tokens=out.total_tokens,
+            prompt_tokens=out.num_prompt_tokens,
+            batch_size=len(out.slots),
+            scheduled_tokens=out.num_tokens,
             step_seconds=seconds,
             host_blocks_used=self.swap.num_used,
             swapped_out_total=self.swap.num_swapped_out,
@@ -291,11 +220,6 @@ class EngineCore:
             block_size=config.block_size,
             num_blocks=self.info.num_blocks,
         )
-
-    def _forget_finished(self, news: list[SequenceDelta]) -> None:
-        for delta in news:
-            if delta.finish_reason is not None:
-                self._forget_if_done(delta.request_id)
 
     def _forget_if_done(self, request_id: int) -> None:
         if all(request.status is Status.FINISHED for request in self._live.get(request_id, ())):

@@ -158,9 +158,9 @@ class KVPool:
         return new
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
-        """Make the full blocks of the request's first tokens findable: a step was made that computes them.
+        """Add the full blocks of the request's first tokens to the prefix cache, once their step is scheduled.
 
-        Blocks whose last token is not known yet stay hidden: they have no hash.
+        A block whose last token is not known yet has no hash and stays out of it.
         """
         full = min(num_computed_tokens, request.num_tokens) // self.block_size
         blocks, hash_of, block_of = request.block_ids, self._hash_of, self._block_of
@@ -176,6 +176,26 @@ class KVPool:
             if block_hash not in block_of:  # else a twin was computed at the same time: keep the first
                 hash_of[block] = block_hash
                 block_of[block_hash] = block
+
+    def truncate(self, request: Request, num_tokens: int) -> bool:
+        """Take back the blocks past the request's first `num_tokens` tokens, which refused drafts were to fill.
+
+        They are the request's alone, and in no prefix cache: drafts are never published.
+
+        Returns:
+            Whether there were any.
+        """
+        kept = self.blocks_for(num_tokens)
+        surplus = request.block_ids[kept:]
+        if not surplus:
+            return False
+        for block in reversed(surplus):
+            self._ref[block] = 0
+            self._free.append(block)
+        self.num_references -= len(surplus)
+        del request.block_ids[kept:]
+        self._set_room(request)
+        return True
 
     def release(self, request: Request) -> None:
         """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
@@ -195,9 +215,12 @@ class KVPool:
     def _append(self, request: Request, blocks: Sequence[int]) -> None:
         """Put blocks, whose references are counted, at the end of the request's block table."""
         request.block_ids += blocks
+        self._set_room(request)
+        self.num_references += len(blocks)
+
+    def _set_room(self, request: Request) -> None:
         room = len(request.block_ids) * self.block_size
         request.num_computable_tokens = min(room, request.max_total_tokens - 1)
-        self.num_references += len(blocks)
 
     def _hash(self, request: Request, count: int) -> None:
         """Chain hashes of the request's first `count` blocks, which are full; each is computed once."""

@@ -10,7 +10,7 @@ from typing import Union
 
 import msgspec
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 
 __all__ = [
     "AbortRequest",
@@ -44,6 +44,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
         cache_salt: keeps prefix-cache hits among requests with the same salt.
         arrival: `time.monotonic()` when the frontend had the request; None takes the time now.
+        output_token_ids: tokens that each of the n sequences has already produced, to go on from; [] starts all
+            from the prompt.  None: that sequence has ended and does not run.
     """
 
     request_id: int
@@ -54,6 +56,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     deadline: float | None = None
     cache_salt: str = ""
     arrival: float | None = None
+    output_token_ids: list[list[int] | None] = []
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -143,26 +146,6 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     swapped_in_total: int = 0
 
 
-class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
-    """Engine -> frontend: all that one step produced.
-
-    Attributes:
-        news: sequences with more to tell than a token: their first one, their last, log probabilities.
-        stats: counters after the step; `prefix_*_total` are counted in tokens.
-        tokens: the other sequences that got a token.
-    """
-
-    news: list[SequenceDelta]
-    stats: StepStats
-    tokens: TokenColumns = TokenColumns()
-
-    @property
-    def deltas(self) -> list[SequenceDelta]:
-        """One per sequence that got a token or ended."""
-        rows = zip(self.tokens.request_ids, self.tokens.indices, self.tokens.token_ids)
-        return [*self.news, *[SequenceDelta(request_id, index, [token]) for request_id, index, token in rows]]
-
-
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
     """Engine -> frontend: the request was not taken, or cannot go on.
 
@@ -172,6 +155,28 @@ class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
     request_id: int
     code: str
     message: str
+
+
+class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
+    """Engine -> frontend: all that one step produced.
+
+    Attributes:
+        news: sequences with more to tell than a token: their first one, their last, log probabilities.
+        stats: counters after the step; `prefix_*_total` are counted in tokens.
+        tokens: the other sequences that got a token.
+        failed: requests that cannot go on: they waited too long for something outside of the engine.
+    """
+
+    news: list[SequenceDelta]
+    stats: StepStats
+    tokens: TokenColumns = TokenColumns()
+    failed: list[RequestFailed] = []
+
+    @property
+    def deltas(self) -> list[SequenceDelta]:
+        """One per sequence that got a token or ended."""
+        rows = zip(self.tokens.request_ids, self.tokens.indices, self.tokens.token_ids)
+        return [*self.news, *[SequenceDelta(request_id, index, [token]) for request_id, index, token in rows]]
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):

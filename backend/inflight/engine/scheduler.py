@@ -1,17 +1,22 @@
 """Iteration-level scheduler: who gets how many tokens in the next forward pass.
 
-After Orca (Yu et al., OSDI 2022) for iteration-level scheduling and Sarathi-Serve (Agrawal et
-al., OSDI 2024, arXiv:2403.02310) for prefills cut into chunks under one token budget.  Pure
-Python, no torch: tests and the simulator run this very code.
+After Orca (Yu et al., OSDI 2022) for iteration-level scheduling and Sarathi-Serve (Agrawal et al., OSDI 2024,
+arXiv:2403.02310) for prefills cut into chunks under one token budget.  Pure Python, no torch: tests and
+the simulator run this very code.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.engine.holding import HeldRequests
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import SequenceDelta, TokenColumns, TokenLogprobs
-from inflight.engine.policies.base import Policies
+from inflight.engine.logprobs import add_logprobs
+from inflight.engine.messages import SequenceDelta, TokenColumns
+from inflight.engine.policies.base import NotYet, Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 from inflight.engine.swap import SwapSpace
@@ -28,29 +33,38 @@ class SchedulerLimits:
     """What one step may hold.
 
     Attributes:
-        max_num_seqs: requests in a step, and rows in the runner's batch state.
+        max_num_seqs: requests in a step, and slots in the runner's batch state.
         max_num_batched_tokens: tokens in a step.
+        max_num_held: requests that may wait for something outside of the engine while others pass them.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_held: int = 256
 
 
 class Scheduler:
     """Moves requests between waiting, running and finished; owns slots, shares the pool.
 
-    Steps are executed in the order in which they were made, and `update` takes them in in that
-    order, but a step may be made while the one before it still runs:
+    Steps run in the order in which they were made, and `update` takes them in in that order, but a step
+    may be made while the one before it still runs:
 
         schedule(1)  schedule(2)  update(1)  schedule(3)  update(2) ...
 
     `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and
-    `num_total_tokens` also the tokens that they will have sampled and that nobody knows yet.  Blocks
-    and slots go back as soon as a request ends: whoever gets them writes them in a later step.
+    `num_total_tokens` also the tokens that they are certain to sample and that nobody knows yet.  How many
+    tokens a row with drafts yields is uncertain, so a request with drafts in flight sits out the next step.
+    Blocks and slots return as soon as a request ends: whoever gets them writes them in a later step.
 
-    Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running
-    request may preempt every other, and the pool holds at least one request of
-    `max_model_len` (the loader sees to that).
+    Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running request may
+    preempt every other, and the pool holds at least one request of `max_model_len` (checked at load).
+
+    Args:
+        clock: seconds, for the deadlines of requests that are held back.
+
+    Attributes:
+        held: requests whose admission answered "not yet".
+        late: held requests that waited too long, each with what for; who reports them clears it.
     """
 
     def __init__(
@@ -59,6 +73,7 @@ class Scheduler:
         pool: KVPool,
         policies: Policies | None = None,
         swap: SwapSpace | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -66,12 +81,21 @@ class Scheduler:
         self.policies = policies if policies is not None else Policies()
         self.waiting = self.policies.order
         self.running: list[Request] = []
+        self.held = HeldRequests(limits.max_num_held, clock)
+        self.late: list[tuple[Request, str]] = []
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._rows: list[Request] = []  # of the step that is being made
+        self._in_flight: deque[list[Request]] = deque()  # the rows of the steps made and not taken in yet
+        self._num_kept_blocks: dict[int, int] = {}  # for the next step: slots whose block table was cut
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or len(self.waiting) > 0
+        return bool(self.running) or self.num_waiting > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.held)
 
     def add(self, request: Request) -> None:
         """Queue a request.  It must fit `max_model_len`; the engine core checks that."""
@@ -84,54 +108,84 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Form the next batch.
 
-        Running requests come first, in the order policy's order, then waiting ones while budget,
-        slots and blocks last.  Every scheduled token has its block.
+        Running requests come first, in the order policy's order, then waiting ones while budget, slots and
+        blocks last, then drafts.  Every scheduled token has its block.
         """
-        out = SchedulerOutput()
+        out, self._rows = SchedulerOutput(), []
         self.policies.budget.begin(self.running)
         self.policies.admission.begin()
+        if self.held:
+            self._recall_held()
         if self.waiting.preempts:
             self._admit_urgent(out)
-        urgent = list(out.requests)
+        urgent = self._rows.copy()
         self._schedule_running(out)
         for request in urgent:  # they have their tokens of this step
             self.running.insert(self.waiting.position(request, self.running), request)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
-        self.swap.send(out)
+        if self.policies.drafter is not None:
+            self._add_drafts(out)
+        self._close(out)
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> tuple[list[SequenceDelta], TokenColumns]:
-        """Take in the step's tokens: append, stop, free.
+        """Take in the tokens of the oldest step in flight: append, stop, free.
 
         Returns:
-            A delta of each sequence with more news than a token, and the tokens of the others.
+            A full delta of each sequence with more news than a token, and the tokens of the others.
         """
+        rows = self._in_flight.popleft() if out.slots else []
         news: list[SequenceDelta] = []
         request_ids: list[int] = []
         indices: list[int] = []
         token_ids: list[int] = []
-        finished = False
-        for request, token in zip(out.requests, step.token_ids):
-            # A request that ended while the step ran has no blocks, and its token is dropped.  Whoever was
-            # preempted since gets it: it came of blocks that were whole.
+        for request, token in zip(rows, step.token_ids):
+            # A request that ended while the step ran has no blocks, and its token is dropped.  One that was
+            # preempted since gets it: it was sampled from blocks that were whole.
             if token < 0 or request.status is _FINISHED:
                 continue
             request.token_ids.append(token)
             request.num_tokens = num_tokens = request.num_tokens + 1
-            if num_tokens >= request.milestone or token in request.stop_ids:
-                delta = SequenceDelta(request.request_id, request.index, [token])
-                news.append(delta)
-                finished |= self._pass_milestone(request, token, delta)
+            if num_tokens >= request.full_delta_at or token in request.stop_ids:
+                news.append(self._full_delta(request, [token]))
             else:
                 request_ids.append(request.request_id)
                 indices.append(request.index)
                 token_ids.append(token)
+        for row, tokens in step.token_runs.items():
+            if rows[row].status is not _FINISHED:
+                news.append(self._take_run(rows[row], tokens, len(out.draft_token_ids[row])))
         if step.logprobs or step.prompt_logprobs:
-            self._add_logprobs(news, out, step)
-        if finished:
+            add_logprobs(news, rows, out, step)
+        if any(delta.finish_reason is not None for delta in news):
             self.running = [request for request in self.running if request.status is _RUNNING]
         return news, TokenColumns(request_ids, indices, token_ids)
+
+    # -- making a step ---------------------------------------------------------------------
+
+    def _recall_held(self) -> None:
+        """Put held requests that need not wait any longer back in line; report those that waited too long."""
+
+        def admits(request: Request) -> bool | NotYet:
+            return self.policies.admission.admits(request, self.pool.find_prefix(request), self.running, self.pool)
+
+        ready, late = self.held.recall(admits)
+        for request in reversed(ready):  # each goes to the front of the queue
+            self.waiting.add_first(request)
+        self.late += late
+
+    def _hold(self, request: Request, answer: NotYet) -> None:
+        """Take a request out of the queue: others pass it."""
+        self.waiting.remove(request)
+        self.held.hold(request, answer)
+
+    def _admission(self, request: Request, prefix: Sequence[int], running: Sequence[Request]) -> bool | NotYet:
+        """Yes, no, or not yet; where no more requests may be held, not yet is no."""
+        answer = self.policies.admission.admits(request, prefix, running, self.pool)
+        if isinstance(answer, NotYet):
+            return answer if len(self.held) < self.held.limit else False
+        return answer and bool(self._free_slots)
 
     def _admit_urgent(self, out: SchedulerOutput) -> None:
         """Admit those next in line that outrank running requests, before these get their tokens.
@@ -140,9 +194,9 @@ class Scheduler:
         """
         first = self.waiting.next_requests(1)
         if not first or self.waiting.outranked_by(first[0], self.running) is None:
-            return  # the rule, and quickly found
+            return  # the usual case, and quickly found
         for request in self.waiting.next_requests(_LOOK_AHEAD):
-            left = self.limits.max_num_batched_tokens - out.total_tokens
+            left = self.limits.max_num_batched_tokens - out.num_tokens
             if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
                 return
             prefix = self.pool.find_prefix(request)
@@ -150,30 +204,33 @@ class Scheduler:
             if num_tokens <= 0:
                 continue  # nobody is preempted for a request that the budget passes over
             # What is behind it gives way to it also later, when blocks run out: the others must have room.
-            ahead = [*out.requests, *self.running[: self.waiting.position(request, self.running)]]
-            while not (self._free_slots and self.policies.admission.admits(request, prefix, ahead, self.pool)):
+            ahead = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
+            while not (answer := self._admission(request, prefix, ahead)):
                 victim = self.waiting.outranked_by(request, self.running)
                 if victim is None:
                     return
                 self._preempt(victim, out)
-            self._admit(out, request, prefix, num_tokens)
+            if isinstance(answer, NotYet):
+                self._hold(request, answer)
+            else:
+                self._admit(out, request, prefix, num_tokens)
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.
 
-        A request that lags by more than one token leaves one to each that runs behind it.
+        A request with more than one token to compute leaves one to each that runs behind it.
         """
-        left = self.limits.max_num_batched_tokens - out.total_tokens
+        left = self.limits.max_num_batched_tokens - out.num_tokens
         decodes: list[Request] = []
         positions: list[int] = []
         for request in self.running.copy():  # some may be preempted on the way
             if left <= 0:
                 break
             computed = request.num_computed_tokens
-            num_tokens = lag = request.num_total_tokens - computed
-            if lag > 1 or computed >= request.num_computable_tokens:
-                num_tokens = self._make_room(request, lag, left, out)
-            if lag == num_tokens == 1:
+            num_tokens = missing = request.num_total_tokens - computed
+            if missing > 1 or computed >= request.num_computable_tokens:
+                num_tokens = self._make_room(request, missing, left, out)
+            if missing == num_tokens == 1:
                 request.num_computed_tokens = computed + 1
                 request.num_total_tokens = computed + 2
                 decodes.append(request)
@@ -181,18 +238,28 @@ class Scheduler:
             elif num_tokens > 0:
                 self._append(out, request, num_tokens)
             left -= num_tokens
-        out.put_first(decodes, positions)
+        self._prepend_decodes(out, decodes, positions)
 
-    def _make_room(self, request: Request, lag: int, left: int, out: SchedulerOutput) -> int:
-        """Tokens that a request of `running` gets of the `lag` ones it is behind; there are blocks for them then."""
+    def _prepend_decodes(self, out: SchedulerOutput, decodes: list[Request], positions: list[int]) -> None:
+        """Schedule one token, which samples, of each, ahead of all other rows; their counts are past it."""
+        self._rows[:0] = decodes
+        out.slots[:0] = [request.slot for request in decodes]
+        out.num_computed_tokens[:0] = positions
+        out.num_scheduled_tokens[:0] = [1] * len(decodes)
+        out.samples[:0] = [True] * len(decodes)
+        out.num_tokens += len(decodes)
+
+    def _make_room(self, request: Request, missing: int, left: int, out: SchedulerOutput) -> int:
+        """Tokens that a request of `running` gets of the `missing` ones; there are blocks for them then."""
         if request.status is not _RUNNING:
             return 0  # preempted for one ahead of it
-        if request.num_computed_tokens + lag >= request.max_total_tokens:
+        if request.num_computed_tokens + missing >= request.max_total_tokens:
             return 0  # its last token is in flight
-        num_tokens = lag
-        if lag > 1:
+        num_tokens = missing
+        if missing > 1:
             behind = len(self.running) - self.running.index(request) - 1
-            num_tokens = self.policies.budget.grant(request, lag, min(lag, max(1, left - behind)))
+            limit = min(missing, max(1, left - behind))
+            num_tokens = self.policies.budget.grant(request, missing, limit)
             if num_tokens <= 0:
                 return 0
         end = request.num_computed_tokens + num_tokens
@@ -216,26 +283,41 @@ class Scheduler:
         return blocks
 
     def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        """Schedule tokens of a prompt, or all that were computed once before; whoever comes next may share them."""
-        out.append(request, num_tokens)
+        """Schedule the next `num_tokens` tokens of a request that holds their blocks: of its prompt, or tokens
+        that were computed once before.  Whoever comes next may share them."""
+        computed = request.num_computed_tokens
+        end = request.num_computed_tokens = computed + num_tokens
+        samples = end == request.num_total_tokens
+        if samples:
+            request.num_total_tokens += 1
+        self._rows.append(request)
+        out.slots.append(request.slot)
+        out.num_scheduled_tokens.append(num_tokens)
+        out.num_computed_tokens.append(computed)
+        out.samples.append(samples)
+        out.num_tokens += num_tokens
+        out.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - computed)
         self._publish(request)
 
     def _publish(self, request: Request) -> None:
-        """Let the prefix cache know of what the steps made so far compute of a request."""
+        """Add to the prefix cache what the steps made so far compute of a request."""
         if request.caches_blocks:
             self.pool.publish(request, request.num_computed_tokens)
 
     def _admit_waiting(self, out: SchedulerOutput) -> None:
-        budget = self.limits.max_num_batched_tokens
         if not self._free_slots or not len(self.waiting):
             return
         passed_over = 0
         for request in self.waiting.next_requests(len(self._free_slots) + _LOOK_AHEAD):
-            left = budget - out.total_tokens
+            left = self.limits.max_num_batched_tokens - out.num_tokens
             if left <= 0 or not self._free_slots:
                 return
             prefix = self.pool.find_prefix(request)
-            if not self.policies.admission.admits(request, prefix, self.running, self.pool):
+            answer = self._admission(request, prefix, self.running)
+            if isinstance(answer, NotYet):
+                self._hold(request, answer)
+                continue
+            if not answer:
                 return  # nobody overtakes it: it would never find room
             num_tokens = self._grant(request, prefix, left)
             if num_tokens > 0:
@@ -248,8 +330,8 @@ class Scheduler:
 
     def _grant(self, request: Request, prefix: list[int], left: int) -> int:
         """Tokens, up to `left`, with which the waiting `request` starts; 0 where the budget passes it over."""
-        lag = request.num_tokens - self.swap.num_resumable(request, len(prefix))
-        return self.policies.budget.grant(request, lag, min(lag, left))
+        missing = request.num_tokens - self.swap.num_resumable(request, len(prefix))
+        return self.policies.budget.grant(request, missing, min(missing, left))
 
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
         """Give it slot, blocks and its tokens of this step; the caller puts it among the running."""
@@ -258,17 +340,20 @@ class Scheduler:
         if request.num_preemptions:
             request.num_computed_tokens = self.swap.num_resumable(request, len(prefix))
         else:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         blocks = self.pool.extend(request, request.num_computed_tokens + num_tokens)
         assert blocks is not None  # the admission policy saw room for all of it
         out.swap_in.update(zip(blocks, self.swap.swap_in(request, len(prefix))))
         request.slot = self._free_slots.pop()
         request.status = _RUNNING
+        request.held_until = None
         self.waiting.admitted(request)
         self.policies.admission.admitted(request, prefix, self.pool)
         row = NewRow(
             request.slot,
-            request.token_ids[:],
+            request.request_id,
+            request.index,
+            request.token_ids.tobytes(),
             request.num_prompt_tokens,
             list(request.block_ids),
             request.params,
@@ -280,61 +365,88 @@ class Scheduler:
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
         """Take slot and blocks; the tokens stay.  Their KV is computed again after readmission, or swapped."""
         self.running.remove(request)
+        # Drafts in flight are not its tokens yet.
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.swap.swap_out(request, self.pool)
+        out.preempted.append(request.slot)
         self._release(request)
         request.status = _WAITING
         request.num_preemptions += 1
         self.num_preempted_total += 1
-        out.preempted.append(request)
         self.waiting.add_first(request)
 
-    def _pass_milestone(self, request: Request, token: int, delta: SequenceDelta) -> bool:
-        """Tell of its first token, or its last: whether it ended."""
-        if request.num_tokens == request.num_prompt_tokens + 1:
-            if request.params.logprobs is None:
-                request.milestone = request.max_total_tokens
+    def _add_drafts(self, out: SchedulerOutput) -> None:
+        """Let rows that sample verify drafts, with the tokens and blocks that the step has left.
+
+        Nobody gives way to a draft, and no draft is longer than what the request may still yield.
+        """
+        drafter = self.policies.drafter
+        assert drafter is not None
+        for row, request in enumerate(self._rows):
+            total = request.num_total_tokens
+            limit = min(self.limits.max_num_batched_tokens - out.num_tokens, request.max_total_tokens - total)
+            if limit <= 0 or not out.samples[row]:
+                continue
+            drafts = list(drafter.propose(request, total - 1 - request.num_tokens, limit))[:limit]
+            computed = request.num_computed_tokens
+            if computed + len(drafts) > request.num_computable_tokens:
+                blocks = self.pool.extend(request, computed + len(drafts))
+                if blocks is None:
+                    del drafts[request.num_computable_tokens - computed :]
+                else:
+                    out.new_block_ids[request.slot] = [*out.new_block_ids.get(request.slot, ()), *blocks]
+            if drafts:
+                out.draft_token_ids[row] = drafts
+                out.num_scheduled_tokens[row] += len(drafts)
+                out.num_tokens += len(drafts)
+                request.num_computed_tokens = request.num_total_tokens = computed + len(drafts)
+
+    def _close(self, out: SchedulerOutput) -> None:
+        """Send what the runner must know.  A step without rows does not run, and its news wait for the next one."""
+        self.swap.send(out)
+        if not out.slots:
+            return
+        self._in_flight.append(self._rows)
+        if self._num_kept_blocks:
+            out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
+
+    # -- taking a step in ------------------------------------------------------------------
+
+    def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
+        """Append the tokens of a row with drafts, up to the one that ends the request; take back the rest."""
+        taken: list[int] = []
+        for token in tokens:
+            taken.append(token)
+            if token in request.stop_ids or request.num_tokens + len(taken) >= request.max_total_tokens:
+                break
+        request.token_ids.extend(taken)
+        request.num_tokens += len(taken)
+        request.num_total_tokens = request.num_tokens
+        if request.status is _RUNNING:  # else it was preempted since, and has nothing computed
+            request.num_computed_tokens = request.num_tokens - 1
+            if self.pool.truncate(request, request.num_tokens):
+                self._num_kept_blocks[request.slot] = len(request.block_ids)
+        assert self.policies.drafter is not None
+        self.policies.drafter.observe(request, num_drafts, len(tokens) - 1)
+        return self._full_delta(request, taken)
+
+    def _full_delta(self, request: Request, tokens: list[int]) -> SequenceDelta:
+        """News of a request beyond one more token: it began, it ended, or it got several."""
+        delta = SequenceDelta(request.request_id, request.index, tokens)
+        if request.full_delta_at == request.num_given_tokens + 1:  # its first tokens
+            wants_all = request.params.logprobs is not None
+            request.full_delta_at = request.full_delta_at + 1 if wants_all else request.max_total_tokens
             delta.num_cached_tokens = request.num_cached_tokens
             for child in reversed(request.children):  # their prompt's blocks are computed now
                 self.waiting.add_first(child)
             request.children = []
-        if token in request.stop_ids:
-            delta.finish_reason, delta.stop_token = "stop", token
+        if tokens[-1] in request.stop_ids:
+            delta.finish_reason, delta.stop_token = "stop", tokens[-1]
             self._finish(request, FinishReason.STOP, keep_running_entry=True)
         elif request.num_tokens >= request.max_total_tokens:
             delta.finish_reason = "length"
             self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
-        return request.status is _FINISHED
-
-    def _add_logprobs(self, news: list[SequenceDelta], out: SchedulerOutput, step: StepOutput) -> None:
-        """Put the step's log probabilities into the deltas of their sequences; one without a token gets a delta."""
-        delta_of = {(delta.request_id, delta.index): delta for delta in news}
-        for row in step.logprobs.keys() | step.prompt_logprobs.keys():
-            request = out.requests[row]
-            delta = delta_of.get((request.request_id, request.index))
-            if delta is None:
-                if request.status is _FINISHED:
-                    continue  # ended while the step ran
-                delta = SequenceDelta(request.request_id, request.index, [])
-            delta.prompt_logprobs = self._new_prompt_logprobs(request, row, out, step)
-            if delta.token_ids:
-                delta.logprobs = [step.logprobs[row]] if row in step.logprobs else None
-            elif delta.prompt_logprobs is not None:
-                news.append(delta)
-
-    def _new_prompt_logprobs(
-        self, request: Request, row: int, out: SchedulerOutput, step: StepOutput
-    ) -> list[TokenLogprobs] | None:
-        """Entries not delivered yet: a preempted request computes its prompt twice."""
-        entries = step.prompt_logprobs.get(row)
-        if entries is None:
-            return None
-        end = min(out.num_computed_tokens[row] + out.num_scheduled_tokens[row] + 1, request.num_prompt_tokens)
-        start = end - len(entries)  # prompt index that entries[0] speaks of
-        new = entries[max(0, request.num_prompt_logprobs - start) :]
-        if request.num_prompt_logprobs == 0:
-            new = [[], *new]  # nothing predicts the first token of a prompt
-        request.num_prompt_logprobs = max(request.num_prompt_logprobs, end)
-        return new or None
+        return delta
 
     def _finish(self, request: Request, reason: FinishReason, *, keep_running_entry: bool = False) -> None:
         """End a request from any state.  `update` sweeps `running` once, for all it finished."""
@@ -342,6 +454,9 @@ class Scheduler:
             if not keep_running_entry:
                 self.running.remove(request)
             self._release(request)
+        elif request in self.held:
+            self.held.remove(request)
+            self.swap.drop(request)
         elif request.status is _WAITING and request in self.waiting:
             self.waiting.remove(request)
             self.swap.drop(request)
@@ -365,11 +480,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""
-        live = [*self.running, *self.waiting]
+        queued = [*self.waiting, *self.held]
+        live = [*self.running, *queued]
         assert len(set(map(id, live))) == len(live), "a request is in two places"
         assert all(r.status is _RUNNING and r.slot >= 0 for r in self.running)
-        assert all(r.status is _WAITING and r.slot < 0 and not r.block_ids for r in self.waiting)
+        assert all(r.status is _WAITING and r.slot < 0 and not r.block_ids for r in queued)
+        assert len(self.held) <= self.held.limit, "more requests are held than may be"
         slots = [*self._free_slots, *(r.slot for r in self.running)]
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or held twice"
         self.pool.check_integrity(self.running)
-        self.swap.check_integrity(self.waiting)
+        self.swap.check_integrity(queued)

@@ -171,41 +171,42 @@ class StepTrace:
         # Ended sequences go when the step that ended them leaves the ring: no later one names them.
         self._ended: dict[int, RequestRecord] = {}
         self._number = 0
-        self._in_flight: StepRecord | None = None  # the step whose message is yet to be sent
+        self._unsent: StepRecord | None = None  # the step whose message is yet to be sent
+        self._key_of: dict[int, int] = {}  # slot -> the sequence in it
 
     def arrived(self, requests: Iterable[Request]) -> None:
         """Sequences that the core has taken."""
         for request in requests:
             self._live[sequence_key(request.request_id, request.index)] = request
 
-    def add(self, out: SchedulerOutput, result: StepOutput, stats: StepStats, times: tuple[float, ...]) -> None:
-        """Take a step in; one that ran no batch is none.
+    def add(self, out: SchedulerOutput, result: StepOutput, stats: StepStats, times: tuple[float, float]) -> None:
+        """Take a step in.
 
         Args:
-            times: `time.monotonic()` when the step began, was scheduled, was executed and ended.
+            times: the engine's clock when the step began and when its tokens were taken in.
         """
-        self._in_flight = None
-        if not out.requests:
-            return
-        start, scheduled, executed, end = times
-        sampling = executed if result.forward_end is None else result.forward_end
+        start, end = times
+        sampling = result.ended if result.forward_end is None else result.forward_end
+        preempted = [self._key_of[slot] for slot in out.preempted]  # before their slots have new owners
+        for row in out.new_rows:
+            self._key_of[row.slot] = sequence_key(row.request_id, row.index)
         record = StepRecord(
             self._number,
             start,
-            scheduled - start,
-            sampling - scheduled,
-            executed - sampling,
-            end - executed,
+            result.started - start,
+            sampling - result.started,
+            result.ended - sampling,
+            end - result.ended,
             0.0,
             stats.running,
             stats.waiting,
             stats.blocks_used,
             stats.blocks_free,
-            [request.request_id * _MAX_N + request.index for request in out.requests],
+            [self._key_of[slot] for slot in out.slots],
             out.num_scheduled_tokens,
             out.num_computed_tokens,
             out.samples,
-            [sequence_key(request.request_id, request.index) for request in out.preempted],
+            preempted,
             [],
         )
         self._number += 1
@@ -213,13 +214,12 @@ class StepTrace:
             for key in self._steps.popleft().ended:
                 self._ended.pop(key, None)
         self._steps.append(record)
-        self._in_flight = record
-        self.ended(out.requests, end)
+        self._unsent = record
 
     def sent(self, seconds: float) -> None:
         """How long it took to send what the last `add` was about."""
-        if self._in_flight is not None:
-            self._in_flight.send = seconds
+        if self._unsent is not None:
+            self._unsent.send, self._unsent = seconds, None
 
     def ended(self, requests: Iterable[Request], now: float) -> None:
         """Look which of `requests` have ended; those that live are passed over."""

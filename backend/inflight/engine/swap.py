@@ -108,7 +108,7 @@ class SwapSpace:
         if self._returning:
             self._free += self._returning
             self._returning = []
-        if self._copies_out and out.requests:
+        if self._copies_out and out.slots:
             out.swap_out, self._copies_out = self._copies_out, {}
 
     def num_resumable(self, request: Request, num_cached: int) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from inflight.config import EngineConfig
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate, ChatTemplateError
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.sampling_keys import (

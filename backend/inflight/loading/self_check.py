@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from inflight.attention.base import forward_context
 from inflight.attention.hf import IMPLEMENTATION
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.runner.batch_state import BatchState
 
@@ -77,9 +77,17 @@ def _paged_logits(
     """float32 logits [length, V] of each sequence, computed side by side in two chunks."""
     num_blocks = -(-max(map(len, sequences)) // block_size)
     state = BatchState(len(sequences), num_blocks * block_size, block_size, device)
-    params = SamplingParams()
     rows = [
-        NewRow(slot, sequence, len(sequence), list(range(slot * num_blocks, (slot + 1) * num_blocks)), params, 0)
+        NewRow(
+            slot,
+            request_id=slot,
+            index=0,
+            token_ids=np.array(sequence, dtype=np.int32).tobytes(),
+            num_prompt_tokens=len(sequence),
+            block_ids=list(range(slot * num_blocks, (slot + 1) * num_blocks)),
+            params=SamplingParams(),
+            seed=0,
+        )
         for slot, sequence in enumerate(sequences)
     ]
     computed = [0] * len(sequences)
@@ -90,13 +98,12 @@ def _paged_logits(
         if not slots:
             break
         out = SchedulerOutput(
-            requests=[Request(slot, sequences[slot], params) for slot in slots],
             slots=slots,
             num_scheduled_tokens=[counts[slot] for slot in slots],
             num_computed_tokens=[computed[slot] for slot in slots],
             samples=[False] * len(slots),
             new_rows=rows,
-            total_tokens=sum(counts),
+            num_tokens=sum(counts),
         )
         state.apply(out)
         state.fill_rows(out)

@@ -1,8 +1,8 @@
-"""Batch state: a struct of arrays on the host, one row per request slot.
+"""Batch state: a struct of arrays on the host, indexed by slot.
 
-The scheduler says what changed; a step's tensors come out of these arrays by indexing, with no
-Python per token.  Block tables change when a step is prepared, which may be while the step before it
-runs; tokens change only while a step is executed.
+The scheduler says what changed; a step's tensors come out of these arrays by indexing, with no Python per
+token.  Positions come from the schedule, never from tokens that arrived: block tables change when a step
+is prepared, which may be while the step before it runs, tokens only while a step is executed.
 
     slot   token_ids                      block_table
     0      [ 12  7  7 31  .  .  . ]       [ 4  9  .  . ]      . = void
@@ -29,22 +29,25 @@ class StepInputs:
 
     Attributes:
         slot_of_token, position_of_token: int64 [T] on the host.
+        row_of_logits, logits_indices: int64 [N] on the host; the row, and the token among T, of each of the N
+            logits to sample from: of a row that samples, its last known token and its drafts.
         positions: int64 [1, T] on the device.
         metadata: what attention needs.
     """
 
     slot_of_token: np.ndarray
     position_of_token: np.ndarray
+    row_of_logits: np.ndarray
+    logits_indices: np.ndarray
     positions: Tensor
     metadata: AttentionMetadata
 
 
 class BatchState:
-    """Rows of the requests that hold a slot.
+    """What the runner keeps of the requests that hold a slot.
 
     Attributes:
-        token_ids: int32 [max_num_seqs, max_model_len]; prompt and output, void past `num_tokens`.
-        num_tokens: int64 [max_num_seqs].
+        token_ids: int32 [max_num_seqs, max_model_len]; prompt and output, then drafts, void behind them.
         num_prompt_tokens: int64 [max_num_seqs].
         block_table: int32 [max_num_seqs, blocks of max_model_len].
     """
@@ -54,13 +57,14 @@ class BatchState:
         self.device = device
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, out: SchedulerOutput) -> None:
-        """Bring the block tables up to the scheduler's view.  Before the step before has run, if need be."""
+        """Bring the block tables up to the scheduler's view.  May come before the step before has run."""
+        for slot, num_blocks in out.num_kept_blocks.items():
+            self._num_blocks[slot] = num_blocks
         for row in out.new_rows:
             self._num_blocks[row.slot] = 0
             self._append_blocks(row.slot, row.block_ids)
@@ -68,16 +72,18 @@ class BatchState:
             self._append_blocks(slot, block_ids)
 
     def fill_rows(self, out: SchedulerOutput) -> None:
-        """Take the tokens of the rows that enter.  After the step before: it may append to their slots."""
+        """Take the tokens of rows that enter, and drafts.  After the step before, which writes to their slots."""
         for row in out.new_rows:
-            self.token_ids[row.slot, : len(row.token_ids)] = row.token_ids
-            self.num_tokens[row.slot] = len(row.token_ids)
+            token_ids = np.frombuffer(row.token_ids, dtype=np.int32)
+            self.token_ids[row.slot, : len(token_ids)] = token_ids
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
+        for index, drafts in out.draft_token_ids.items():
+            end = out.num_computed_tokens[index] + out.num_scheduled_tokens[index]
+            self.token_ids[out.slots[index], end - len(drafts) : end] = drafts
 
-    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """Append one sampled token to each of the rows `slots`."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+    def put_tokens(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """Write sampled tokens; all arrays are [N].  What stands behind a refused draft is void."""
+        self.token_ids[slots, positions] = token_ids
 
     def step_inputs(self, out: SchedulerOutput) -> StepInputs:
         """Where the step's tokens are; call `apply` first."""
@@ -89,7 +95,7 @@ class BatchState:
         lens = (computed + counts).astype(np.int32)
 
         row_of_token = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(out.total_tokens) + (computed - starts[:-1])[row_of_token]
+        positions = np.arange(out.num_tokens) + (computed - starts[:-1])[row_of_token]
         slot_of_token = slots[row_of_token]
         blocks = self.block_table[slot_of_token, positions // self.block_size].astype(np.int64)
         slot_mapping = blocks * self.block_size + positions % self.block_size
@@ -107,7 +113,10 @@ class BatchState:
             max_seq_len=max_seq_len,
             block_size=self.block_size,
         )
-        return StepInputs(slot_of_token, positions, self._to_device(positions)[None], metadata)
+        row_of_logits, logits_indices = _logits_indices(out, starts)
+        return StepInputs(
+            slot_of_token, positions, row_of_logits, logits_indices, self._to_device(positions)[None], metadata
+        )
 
     def input_ids(self, inputs: StepInputs) -> Tensor:
         """The step's tokens, int64 [1, T]; call `fill_rows` first."""
@@ -124,3 +133,15 @@ class BatchState:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _logits_indices(out: SchedulerOutput, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The row and the token of each of the N logits to sample from, int64 [N] both; `starts` is [R + 1]."""
+    rows = np.flatnonzero(out.samples)
+    last = starts[1:].astype(np.int64)[rows] - 1
+    if not out.draft_token_ids:
+        return rows, last
+    num_drafts = np.array([len(out.draft_token_ids.get(row, ())) for row in rows.tolist()], dtype=np.int64)
+    rows, last, num_drafts = (np.repeat(values, num_drafts + 1) for values in (rows, last, num_drafts))
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # 0 at a row's last known token
+    return rows, last - num_drafts + place

@@ -21,7 +21,10 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """Runs ragged batches of one checkpoint on one device.
+    """Runs ragged batches of one checkpoint on one device, each to its end before the next.
+
+    Implements `Runner` (engine/core.py).  `pipeline.ThreadedRunner` calls `prepare` and `execute` from two
+    threads.
 
     Args:
         config: engine options; the checkpoint is loaded and the KV pool allocated here.
@@ -42,6 +45,14 @@ class ModelRunner:
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
+        self._num_prompt_logprobs: dict[int, int] = {}  # slot -> top entries, where asked
+
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        """Run the step: one forward pass over the batch, then a token for each row that samples."""
+        return self.execute(out, self.prepare(out))
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        return ticket
 
     def prepare(self, out: SchedulerOutput) -> StepInputs:
         """All of the step's tensors that need no token of the step before, which may still run."""
@@ -50,22 +61,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
-        """One forward pass over the batch; samples the rows whose last known token it computes.
-
-        Tokens sampled here are already in the batch state when this returns.
-        """
+        """Run a prepared step; its tokens are in the batch state when this returns."""
+        started = time.monotonic()
         if self.host_cache is not None:
             self._swap(self.host_cache, out)
-        self.state.fill_rows(out)
-        for row in out.new_rows:
-            self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
-        rows = np.flatnonzero(out.samples)
-        asked = self._prompt_positions(out)
-        logits = self._forward(inputs, rows, asked)
+        self._fill_rows(out)
+        asked = self._prompt_positions(out) if self._num_prompt_logprobs else {}
+        logits = self._forward(inputs, asked)
         forward_end = time.monotonic()
-        step = self._sample(out, rows, logits[: len(rows)])
-        step.forward_end = forward_end
-        self._add_prompt_logprobs(step, out, asked, logits[len(rows) :])
+        num_samples = len(inputs.logits_indices)
+        step = self._sample(out, inputs, logits[:num_samples])
+        self._add_prompt_logprobs(step, out, asked, logits[num_samples:])
+        step.started, step.forward_end, step.ended = started, forward_end, time.monotonic()
         return step
 
     def _swap(self, host_cache: HostCache, out: SchedulerOutput) -> None:
@@ -75,10 +82,18 @@ class ModelRunner:
         if out.swap_in:
             host_cache.swap_in(out.swap_in)
 
-    def _forward(self, inputs: StepInputs, rows: np.ndarray, asked: dict[int, tuple[int, int]]) -> Tensor:
-        """Logits [R', V]: one row per entry of `rows`, then those of the asked prompt positions."""
+    def _fill_rows(self, out: SchedulerOutput) -> None:
+        self.state.fill_rows(out)
+        for row in out.new_rows:
+            self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
+            self._num_prompt_logprobs.pop(row.slot, None)
+            if row.params.prompt_logprobs is not None:
+                self._num_prompt_logprobs[row.slot] = row.params.prompt_logprobs
+
+    def _forward(self, inputs: StepInputs, asked: dict[int, tuple[int, int]]) -> Tensor:
+        """Logits [N + P, V]: those to sample from, then those of the asked prompt positions."""
         starts = inputs.metadata.query_starts
-        indices = [np.asarray(starts[1:], dtype=np.int64)[rows] - 1]
+        indices = [inputs.logits_indices]
         indices += [np.arange(starts[row], starts[row] + count) for row, (_, count) in asked.items()]
         keep = torch.from_numpy(np.concatenate(indices)).to(self.device)
         with forward_context(inputs.metadata):
@@ -90,26 +105,39 @@ class ModelRunner:
             )
         return out.logits[0]
 
-    def _sample(self, out: SchedulerOutput, rows: np.ndarray, logits: Tensor) -> StepOutput:
-        token_ids = np.full(len(out.requests), -1, dtype=np.int64)
+    def _sample(self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor) -> StepOutput:
+        """The target's own choice at each of the N logits; drafts count while they equal it."""
+        token_ids = np.full(len(out.slots), -1, dtype=np.int64)
+        rows = inputs.row_of_logits
         if not len(rows):
             return StepOutput(token_ids.tolist())
-        slots = np.asarray(out.slots, dtype=np.int64)[rows]
-        metadata = self.table.select(slots, self.state.num_tokens[slots], self.state.token_ids)
-        result = self.sampler(logits, metadata)
+        slots = inputs.slot_of_token[inputs.logits_indices]
+        positions = inputs.position_of_token[inputs.logits_indices] + 1
+        result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
         sampled = result.token_ids.cpu().numpy()
+        self.state.put_tokens(slots, positions, sampled)
         token_ids[rows] = sampled
-        self.state.append_tokens(slots, sampled)
-        return StepOutput(token_ids.tolist(), {int(rows[i]): entry for i, entry in result.logprobs.items()})
+        step = StepOutput()
+        for row, drafts in out.draft_token_ids.items():
+            start = int(np.searchsorted(rows, row))
+            step.token_runs[row] = _accepted(sampled[start : start + len(drafts) + 1].tolist(), drafts)
+            token_ids[row] = -1
+        step.token_ids = token_ids.tolist()
+        for index, entry in result.logprobs.items():
+            row = int(rows[index])
+            entries = step.logprobs.setdefault(row, [])
+            if len(entries) < len(step.token_runs.get(row, (0,))):
+                entries.append(entry)
+        return step
 
     def _prompt_positions(self, out: SchedulerOutput) -> dict[int, tuple[int, int]]:
         """row -> (first position, count): positions of this step that predict a prompt token, where asked."""
         asked = {}
-        for row, request in enumerate(out.requests):
-            computed = out.num_computed_tokens[row]
-            if request.params.prompt_logprobs is None or computed >= request.num_prompt_tokens:
+        for row, slot in enumerate(out.slots):
+            computed, num_prompt_tokens = out.num_computed_tokens[row], int(self.state.num_prompt_tokens[slot])
+            if slot not in self._num_prompt_logprobs or computed >= num_prompt_tokens:
                 continue
-            last = min(computed + out.num_scheduled_tokens[row], request.num_prompt_tokens - 1)
+            last = min(computed + out.num_scheduled_tokens[row], num_prompt_tokens - 1)
             asked[row] = (computed, last - computed)
         return asked
 
@@ -118,11 +146,20 @@ class ModelRunner:
     ) -> None:
         offset = 0
         for row, (first, count) in asked.items():
-            tokens = self.state.token_ids[out.slots[row], first + 1 : first + 1 + count].astype(np.int64)
+            slot = out.slots[row]
+            tokens = self.state.token_ids[slot, first + 1 : first + 1 + count].astype(np.int64)
             entries: list[TokenLogprobs] = prompt_logprobs(
                 logits[offset : offset + count],
                 torch.from_numpy(tokens).to(self.device),
-                out.requests[row].params.prompt_logprobs or 0,
+                self._num_prompt_logprobs[slot],
             )
             step.prompt_logprobs[row] = entries
             offset += count
+
+
+def _accepted(sampled: list[int], drafts: list[int]) -> list[int]:
+    """The target's tokens up to the first that is not the draft in its place: 1 to len(drafts) + 1 of them."""
+    for count, draft in enumerate(drafts):
+        if sampled[count] != draft:
+            return sampled[: count + 1]
+    return sampled

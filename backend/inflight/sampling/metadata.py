@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from inflight.engine.messages import TokenLogprobs
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 
 __all__ = ["Penalties", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import argmax
 from inflight.sampling.choose import draw

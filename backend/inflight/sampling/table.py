@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
 from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata

@@ -7,6 +7,8 @@ import threading
 import pytest
 from engine_rig import Info, PagedHashRunner, add, collect, expected_output, make_core, run_until_idle
 
+from inflight.runner.pipeline import ThreadedRunner
+
 
 class GatedRunner(PagedHashRunner):
     """A step does not end before the next one was prepared, as long as `gated`."""
@@ -36,7 +38,7 @@ class GatedRunner(PagedHashRunner):
 
 def gated_core(**options):
     core = make_core(Info(), async_scheduling=True, **options)
-    core.runner = GatedRunner(core.info, core.config.block_size, core.config.max_num_seqs)
+    core.runner = ThreadedRunner(GatedRunner(core.info, core.config.block_size, core.config.max_num_seqs))
     return core
 
 
@@ -46,9 +48,9 @@ def test_a_step_is_prepared_while_the_one_before_it_runs():
     outputs, reasons = {}, {}
     for _ in range(4):
         collect(core, outputs, reasons)
-    core.runner.gated = False
+    core.runner.runner.gated = False
     run_until_idle(core, outputs, reasons)
-    assert core.runner.overlapped >= 4
+    assert core.runner.runner.overlapped >= 4
     assert outputs[1, 0] == expected_output([1, 2, 3], params, core.info)[0]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 
 
 def request(tokens: list[int], **changes) -> Request:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from engine_rig import Info, collect, expected_output, make_core, run_until_idle
+from slots import SlotOwners
 
 from inflight.engine.core import EngineCore
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 
 PREFIX = list(range(1, 33))  # 8 blocks of 4
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=6, ignore_eos=True)
@@ -21,10 +23,10 @@ def add(core: EngineCore, request_id: int, prompt: list[int], params: SamplingPa
 def counted(core: EngineCore) -> list[dict[int, int]]:
     """For each step, request id -> tokens computed; grows while the core runs."""
     steps: list[dict[int, int]] = []
-    execute = core.runner.execute
+    execute, slots = core.runner.execute, SlotOwners()
 
     def counting(out, prepared):
-        steps.append({request.request_id: n for request, n in zip(out.requests, out.num_scheduled_tokens)})
+        steps.append(dict(zip(slots.see(out).request_ids, out.num_scheduled_tokens)))
         return execute(out, prepared)
 
     core.runner.execute = counting

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from slots import SlotOwners
 
 from inflight.engine.messages import (
     AddRequest,
@@ -16,7 +17,7 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
 
 
@@ -24,7 +25,8 @@ def scheduled(core):
     """(request id, tokens) pairs of the next batch, executed."""
     out = core.scheduler.schedule()
     step = core.runner.execute(out, None)
-    pairs = [(request.request_id, count) for request, count in zip(out.requests, out.num_scheduled_tokens)]
+    slots = vars(core).setdefault("slots", SlotOwners())
+    pairs = list(zip(slots.see(out).request_ids, out.num_scheduled_tokens))
     core.scheduler.update(out, step)
     core.scheduler.check_integrity()
     return pairs
@@ -199,14 +201,15 @@ def test_abort_frees_blocks_at_once_in_every_state():
 
 def test_only_what_is_more_than_a_token_is_news():
     core = make_core(Info())
-    scheduler = core.scheduler
+    scheduler, slots = core.scheduler, SlotOwners()
     add(core, 1, [1, 2], max_tokens=3, ignore_eos=True)
     add(core, 2, [3, 4], max_tokens=3, ignore_eos=True, logprobs=0)
     add(core, 3, [5, 6], max_tokens=3, n=2, stop_token_ids=[9])
 
     def step(*tokens):
         out = scheduler.schedule()
-        entries = {row: [(token, -0.5, 1)] for row, token in enumerate(tokens) if out.requests[row].request_id == 2}
+        ids = slots.see(out).request_ids
+        entries = {row: [[(token, -0.5, 1)]] for row, token in enumerate(tokens) if ids[row] == 2}
         news, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
         told = [(delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news]
         return told, list(zip(columns.request_ids, columns.indices, columns.token_ids))
@@ -227,11 +230,11 @@ def test_what_ended_while_the_step_ran_has_no_news():
         add(core, request_id, [1, 2], max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     out = core.scheduler.schedule()
     core.abort(2)
-    entries = {row: [(7, -0.5, 1)] for row in (0, 1)}
+    entries = {row: [[(7, -0.5, 1)]] for row in (0, 1)}
     prompts = {row: [[(2, -0.5, 1)]] for row in (0, 1)}
     news, columns = core.scheduler.update(out, StepOutput([7, 7], logprobs=entries, prompt_logprobs=prompts))
     assert [(delta.request_id, delta.logprobs, delta.prompt_logprobs) for delta in news] == [
-        (1, [entries[0]], [[], *prompts[0]])
+        (1, entries[0], [[], *prompts[0]])
     ]
     assert columns.token_ids == []
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.cost_model import StepCost
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.engine.swap import SwapSpace, recompute_seconds
 
@@ -25,7 +24,7 @@ def running(pool: KVPool, num_tokens: int, token: int = 1) -> Request:
 
 
 def copies(swap: SwapSpace) -> dict[int, int]:
-    out = SchedulerOutput(requests=[SimpleNamespace()])
+    out = SchedulerOutput(slots=[0])
     swap.send(out)
     return out.swap_out
 
@@ -105,7 +104,7 @@ def observed(seconds_per_block: float, seconds_per_token: float) -> SwapSpace:
     """A swap space in mode "auto" that saw prompts computed at this rate."""
     swap = SwapSpace(100, 4, seconds_per_block)
     for count in (10, 40, 80, 20, 60) * 8:
-        out = SchedulerOutput(requests=[SimpleNamespace()], num_scheduled_tokens=[count], num_computed_tokens=[0])
+        out = SchedulerOutput(slots=[0], num_scheduled_tokens=[count], num_computed_tokens=[0])
         swap.observe(out, 0.001 + count * seconds_per_token)
     return swap
 
@@ -126,7 +125,7 @@ def test_nothing_is_swapped_before_the_cost_of_prompts_is_known():
 
 def test_a_step_that_copies_teaches_nothing():
     swap = SwapSpace(8, 4, 0.001)
-    out = SchedulerOutput(requests=[SimpleNamespace()], num_scheduled_tokens=[50], num_computed_tokens=[0])
+    out = SchedulerOutput(slots=[0], num_scheduled_tokens=[50], num_computed_tokens=[0])
     out.swap_in = {1: 1}
     swap.observe(out, 1.0)
     pool = KVPool(8, 4)

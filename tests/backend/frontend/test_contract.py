@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import INPUTS, GenerationRequest, RequestParser, WireRequest
 from inflight.frontend.errors import RequestError

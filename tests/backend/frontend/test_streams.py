@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.errors import RequestError
 from inflight.frontend.streams import Streams

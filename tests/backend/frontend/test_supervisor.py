@@ -13,7 +13,7 @@ from fake_engine import echo
 from frontend_rig import FAKE_ENGINE, Client, Stats, demo_tokenizer
 
 from inflight.config import EngineConfig
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.engine_process import EngineStartError, engine_command
 from inflight.frontend.streams import Streams

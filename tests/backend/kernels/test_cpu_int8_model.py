@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import attention as cpu
 from inflight.loading.loader import LoadedModel, load
 

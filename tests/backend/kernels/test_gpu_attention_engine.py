@@ -12,7 +12,7 @@ from offline import make_core, run, tokens
 
 pytest.importorskip("triton")
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_attention
 
 pytestmark = [

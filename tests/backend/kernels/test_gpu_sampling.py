@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
 from inflight.sampling import Sampler, SamplingTable, processors, sampler, table

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import loader
 from inflight.loading.loader import LoadError, load
 from inflight.loading.self_check import lengths_that_fit

@@ -10,7 +10,7 @@ from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from offline import make_core, run, tokens
 from transformers import AutoModelForCausalLM
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from offline import make_core, run, tokens
 
 from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.selection import select_backend
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import attention as cpu
 from inflight.loading.loader import LoadError
 from inflight.runner.swap import HostCache

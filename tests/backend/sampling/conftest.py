@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import SampleRow
 from inflight.sampling.noise import mix_seed, negative_exponential, row_keys, token_hashes
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SampleRow, SamplingTable, sampling_metadata
 
 sample = Sampler()

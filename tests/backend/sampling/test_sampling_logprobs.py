@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
 
 V = 211

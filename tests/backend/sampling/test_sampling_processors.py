@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import SampleRow, SamplingTable, sampling_metadata
 from inflight.sampling.history import TokenCounts, banned_tokens
 from inflight.sampling.processors import edit_logits

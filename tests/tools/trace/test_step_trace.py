@@ -9,7 +9,7 @@ from trace_rig import traced_core
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace, TraceError, sequence_key
 
 
@@ -39,8 +39,8 @@ def test_another_value_is_an_error_that_names_the_key(value):
         EngineConfig.from_dict({"model": "m", "step_trace": value})
 
 
-def test_a_step_is_recorded_as_it_was(monkeypatch):
-    core = traced_core(monkeypatch, Info(), max_num_batched_tokens=8)
+def test_a_step_is_recorded_as_it_was():
+    core = traced_core(Info(), max_num_batched_tokens=8)
     add(core, 1, list(range(1, 11)), max_tokens=3, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=2, ignore_eos=True)
     run_until_idle(core, {}, {})
@@ -64,13 +64,13 @@ def test_a_step_is_recorded_as_it_was(monkeypatch):
     assert (second.end, second.finish_reason) == (14, "length")
 
 
-def test_the_runners_word_splits_forward_from_sampling(monkeypatch):
-    core = traced_core(monkeypatch, Info())
+def test_the_runners_word_splits_forward_from_sampling():
+    core = traced_core(Info())
     execute = core.runner.execute
 
     def told(out, prepared):
         result = execute(out, prepared)
-        result.forward_end = out.requests[0].arrival_time + 2.25  # scheduled at 3, executed at 4
+        result.forward_end = result.started + 0.25
         return result
 
     core.runner.execute = told

@@ -19,8 +19,8 @@ def brief(row: Row) -> list[tuple]:
     return [(s.kind, s.start, s.end, s.tokens, s.computed) for s in row.slices]
 
 
-def test_a_prompt_in_chunks_beside_one_that_waits_for_budget(monkeypatch):
-    core = traced_core(monkeypatch, Info(), max_num_batched_tokens=8)
+def test_a_prompt_in_chunks_beside_one_that_waits_for_budget():
+    core = traced_core(Info(), max_num_batched_tokens=8)
     add(core, 1, list(range(1, 11)), max_tokens=3, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=2, ignore_eos=True)
     timeline = timeline_of(core)
@@ -43,8 +43,8 @@ def test_a_prompt_in_chunks_beside_one_that_waits_for_budget(monkeypatch):
     assert (timeline.origin, timeline.end) == (1, 17)
 
 
-def test_preempted_and_computed_again(monkeypatch):
-    core = traced_core(monkeypatch, Info(max_model_len=16, num_blocks=4), max_num_batched_tokens=8)
+def test_preempted_and_computed_again():
+    core = traced_core(Info(max_model_len=16, num_blocks=4), max_num_batched_tokens=8)
     add(core, 1, [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=7, ignore_eos=True)
     first, second = timeline_of(core).rows
@@ -63,8 +63,8 @@ def test_preempted_and_computed_again(monkeypatch):
     assert second.first_token == 5, "it got its first token before it was preempted"
 
 
-def test_a_running_sequence_that_gets_no_budget_waits(monkeypatch):
-    core = traced_core(monkeypatch, Info(), max_num_batched_tokens=1)
+def test_a_running_sequence_that_gets_no_budget_waits():
+    core = traced_core(Info(), max_num_batched_tokens=1)
     add(core, 1, [1], max_tokens=3, ignore_eos=True)
     add(core, 2, [2], max_tokens=2, ignore_eos=True)
     first, second = timeline_of(core).rows
@@ -73,8 +73,8 @@ def test_a_running_sequence_that_gets_no_budget_waits(monkeypatch):
     assert second.slices[0].end == second.slices[1].start == first.slices[-1].end + 1
 
 
-def test_what_the_prefix_cache_served_is_not_computed(monkeypatch):
-    core = traced_core(monkeypatch, Info(), enable_prefix_caching=True)
+def test_what_the_prefix_cache_served_is_not_computed():
+    core = traced_core(Info(), enable_prefix_caching=True)
     for request_id in (1, 2):
         add(core, request_id, list(range(1, 11)), max_tokens=1)
         run_until_idle(core, {}, {})

@@ -26,7 +26,8 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.cost_model import StepLoad, step_load
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight_tools.simulator.cost import MeasuredCost, fit_cost
 from inflight_tools.simulator.profile import FitError, Profile

@@ -10,7 +10,7 @@ import msgspec
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.simulator.report import Percentiles

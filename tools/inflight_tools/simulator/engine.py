@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
-from inflight.engine.request import SamplingParams
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.workload.scenarios import Job
@@ -40,58 +38,62 @@ class SimulatedInfo:
     swap_seconds_per_block: float = 0.0
 
 
-class _NoDevice:
-    """Samples a token for every row that is due; its time is told by `SimulatedEngine`."""
+class _Ticket(NamedTuple):
+    """When a launched step begins and ends, and how many rows of it sample."""
 
-    def __init__(self, info: SimulatedInfo) -> None:
-        self.info = info
-
-    def prepare(self, out: SchedulerOutput) -> None:
-        return None
-
-    def execute(self, out: SchedulerOutput, prepared: Any) -> StepOutput:
-        return StepOutput([_TOKEN if samples else -1 for samples in out.samples])
+    started: float
+    ended: float
+    samples: list[bool]
 
 
-class _Done:
-    def __init__(self, result: Any) -> None:
-        self.result = lambda: result
+class SimulatedDevice:
+    """A runner whose steps take the time that a profile says, on a clock of its own.
 
-
-class _Inline:
-    """Stands in for the thread that executes: runs what it is given at once."""
-
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> _Done:
-        return _Done(call(*arguments))
-
-
-class SimulatedEngine(EngineCore):
-    """`EngineCore` whose steps take the time that a profile says.
-
-    Making a step and taking it in takes the host `host` seconds, running it the device `device`
-    seconds.  Without `async_scheduling` the one waits for the other; with it the host makes the next
-    step while the device runs one:
+    Making a step and taking it in takes the host `host` seconds, running it the device `device` seconds.
+    Without `async_scheduling` the one waits for the other; with it the host makes the next step while the
+    device runs one:
 
         sync    host 1 | device 1 | host 2 | device 2 |
         async   host 1 | device 1 | device 2 | device 3 |
                        | host 2 | | host 3 | |
 
     Attributes:
-        now: virtual seconds; set it forward when the engine was idle.
+        now: virtual seconds.
         busy: seconds in which a step ran.
+        steps: steps collected.
     """
 
-    def __init__(self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost) -> None:
-        super().__init__(config, _NoDevice(info))
+    def __init__(self, info: SimulatedInfo, device: Cost, host: Cost) -> None:
+        self.info = info
         self.now = self.busy = 0.0
         self.steps = 0
-        self._costs = device, host
+        self._device, self._host = device, host
         self._swap_seconds = info.swap_seconds_per_block / 2  # of one way
         self._device_free = self._host_free = 0.0
-        self._ends: deque[float] = deque()
-        if self._device is not None:
-            self._device.shutdown()
-            self._device = _Inline()  # type: ignore[assignment]
+
+    def launch(self, out: SchedulerOutput) -> _Ticket:
+        load = step_load(out)
+        self._host_free = max(self.now, self._host_free) + self._host.seconds(load)
+        started = max(self._host_free, self._device_free)
+        seconds = self._device.seconds(load) + self._swap_seconds * (len(out.swap_out) + len(out.swap_in))
+        self._device_free = started + seconds
+        self.busy += seconds
+        return _Ticket(started, self._device_free, out.samples)
+
+    def collect(self, ticket: _Ticket) -> StepOutput:
+        """The time is then that of the step's tokens, or when the host is through with launching the next one."""
+        self.now = max(ticket.ended, self._host_free)
+        self.steps += 1
+        tokens = [_TOKEN if samples else -1 for samples in ticket.samples]
+        return StepOutput(tokens, started=ticket.started, ended=ticket.ended)
+
+
+class SimulatedEngine(EngineCore):
+    """`EngineCore` on a `SimulatedDevice` and its clock."""
+
+    def __init__(self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost) -> None:
+        self.device = SimulatedDevice(info, device, host)
+        super().__init__(config, self.device, clock=lambda: self.device.now)
 
     @classmethod
     def of(cls, config: EngineConfig, profile: Profile) -> SimulatedEngine:
@@ -108,9 +110,28 @@ class SimulatedEngine(EngineCore):
         return cls(config, info, profile.device, profile.host)
 
     @property
+    def now(self) -> float:
+        """Virtual seconds; set it forward when the engine was idle."""
+        return self.device.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.device.now = seconds
+
+    @property
+    def busy(self) -> float:
+        """Virtual seconds in which a step ran."""
+        return self.device.busy
+
+    @property
+    def steps(self) -> int:
+        """Steps collected so far."""
+        return self.device.steps
+
+    @property
     def load(self) -> int:
         """Sequences that run or wait."""
-        return len(self.scheduler.running) + len(self.scheduler.waiting)
+        return len(self.scheduler.running) + self.scheduler.num_waiting
 
     def send(self, request_id: int, prompt: list[int], job: Job, arrival: float) -> str | None:
         """Add a request; returns why it is refused, if it is."""
@@ -125,27 +146,6 @@ class SimulatedEngine(EngineCore):
             RuntimeError: requests wait, and none can run: the simulation would never end.
         """
         message = super().step()
-        if message.stats.batch_size:
-            self.now = max(self._ends.popleft(), self._host_free if self._in_flight else 0.0)
-            self.steps += 1
-        elif self.has_work:
+        if not message.stats.batch_size and self.has_work:
             raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
         return message
-
-    def _clock(self) -> float:
-        return self.now
-
-    def _execute(
-        self, out: SchedulerOutput, prepared: Any, begun: float | None = None
-    ) -> tuple[StepOutput, float, float]:
-        if not out.requests:
-            return StepOutput([]), self.now, self.now
-        device, host = self._costs
-        load = step_load(out)
-        self._host_free = max(self.now, self._host_free) + host.seconds(load)
-        begun = max(self._host_free, self._device_free)
-        seconds = device.seconds(load) + self._swap_seconds * (len(out.swap_out) + len(out.swap_in))
-        self._device_free = end = begun + seconds
-        self._ends.append(end)
-        self.busy += seconds
-        return self.runner.execute(out, prepared), begun, end

@@ -1,8 +1,8 @@
-"""Where the scheduler has a choice: who is next, who gives way, whether there is room, how much at once.
+"""Where the scheduler has a choice: who is next, who gives way, who may start, how much at once, what to draft.
 
-`Scheduler.schedule()` asks these four questions and nothing else; a new answer is a new class here
-or in a file of its own, never a branch there.  `Policies` holds one answer to each; what
-`model.json` chooses is built by `policies.py`.
+`Scheduler.schedule()` asks these questions and nothing else; a new answer is a new class here or in a file
+of its own, never a branch there.  `Policies` holds one answer to each; `selection.py` builds what
+`model.json` chooses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from inflight.engine.drafting.base import Drafter
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
@@ -22,6 +23,7 @@ __all__ = [
     "BudgetPolicy",
     "FcfsOrder",
     "FreeBlocksAdmission",
+    "NotYet",
     "OrderPolicy",
     "Policies",
     "StaticBudget",
@@ -83,16 +85,34 @@ class OrderPolicy(Protocol):
 VictimPolicy = Callable[[Sequence[Request]], Request]
 
 
+@dataclass(frozen=True)
+class NotYet:
+    """A request waits for something outside of the engine: a grammar that compiles, KV that arrives.
+
+    Attributes:
+        reason: what it waits for, for the message of its failure.
+        seconds: how long it may wait before it fails.
+    """
+
+    reason: str
+    seconds: float
+
+
 class AdmissionPolicy(Protocol):
-    """Whether a waiting request may start now, as far as memory goes."""
+    """Whether a waiting request may start now."""
 
     def begin(self) -> None:
         """A step is about to be made."""
 
-    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
-        """Beside `running`, all running requests or those that will not give way to it.
+    def admits(
+        self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
+    ) -> bool | NotYet:
+        """Whether it may start beside `running`: all running requests, or those that will not give way to it.
 
-        `prefix` are the blocks that the prefix cache would give it.
+        Yes; no, and then nobody overtakes it; or not yet, and then others pass it.
+
+        Args:
+            prefix: the blocks that the prefix cache would give it.
         """
 
     def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
@@ -114,9 +134,11 @@ class BudgetPolicy(Protocol):
     def begin(self, running: Sequence[Request]) -> None:
         """A step is about to be made."""
 
-    def grant(self, request: Request, lag: int, most: int) -> int:
-        """How many of the `lag` tokens that the request is behind it gets in this step: up to `most`,
-        for which the step has room; 0 passes it over."""
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        """How many of the `missing` tokens that the request has yet to compute it gets in this step.
+
+        Up to `limit`, for which the step has room; 0 passes it over.
+        """
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         """The step took this long, from its start on the device to its tokens."""
@@ -210,8 +232,8 @@ class StaticBudget:
     def begin(self, running: Sequence[Request]) -> None:
         pass
 
-    def grant(self, request: Request, lag: int, most: int) -> int:
-        return most
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        return limit
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         pass
@@ -225,3 +247,4 @@ class Policies:
     victim: VictimPolicy = last_in_order
     admission: AdmissionPolicy = field(default_factory=FreeBlocksAdmission)
     budget: BudgetPolicy = field(default_factory=StaticBudget)
+    drafter: Drafter | None = None

@@ -95,20 +95,20 @@ class LatencyBudget:
         self._decodes = decodes
         self._load = StepLoad(decodes, context)
 
-    def grant(self, request: Request, lag: int, most: int) -> int:
-        computed = request.num_total_tokens - lag
-        if lag == 1:  # a decode that comes back from where it was swapped to
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        computed = request.num_total_tokens - missing
+        if missing == 1:  # a decode that comes back from where it was swapped to
             self._load = self._load._replace(
                 decodes=self._load.decodes + 1, context_tokens=self._load.context_tokens + computed + 1
             )
-            return most
-        num_tokens = min(most, self._affordable(computed)) if self._decodes else most
-        if num_tokens < min(most, _PACE):
+            return limit
+        num_tokens = min(limit, self._affordable(computed)) if self._decodes else limit
+        if num_tokens < min(limit, _PACE):
             starved = self._behind + _PACE >= MIN_CHUNK and not self._granted
-            num_tokens = min(most, MIN_CHUNK) if starved else 0
+            num_tokens = min(limit, MIN_CHUNK) if starved else 0
         self._asked = True
         if num_tokens:
-            self._granted += MIN_CHUNK if num_tokens == lag else num_tokens  # the last one counts as a whole one
+            self._granted += MIN_CHUNK if num_tokens == missing else num_tokens  # the last one counts as a whole one
             self._load = self._load.with_prefill(computed, num_tokens)
         return num_tokens
 
@@ -149,7 +149,7 @@ class PartialPrefillLimits:
         inner: says how much of what is left to each.
         max_partial: prompts that may be partly computed after a step.
         max_long: those of them that may be long.
-        threshold: a request that lags behind by more tokens is long, and gets no more of them in a step.
+        threshold: a request with more tokens to compute counts as long, and gets no more than these in a step.
     """
 
     def __init__(self, inner: BudgetPolicy, max_partial: int, max_long: int, threshold: int) -> None:
@@ -159,24 +159,24 @@ class PartialPrefillLimits:
 
     def begin(self, running: Sequence[Request]) -> None:
         self.inner.begin(running)
-        lags = [r.num_total_tokens - r.num_computed_tokens for r in running]
-        self._partial = sum(lag > 1 for lag in lags)
-        self._long = sum(lag > self._threshold for lag in lags)
+        missing = [r.num_total_tokens - r.num_computed_tokens for r in running]
+        self._partial = sum(count > 1 for count in missing)
+        self._long = sum(count > self._threshold for count in missing)
 
-    def grant(self, request: Request, lag: int, most: int) -> int:
-        is_long = lag > self._threshold
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        is_long = missing > self._threshold
         if is_long:
-            most = min(most, self._threshold)
+            limit = min(limit, self._threshold)
         counted = request.slot >= 0  # it runs, and `begin` has counted it
         if not counted:
-            full = self._partial >= self._max_partial and most < lag
+            full = self._partial >= self._max_partial and limit < missing
             if full or (is_long and self._long >= self._max_long):
                 return 0
-        num_tokens = self.inner.grant(request, lag, most)
-        if not counted and 0 < num_tokens < lag:
+        num_tokens = self.inner.grant(request, missing, limit)
+        if not counted and 0 < num_tokens < missing:
             self._partial += 1
             self._long += is_long
-        elif counted and num_tokens == lag:
+        elif counted and num_tokens == missing:
             self._partial -= 1
             self._long -= is_long
         return num_tokens

@@ -78,7 +78,7 @@ def step_load(out: SchedulerOutput) -> StepLoad:
         else:
             prefill += num_tokens
             pairs += prefill_pairs(computed, num_tokens)
-    return StepLoad(decodes, context, len(out.requests) - decodes, prefill, pairs)
+    return StepLoad(decodes, context, len(out.num_scheduled_tokens) - decodes, prefill, pairs)
 
 
 class StepCost(msgspec.Struct, frozen=True):

@@ -13,7 +13,8 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.admission import Forecast, OutputLengths, PredictedPeakAdmission
 from inflight.engine.policies.base import AdmissionPolicy, FreeBlocksAdmission
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 
 
 def request(prompt: int, output: int = 0, *, max_tokens: int = 1000, request_id: int = 1) -> Request:

@@ -10,6 +10,7 @@ import pytest
 from engine_rig import Info, PagedHashRunner, add, collect, expected_output, make_core, run_until_idle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots import SeenStep, SlotOwners
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
@@ -54,7 +55,8 @@ class Rig:
         self.scheduler = self.core.scheduler
         self.budget = self.scheduler.policies.budget
         self.cost, self.noise, self.rng = cost, noise, random.Random(seed)
-        self.steps: list[tuple[SchedulerOutput, float]] = []
+        self.slots = SlotOwners()
+        self.steps: list[tuple[SeenStep, float]] = []
 
     def add(self, request_id: int, prompt: int, output: int = 200) -> None:
         add(self.core, request_id, [request_id % 50] * prompt, max_tokens=output, ignore_eos=True)
@@ -65,15 +67,16 @@ class Rig:
         seconds = self.cost.seconds(step_load(out)) * (1 + self.rng.uniform(-self.noise, self.noise))
         self.scheduler.update(out, StepOutput([7 if samples else -1 for samples in out.samples]))
         self.budget.observe(out, seconds)
-        self.steps.append((out, seconds))
-        return [(r.request_id, n) for r, n in zip(out.requests, out.num_scheduled_tokens)]
+        seen = self.slots.see(out)
+        self.steps.append((seen, seconds))
+        return list(zip(seen.request_ids, out.num_scheduled_tokens))
 
     def step_until_first_token(self, request_id: int) -> int:
         """How many steps it took."""
         for count in itertools.count(1):
             self.step()
             out, _ = self.steps[-1]
-            if any(r.request_id == request_id and samples for r, samples in zip(out.requests, out.samples)):
+            if any(r == request_id and samples for r, samples in zip(out.request_ids, out.samples)):
                 return count
 
     def run(self, limit: int = 3000) -> None:
@@ -107,7 +110,7 @@ def test_a_long_prompt_keeps_running_streams_within_the_target():
     assert max(seconds for out, seconds in plain.steps if has_decode(out)) > 0.025
     waits = [seconds for out, seconds in kept.steps if has_decode(out)]
     assert max(waits) <= 0.012
-    assert max(out.total_tokens for out, _ in kept.steps if has_decode(out)) > 2 * MIN_CHUNK, "and uses it"
+    assert max(out.num_tokens for out, _ in kept.steps if has_decode(out)) > 2 * MIN_CHUNK, "and uses it"
 
 
 @pytest.mark.parametrize(("target", "prompt"), [(20, 6000), (40, 6000), (80, 6000), (40, 12_000)])
@@ -145,7 +148,7 @@ def test_where_the_usual_chunk_does_not_fit_a_smaller_one_does():
     rig.step()
     rig.add(9, 1200, 2)
     rig.run()
-    chunks = [n for out, _ in rig.steps[1:] for r, n in zip(out.requests, out.num_scheduled_tokens) if n > 1]
+    chunks = [n for out, _ in rig.steps[1:] for n in out.num_scheduled_tokens if n > 1]
     assert min(chunks[8:-1]) >= 6
     assert chunks[-2] >= 11
     assert sum(seconds > 0.010 for _, seconds in rig.steps) <= 2
@@ -207,7 +210,7 @@ def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
     rig.step()
     rig.add(9, 100, 2)
     asked = []
-    while 9 not in {r.request_id for out, _ in rig.steps for r, s in zip(out.requests, out.samples) if s}:
+    while 9 not in {r for out, _ in rig.steps for r, s in zip(out.request_ids, out.samples) if s}:
         asked.append(dict(rig.step()).get(9, 0))
     assert [n for n in asked if n] == [MIN_CHUNK] * 3 + [4]
     assert len(asked) <= STARVED_STEPS * -(-100 // MIN_CHUNK)
@@ -335,7 +338,7 @@ def test_a_short_prompt_passes_long_ones():
     rig.add(3, 40, 2)
     assert rig.step() == [(1, 128), (3, 40)], "the second long one is passed over"
     rig.run()
-    batches = [[request.request_id for request in out.requests] for out, _ in rig.steps]
+    batches = [out.request_ids for out, _ in rig.steps]
     first = [next(i for i, batch in enumerate(batches) if request_id in batch) for request_id in (1, 2, 3)]
     assert first == [0, 7, 0], "it starts in the step in which the first one ends"
 

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from inflight.engine.policies.cost_model import OnlineStepCost, StepCost, StepLoad, prefill_pairs, step_load
-from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import SchedulerOutput
 
 TRUE = StepCost(0.004, 200e-6, 0.2e-6, 0.001, 60e-6, 5e-9)
@@ -27,8 +26,7 @@ DESIGN = [
 
 
 def test_a_step_s_load_is_what_its_rows_compute():
-    requests = [Request(i, [1] * 9, SamplingParams()) for i in range(3)]
-    out = SchedulerOutput(requests, [0, 1, 2], [1, 4, 5], [6, 0, 2], total_tokens=10)
+    out = SchedulerOutput([0, 1, 2], [1, 4, 5], [6, 0, 2], num_tokens=10)
     # the decode reads 7 tokens; 1 + 2 + 3 + 4 pairs of the first chunk, 3 + 4 + 5 + 6 + 7 of the second
     assert step_load(out) == StepLoad(1, 7, 2, 9, 10 + 25)
 

@@ -11,7 +11,8 @@ from virtual_clock import Clocked
 
 from inflight.config import EngineConfig
 from inflight.engine.policies.selection import make_policies
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 
 AGING, PER_TOKEN, DEFAULT_TIMEOUT = 8.0, 0.5, 20.0
 OPTIONS = {

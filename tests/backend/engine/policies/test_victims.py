@@ -6,7 +6,8 @@ from engine_rig import Info, make_core, run_until_idle
 
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.victims import least_preempted, longest, lowest_priority
-from inflight.engine.request import Request, SamplingParams
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 
 
 def candidate(request_id: int, *, priority: int = 0, arrival: float = 0.0, tokens: int = 4, preemptions: int = 0):

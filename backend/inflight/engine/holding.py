@@ -1,0 +1,62 @@
+"""Requests that wait for something outside of the engine: admission answered "not yet".  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from inflight.engine.policies.base import NotYet
+from inflight.engine.request import Request
+
+__all__ = ["HeldRequests"]
+
+
+class HeldRequests:
+    """They are out of the queue, so that others pass them, and are asked about again each step.
+
+    Args:
+        limit: requests held at most.
+        clock: seconds; a request that is held past its deadline fails.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._requests: dict[Request, None] = {}  # in the order in which they were held
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
+
+    def hold(self, request: Request, answer: NotYet) -> None:
+        """Keep a request.  Its deadline counts from the first time that it was held since it last ran."""
+        self._requests[request] = None
+        if request.held_until is None:
+            request.held_until = self._clock() + answer.seconds
+
+    def recall(self, admits: Callable[[Request], bool | NotYet]) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """Let go of the requests that have another answer now, and of those past their deadline.
+
+        Returns:
+            The former, in the order in which they were held; the latter, each with what it waited for.
+        """
+        now = self._clock()
+        ready: list[Request] = []
+        late: list[tuple[Request, str]] = []
+        for request in self._requests:
+            answer = admits(request)
+            if not isinstance(answer, NotYet):
+                ready.append(request)
+            elif request.held_until is not None and now >= request.held_until:
+                late.append((request, answer.reason))
+        for request in [*ready, *(request for request, _ in late)]:
+            del self._requests[request]
+        return ready, late
+
+    def remove(self, request: Request) -> None:
+        """A held request ended."""
+        del self._requests[request]

@@ -1,0 +1,50 @@
+"""How a step's work on the host and on the device is spread over threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from inflight.config import EngineConfig
+from inflight.engine.step import SchedulerOutput, StepOutput
+
+__all__ = ["ThreadedRunner", "make_runner"]
+
+
+class TwoPartRunner(Protocol):
+    """A runner whose step has a part that may run while the step before it is executed."""
+
+    info: Any
+
+    def prepare(self, out: SchedulerOutput) -> Any:
+        """What needs no token of the step before; goes to `execute`."""
+
+    def execute(self, out: SchedulerOutput, inputs: Any) -> StepOutput:
+        """The rest; steps come in order, always in one thread."""
+
+
+class ThreadedRunner:
+    """Executes steps in a thread of their own, so that the next one can be made and prepared meanwhile."""
+
+    def __init__(self, runner: TwoPartRunner) -> None:
+        self.runner = runner
+        self.info = runner.info
+        self._device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch
+
+    def launch(self, out: SchedulerOutput) -> Future[StepOutput]:
+        return self._device.submit(self.runner.execute, out, self.runner.prepare(out))
+
+    def collect(self, ticket: Future[StepOutput]) -> StepOutput:
+        return ticket.result()
+
+
+def make_runner(config: EngineConfig) -> Any:
+    """The runner that `model.json` asks for, with the checkpoint loaded.
+
+    Raises:
+        LoadError, ConfigError: see `loader.load`.
+    """
+    from inflight.runner.model_runner import ModelRunner  # needs torch
+
+    runner = ModelRunner(config)
+    return ThreadedRunner(runner) if config.async_scheduling else runner
