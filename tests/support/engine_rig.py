@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
@@ -71,13 +73,18 @@ class PagedHashRunner:
         return self.execute(out, self.prepare(out))
 
     def collect(self, ticket: StepOutput) -> StepOutput:
-        return ticket
+        """Both ways the data goes through msgspec, as to other processes, and comes back equal."""
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=StepOutput)
+        assert received == ticket
+        return received
 
     def prepare(self, out: SchedulerOutput) -> None:
         pass
 
     def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
         started = self.clock()
+        sent, out = out, msgspec.msgpack.decode(msgspec.msgpack.encode(out), type=SchedulerOutput)
+        assert out == sent
         self._apply(out)
         assert len(set(out.slots)) == len(out.slots) <= self.max_num_seqs
         assert sum(out.num_scheduled_tokens) == out.num_tokens

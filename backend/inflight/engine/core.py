@@ -175,6 +175,8 @@ class EngineCore:
         failed = []
         late, self.scheduler.late = self.scheduler.late, []
         for request, reason in late:
+            if request.request_id not in self._live:
+                continue  # a sibling was late, too
             self.abort(request.request_id)
             text = f"the request waited too long for {reason}; try again later"
             failed.append(RequestFailed(request.request_id, "UNAVAILABLE", text))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from drafters import KINDS, HashDrafter, add_gate
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from inflight.engine.sampling_params import SamplingParams
 
 prompts = st.lists(st.integers(0, 5), min_size=1, max_size=40)  # few distinct ids: prefixes collide often
 
@@ -18,6 +21,7 @@ memory_policies = st.fixed_dictionaries(
     }
 )
 host_blocks = st.sampled_from([0, 1, 5, 1000])
+drafters = st.one_of(st.none(), st.builds(HashDrafter, st.sampled_from(KINDS), st.integers(1, 9)))
 
 order_policies = st.fixed_dictionaries(
     {"scheduling_policy": st.sampled_from(["fcfs", "priority", "sjf", "edf"])},
@@ -50,6 +54,7 @@ def workloads(draw):
         "memory": draw(memory_policies),
         "order": draw(order_policies),
         "num_host_blocks": draw(host_blocks),
+        "drafter": draw(drafters),
         "arrivals": draw(
             st.lists(
                 st.tuples(
@@ -60,6 +65,8 @@ def workloads(draw):
                     st.booleans(),  # ignore_eos
                     st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
                     scheduling_fields,
+                    st.one_of(st.just(0), st.integers(0, 20)),  # output tokens that it begins with
+                    st.one_of(st.just(0), st.integers(0, 5)),  # times that admission answers "not yet"
                 ),
                 min_size=1,
                 max_size=12,
@@ -74,12 +81,15 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
     options = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "async_scheduling")
     core = make_core(info, **{key: load[key] for key in options}, **load["memory"], **load["order"])
+    core.scheduler.policies.drafter = load["drafter"]
+    gate = add_gate(core, {})
     outputs: dict = {}
     reasons: dict = {}
     expected: dict = {}
     aborts: list[tuple[int, int]] = []
     step = 0
-    for request_id, (gap, prompt, max_tokens, n, ignore_eos, abort_after, fields) in enumerate(load["arrivals"]):
+    for request_id, arrival in enumerate(load["arrivals"]):
+        gap, prompt, max_tokens, n, ignore_eos, abort_after, fields, num_given, waits = arrival
         for _ in range(gap):
             collect(core, outputs, reasons)
             step += 1
@@ -87,10 +97,15 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
                 if due == step:
                     core.abort(victim)
                     core.check_integrity()
-        fields = {"arrival": float(step), **fields}
-        params = add(core, request_id, prompt, fields, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        tokens, reason = expected_output(prompt, params, info)
+        given = tokens[: min(num_given, len(tokens) - 1)]
+        resumed = [given if index % 2 == 0 else [] for index in range(n)] if given else []
+        fields = {"arrival": float(step), "output_token_ids": resumed, **fields}
+        gate.waits[request_id] = waits
+        add(core, request_id, prompt, fields, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
         for index in range(n):
-            expected[request_id, index] = expected_output(prompt, params, info)
+            expected[request_id, index] = tokens[len(resumed[index]) if resumed else 0 :], reason
         if abort_after is not None:
             aborts.append((step + abort_after, request_id))
     aborted = {victim for _, victim in aborts}
@@ -118,14 +133,16 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     memory_policies,
     order_policies,
     host_blocks,
+    drafters,
 )
 def test_a_pool_for_one_request_still_finishes_all(
-    requests, block_size, budget, overlap, memory, order, num_host_blocks
+    requests, block_size, budget, overlap, memory, order, num_host_blocks, drafter
 ):
     """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
     info = Info(num_blocks=64 // block_size, num_host_blocks=num_host_blocks)
     options = {"block_size": block_size, "max_num_batched_tokens": budget, "async_scheduling": overlap}
     core = make_core(info, max_num_seqs=8, **options, **memory, **order)
+    core.scheduler.policies.drafter = drafter
     outputs: dict = {}
     reasons: dict = {}
     expected = {}
