@@ -48,19 +48,26 @@ class _Info:
 class _NoDevice:
     """Samples a token for every row that is due; the one at the drawn length ends the request."""
 
-    def __init__(self, info: _Info, lengths: list[int]) -> None:
+    def __init__(self, info: _Info, lengths: list[int], num_prompt_tokens: list[int]) -> None:
         self.info = info
         self._lengths = lengths
+        self._num_prompt_tokens = num_prompt_tokens
+        self._request_of: dict[int, int] = {}  # by slot
 
-    def prepare(self, out: SchedulerOutput) -> None:
-        return None
-
-    def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        for row in out.new_rows:
+            self._request_of[row.slot] = row.request_id
         tokens = []
-        for request, samples in zip(out.requests, out.samples):
-            last = request.num_output_tokens + 1 == self._lengths[request.request_id]
-            tokens.append(-1 if not samples else _EOS if last else _TOKEN)
+        for slot, computed, count, samples in zip(
+            out.slots, out.num_computed_tokens, out.num_scheduled_tokens, out.samples
+        ):
+            request_id = self._request_of[slot]
+            num_output_tokens = computed + count - self._num_prompt_tokens[request_id] + 1
+            tokens.append(-1 if not samples else _EOS if num_output_tokens == self._lengths[request_id] else _TOKEN)
         return StepOutput(tokens)
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        return ticket
 
 
 def run(
@@ -71,7 +78,9 @@ def run(
     prompts = [[rng.randrange(1, 100) for _ in range(rng.randrange(*prompt_range))] for _ in range(count)]
     demand = sum((len(prompt) + length) // _BLOCK_SIZE + 1 for prompt, length in zip(prompts, lengths))
     config = EngineConfig.from_dict({"model": "none", "block_size": _BLOCK_SIZE, **options})
-    core = EngineCore(config, _NoDevice(_Info(max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE)), lengths))
+    core = EngineCore(
+        config, _NoDevice(_Info(max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE)), lengths, list(map(len, prompts)))
+    )
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
     for request_id, prompt in enumerate(prompts):
         assert core.add_request(AddRequest(request_id, prompt, params)) is None

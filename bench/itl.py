@@ -46,7 +46,7 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.engine.core import EngineCore
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
-    from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import make_runner
 
     options = {
         "model": checkpoint(arguments["dtype"], arguments["prompt"] + _ROOM_TO_DECODE),
@@ -59,7 +59,7 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if side != "static":
         options["itl_target_ms"] = arguments["target_ms"]
     config = EngineConfig.from_dict(options)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_runner(config))
     rng = np.random.default_rng(1)
 
     def add(request_id: int, prompt: int, output: int) -> None:

@@ -37,10 +37,10 @@ def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.engine.core import EngineCore
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
-    from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import make_runner
 
     config = EngineConfig.from_dict(engine_options(arguments))
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_runner(config))
 
     def run(requests: list[dict[str, Any]]) -> int:
         for request in requests:

@@ -25,7 +25,7 @@ def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.engine.core import EngineCore
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
-    from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import make_runner
 
     config = EngineConfig.from_dict(
         {
@@ -40,7 +40,7 @@ def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
             "swap_space": swap_space,
         }
     )
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_runner(config))
 
     def generate(requests: list[dict[str, Any]], output: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)

@@ -58,12 +58,12 @@ def load(task: dict[str, Any]) -> Engine:
     start, born = time.perf_counter(), time.time() - task["started"]
     from inflight.config import EngineConfig
     from inflight.engine.core import EngineCore
-    from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import make_runner
     from inflight.worker import settle_garbage_collector
 
     imported = time.perf_counter()
     config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_runner(config))
     settle_garbage_collector()
     parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
     return Engine(core, parts)

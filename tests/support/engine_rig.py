@@ -91,6 +91,7 @@ class PagedHashRunner:
         self.batch_sizes.append(len(out.slots))
         for slot, count, computed in zip(out.slots, out.num_scheduled_tokens, out.num_computed_tokens):
             assert count >= 1
+            assert computed + count < self.info.max_model_len, "its last token is never computed"
             for position in range(computed, computed + count):
                 block = self.tables[slot][position // self.block_size]
                 self.pool[block][position % self.block_size] = self.tokens[slot][position]

@@ -8,7 +8,7 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner.model_runner import ModelRunner
+from inflight.runner.pipeline import make_runner
 
 
 def make_core(path: str, **options: Any) -> EngineCore:
@@ -21,7 +21,7 @@ def make_core(path: str, **options: Any) -> EngineCore:
         **options,
     }
     config = EngineConfig.from_dict(options)
-    return EngineCore(config, ModelRunner(config))
+    return EngineCore(config, make_runner(config))
 
 
 def run(

@@ -129,3 +129,14 @@ def test_logprobs_come_with_each_token_of_a_run():
     assert [len(delta.token_ids) for delta in deltas] == [5, 2]
     for delta in deltas:
         assert [entry[0][0] for entry in delta.logprobs] == delta.token_ids
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 6])
+def test_no_draft_reaches_past_the_end_of_its_request(max_tokens):
+    core = drafted("eager", max_num_batched_tokens=64)
+    add(core, 1, [1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
+    out = core.scheduler.schedule()
+    drafts = out.draft_token_ids.get(0, [])
+    assert len(drafts) == max_tokens - 1, "with the target's own sample that is all it may yield"
+    core.scheduler.update(out, core.runner.launch(out))
+    assert not core.has_work

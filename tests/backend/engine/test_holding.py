@@ -115,6 +115,21 @@ def test_a_preempted_request_may_have_to_wait_again():
         assert outputs[i, 0] == expected_output([i] * 20, params[i], info)[0]
 
 
+def test_the_deadline_counts_anew_for_a_request_that_ran_meanwhile():
+    clock = Clock()
+    core = make_core(Info(num_blocks=16), clock=clock, block_size=4, enable_prefix_caching=False)
+    gate = add_gate(core, {2: 1}, seconds=5)
+    for i in (1, 2):
+        add(core, i, [i] * 20, max_tokens=40, ignore_eos=True)
+    while not core.scheduler.num_preempted_total:
+        core.step()
+    gate.waits[2], clock.now = None, 100.0
+    core.step()
+    assert not core.step().failed
+    clock.now = 105.0
+    assert [failure.request_id for failure in core.step().failed] == [2]
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_no_more_are_held_than_may_be_and_then_nobody_overtakes(limit):
     core = make_core(Info(), max_num_seqs=8)
