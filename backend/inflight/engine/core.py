@@ -1,4 +1,4 @@
-"""EngineCore: the step loop's body, without processes, pipes or Triton."""
+"""EngineCore: the body of the step loop, without processes, pipes or Triton."""
 
 from __future__ import annotations
 

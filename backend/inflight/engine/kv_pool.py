@@ -1,22 +1,22 @@
 """The paged KV pool's bookkeeping: which block belongs to whom.  Pure Python, no torch.
 
-A block is `block_size` token slots in every layer's KV cache.  Each block is, at any time, in
-exactly one of three places (invariant 1):
+A block is `block_size` token slots in every layer's KV cache.  At any time each block is in exactly one of
+three places (invariant 1):
 
     free     not referenced, holds nothing worth keeping          -> `_free` (a stack)
     cached   not referenced, full, its hash known, can be reused  -> `_cached` (least recent first)
     owned    referenced by one or more block tables               -> `_ref[block] > 0`
 
-Prefix hits are found by a chain hash: the hash of a full block covers its tokens and the hash
-of the block before it, so equal hashes mean equal prefixes.  The chain starts at tenant and salt of
-the request: prefixes of two tenants never meet, nor do those under two salts, so nobody can probe
-by the time of a first token what another one asked.  Shared blocks are full, and a request only
-writes at positions >= `num_computed_tokens`, past everything it shares (invariant 2).
+Prefixes are found by a chain hash: the hash of a full block covers its tokens and the hash of the block
+before it, so equal hashes mean equal prefixes.  The chain starts at the request's tenant and salt: prefixes of
+different tenants or salts never meet, so nobody can tell from the time of a first token what another
+tenant asked.  Shared blocks are full, and a request writes only at positions >= `num_computed_tokens`, past
+everything it shares (invariant 2).
 
-A block may be found from when the step that computes it is *made*: steps run in that order, and within
-a step every layer writes its keys and values before it attends.  Requests with a common prefix that
-arrive together therefore compute it once.  The scheduler publishes prompts so early, and outputs when
-their request lets go of them: nobody else has them as a prefix before, and steps have less to do.
+A block can be found as soon as the step that computes it is *scheduled*: steps run in that order, and within
+a step every layer writes its keys and values before it attends.  Requests with a common prefix that arrive
+together therefore compute it once.  Prompts are published that early, outputs when their request releases
+its blocks: nobody shares them as a prefix before, and steps have less to do.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class KVPool:
         block_size: tokens in one block.
 
     Attributes:
-        num_prefix_queries: prompt tokens looked up in the prefix cache, ever.
+        num_prefix_queries: prompt tokens looked up in the prefix cache so far.
         num_prefix_hits: those of them that were found.
-        num_references: entries of all block tables; a block that several share counts for each.
+        num_references: entries of all block tables; a shared block counts once for each.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -81,15 +81,15 @@ class KVPool:
         return self.num_blocks - self.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill."""
+        """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold the KV of the request's leading tokens, longest prefix.
 
-        At least one token is always left to compute, since its logits are needed; of a request that
-        asks for prompt logprobs, all whose entry was not delivered before.  Takes no reference: pass the
-        result to `admit` before anything else is allocated.
+        At least one token is left to compute, since its logits are needed; where prompt logprobs are asked
+        for, all tokens whose entries were not delivered yet.  Takes no reference: pass the result to `admit`
+        before anything else is allocated.
         """
         if not request.caches_blocks:
             return []
@@ -108,9 +108,9 @@ class KVPool:
         return hit
 
     def missing_blocks(self, request: Request, prefix: Sequence[int]) -> int:
-        """Available blocks that it takes for all the request's present tokens and one more.
+        """Available blocks that all of the request's present tokens and one more would take.
 
-        Those of the prefix count where they are available (cached) now and would be owned then.
+        Blocks of the prefix count where they are only cached now.
         """
         return self.blocks_for(request.num_tokens + 1) - len(prefix) + self.num_reclaimed(prefix)
 
@@ -133,7 +133,7 @@ class KVPool:
             self.num_prefix_hits += request.num_computed_tokens
 
     def num_shared(self, request: Request) -> int:
-        """Leading blocks of the request that other block tables reference, too."""
+        """Leading blocks of the request that other block tables reference as well."""
         blocks, ref = request.block_ids, self._ref
         return next((index for index, block in enumerate(blocks) if ref[block] == 1), len(blocks))
 
@@ -173,7 +173,7 @@ class KVPool:
             block, block_hash = blocks[index], hashes[index]
             if hash_of[block] is not None:
                 return
-            if block_hash not in block_of:  # else a twin was computed at the same time: keep the first
+            if block_hash not in block_of:  # else an equal block was computed at the same time: keep the first
                 hash_of[block] = block_hash
                 block_of[block_hash] = block
 
@@ -198,7 +198,7 @@ class KVPool:
         return True
 
     def release(self, request: Request) -> None:
-        """Take all blocks from a request.  The tail goes first, so that it is evicted first."""
+        """Take all blocks from a request, the tail first, so that it is evicted first."""
         ref, hash_of = self._ref, self._hash_of
         for block in reversed(request.block_ids):
             ref[block] = left = ref[block] - 1
@@ -213,7 +213,7 @@ class KVPool:
         request.num_computed_tokens = request.num_computable_tokens = 0
 
     def _append(self, request: Request, blocks: Sequence[int]) -> None:
-        """Put blocks, whose references are counted, at the end of the request's block table."""
+        """Append blocks, whose references are counted, to the request's block table."""
         request.block_ids += blocks
         self._set_room(request)
         self.num_references += len(blocks)
@@ -223,7 +223,7 @@ class KVPool:
         request.num_computable_tokens = min(room, request.max_total_tokens - 1)
 
     def _hash(self, request: Request, count: int) -> None:
-        """Chain hashes of the request's first `count` blocks, which are full; each is computed once."""
+        """Grow the chain hashes to the request's first `count` blocks, which are full."""
         hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
         parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
         for start in range(len(hashes) * size, count * size, size):

@@ -1,8 +1,7 @@
-"""Step trace: what each of the last steps did, to whom, and how long it took.  No torch.
+"""Step trace: what each of the last steps did, for which sequences, and how long it took.  No torch.
 
-The engine core appends one `StepRecord` a step, made of the lists that the step has built anyway;
-nothing is formatted before somebody asks.  `docs/tracing.md` says how to ask and what to do with
-the answer; `inflight trace` draws it.
+The engine core adds one `StepRecord` a step, made of lists that the step has anyway; nothing is formatted
+before someone asks.  docs/tracing.md says how to ask; `inflight trace` draws the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_ENDED = 4096  # a step ends no more sequences; what is aborted beyond that 
 
 
 class TraceError(ValueError):
-    """A file or answer that is no step trace."""
+    """A file or answer that is not a step trace."""
 
 
 def sequence_key(request_id: int, index: int) -> int:
@@ -42,14 +41,14 @@ class StepRecord(msgspec.Struct, array_like=True):
         start: `time.monotonic()` seconds.
         schedule, forward, sample, update: the four parts of the step, one after the other.  On a
             GPU `forward` ends when its kernels are launched and `sample` includes waiting for them.
-            With `async_scheduling` a step that was made while the one before it ran has `schedule` 0.
+            A step that was made while the one before it ran (`async_scheduling`) has `schedule` 0.
         send: writing the step's message to the frontend; 0 in-process.
-        keys: sequences of the batch, in batch order; the next three lists are parallel to it.
-        tokens: how many of its tokens each computed.
+        keys: sequences of the batch, in batch order; the next three lists are parallel.
+        tokens: how many tokens each computed, drafts included.
         computed: how many it had computed before.
-        samples: whether a token was sampled for it.
+        samples: whether it sampled.
         preempted: sequences that lost slot and blocks while the step was made.
-        ended: sequences that ended with this step or were aborted before the next one.
+        ended: sequences that ended with this step, or were aborted before the next one.
     """
 
     number: int
@@ -72,12 +71,12 @@ class StepRecord(msgspec.Struct, array_like=True):
 
     @property
     def end(self) -> float:
-        """When the step's tokens were there: the message to the frontend goes out after it."""
+        """When the step's tokens were taken in; the message to the frontend goes out after it."""
         return self.start + self.schedule + self.forward + self.sample + self.update
 
 
 class RequestRecord(msgspec.Struct, array_like=True):
-    """One sequence, as far as it has come; times are `time.monotonic()` seconds.
+    """One sequence and its progress; times are `time.monotonic()` seconds.
 
     Attributes:
         key: `sequence_key` of the two fields behind it.
@@ -99,14 +98,14 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
 
 class Trace(msgspec.Struct):
-    """What the ring held when it was asked: the content of a trace file.
+    """What the ring held when it was read: the content of a trace file.
 
     Attributes:
         format: `FORMAT`.
         wall_clock: `time.time()` less `time.monotonic()` in the engine process, seconds.
         model: checkpoint, as the configuration names it.
-        requests: the sequences that the steps speak of, and those that wait.
-        steps: oldest first, without holes.
+        requests: the sequences that the steps name, and those that wait.
+        steps: oldest first, without gaps.
     """
 
     format: str
@@ -135,7 +134,7 @@ class Trace(msgspec.Struct):
         return trace
 
     def last(self, count: int) -> Trace:
-        """The last `count` steps and the sequences they speak of."""
+        """The last `count` steps and the sequences that they name."""
         steps = self.steps[-count:]
         named = {key for step in steps for key in (*step.keys, *step.preempted, *step.ended)}
         requests = [request for request in self.requests if request.key in named or request.end is None]
@@ -147,7 +146,7 @@ _decode = msgspec.json.Decoder(Trace).decode
 
 
 class StepTrace:
-    """A bounded ring of steps, with the sequences they speak of and no others.
+    """A bounded ring of steps, with the sequences that they name.
 
     Args:
         limit: steps to keep.
@@ -222,7 +221,7 @@ class StepTrace:
             self._unsent.send, self._unsent = seconds, None
 
     def ended(self, requests: Iterable[Request], now: float) -> None:
-        """Look which of `requests` have ended; those that live are passed over."""
+        """Record the end of those of `requests` that have ended."""
         for request in requests:
             if request.status is not Status.FINISHED:
                 continue
@@ -233,7 +232,7 @@ class StepTrace:
             self._steps[-1].ended.append(key)
 
     def snapshot(self) -> Trace:
-        """What is there now; later steps do not change it, sending the last one may."""
+        """The present content; later steps do not change it, but the `send` of the last one may."""
         requests = [*self._ended.values(), *(_record(request, None) for request in self._live.values())]
         requests.sort(key=lambda request: (request.arrival, request.key))
         return Trace(FORMAT, time.time() - time.monotonic(), *self._head, requests, list(self._steps))

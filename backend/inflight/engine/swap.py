@@ -1,11 +1,11 @@
-"""Swap of preempted requests' KV blocks to host memory, where that is cheaper than computing them again.
+"""Swaps the KV blocks of preempted requests to host memory, where that is cheaper than recomputing them.
 
-    preempted:  own blocks [S, H) -> host blocks         the S leading ones are shared: others hold them
-    readmitted: [0, D) from the prefix cache, [max(S, D), H) from the host, if D >= S; then it computes on
+    preempted:  unshared blocks [S, H) -> host blocks    others hold the S leading ones
+    readmitted: [0, D) from the prefix cache, [max(S, D), H) from the host, if D >= S; the rest is computed
 
-Only bookkeeping here; the copies travel in `SchedulerOutput.swap_out` and `swap_in`, and the runner
-makes them.  Every host block is free or held by one waiting request.  vLLM's paper compares the two
-ways of preemption (arXiv:2309.06180, section 7.3).  Pure Python, no torch.
+This is bookkeeping; the copies travel in `SchedulerOutput.swap_out` and `swap_in`, and the runner makes
+them.  Every host block is free or held by one waiting request.  vLLM's paper compares swapping with
+recomputation (arXiv:2309.06180, section 7.3).  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SwapSpace:
         self._model = OnlineStepCost()
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
-        # Of the step that is being made: a block that it copies in must not be copied over before.
+        # Of the step that is being made: a host block that it copies in must not be overwritten before.
         self._copies_out: dict[int, int] = {}
         self._returning: list[int] = []
 
@@ -76,15 +76,15 @@ class SwapSpace:
         return self.num_blocks - len(self._free) - len(self._returning)
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        """A step took this long: what prompts cost is learned from it."""
+        """A step took this long: learn what prompts cost."""
         if self.num_blocks and not self._always and not (out.swap_out or out.swap_in):
             self._model.observe(step_load(out), seconds)
 
     def swap_out(self, request: Request, pool: KVPool) -> None:
-        """Keep what a request has computed, if that is cheaper, before `pool` takes its blocks.
+        """Copy out what a request has computed, if that is cheaper, before `pool` takes its blocks.
 
-        Blocks that others share stay in the pool and need no copy; where the host has too little room,
-        the tail is left to be computed again.
+        Blocks that others share stay in the pool and need no copy.  Where the host has too little room, the
+        tail is left to be recomputed.
         """
         if not self._free:
             return
@@ -104,7 +104,7 @@ class SwapSpace:
         self._copies_out.update(zip(blocks, request.block_ids[first : first + count]))
 
     def send(self, out: SchedulerOutput) -> None:
-        """Hand the copies that are due to the step that was just made; one without requests is not executed."""
+        """Hand the pending copies to the step that was just made; a step without rows is not executed."""
         if self._returning:
             self._free += self._returning
             self._returning = []
@@ -112,16 +112,16 @@ class SwapSpace:
             out.swap_out, self._copies_out = self._copies_out, {}
 
     def num_resumable(self, request: Request, num_cached: int) -> int:
-        """Leading tokens that a waiting request need not compute, with `num_cached` blocks from the prefix cache."""
+        """Leading tokens that a waiting request need not compute, given `num_cached` blocks of the prefix cache."""
         held = self._held.get(request) if self._held else None
         if held is None or num_cached < held.first:
             return num_cached * self.block_size
         return max(num_cached * self.block_size, held.num_computed_tokens)
 
     def swap_in(self, request: Request, num_cached: int) -> list[int]:
-        """Host blocks to copy into the request's blocks from `num_cached` on, in the step that is being made.
+        """Host blocks to copy into the request's blocks from index `num_cached` on, in the step being made.
 
-        Its host memory is free for the steps after that one.
+        Its host blocks are free for the steps after that one.
         """
         held = self._held.pop(request, None)
         if held is None:
@@ -132,7 +132,7 @@ class SwapSpace:
         return wanted
 
     def drop(self, request: Request) -> None:
-        """A waiting request ended: what it has on the host is void."""
+        """A waiting request ended: free its host blocks."""
         held = self._held.pop(request, None)
         if held is not None:
             self._free += reversed(held.blocks)

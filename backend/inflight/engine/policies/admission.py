@@ -1,10 +1,10 @@
 """Whether there is memory for one more request, now and later.
 
-`FreeBlocksAdmission` (policy.py) looks at the blocks that are free now.  Requests grow, though: a
-burst of short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission`
-admits while the most blocks that will ever be needed fit, after the "future" half of the Past-Future
-scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so it is enough to
-look at those moments.
+`FreeBlocksAdmission` (base.py) looks at the blocks that are free now.  Requests grow, though: a burst of
+short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission` admits a request
+while the peak that the running ones will reach fits the pool, after the "future" half of the Past-Future
+scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so only those moments
+need a look.
 
     blocks   .-'|            e.g. three requests that grow by a block a step, ends at r1, r2, r3:
           .-'   |  .-'|      the peak is the largest of the sums just before r1, r2 and r3
@@ -30,13 +30,13 @@ __all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission", "make_admissio
 
 _WINDOW = 256  # ended requests that outputs are predicted from
 _UNKNOWN = 256  # output tokens expected of a request while nothing is known
-# Share of the pool that the predicted peak leaves, since outputs vary, and more of it for a request that was
-# preempted before: it comes back when it is likely to stay.
+# Share of the pool that the predicted peak leaves free, since outputs vary; and more of it for a request that
+# was preempted before, so that it comes back when it is likely to stay.
 _MARGIN = 0.02
 _MARGIN_PER_PREEMPTION = 0.05
-_MOST_PREEMPTIONS = 4  # that count
-_GRAIN = 4  # steps: expected ends are rounded up to multiples, so that there are few moments to look at
-# Multiples of them, modulo 1, are spread evenly however many there are (additive recurrence).
+_MAX_COUNTED_PREEMPTIONS = 4
+_GRAIN = 4  # steps; expected ends are rounded up to multiples of it, so that there are few moments to look at
+# Multiples of these, modulo 1, spread evenly however many there are (additive recurrence).
 _GOLDEN, _SILVER, _PLASTIC = 0.6180339887498949, 0.4142135623730951, 0.7548776662466927
 
 
@@ -48,13 +48,13 @@ def make_admission(config: EngineConfig) -> AdmissionPolicy:
 
 
 class OutputLengths:
-    """How many tokens a request will yield, from the last requests that ended.
+    """How many tokens a request will yield, judged by the last requests that ended.
 
-    A request that has n tokens will end like one of those that had more than n.  Which one is drawn
-    for each request, so that together they are spread as those were; their mean would have all
-    of them end at once.  A guess is one of them: 256 tokens, 2 n for a request that has outlived that,
-    and never more than the request's own limit.  It is all there is at first, and rules the outliers
-    later; `max_tokens` itself is no guess, since clients declare far more than they use.
+    A request that has n tokens is expected to end like one of those that had more than n.  Which one is
+    drawn for each request, so that together they are spread as those were; with the mean, all would end at
+    once.  One more entry is a guess: 256 tokens, 2 n for a request that has outlived that, and never more
+    than the request's limit.  At first it is the only entry; later it speaks for the outliers.  `max_tokens`
+    itself is no guess: clients declare far more than they use.
 
     Attributes:
         num_seen: requests that ended, ever.
@@ -75,7 +75,7 @@ class OutputLengths:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
 
     def expected(self, request: Request) -> int:
-        """Output tokens at which the request will end; another draw for each number of tokens that it has."""
+        """Output tokens at which the request is expected to end; each number of tokens that it has draws anew."""
         num_tokens = request.num_tokens - request.num_prompt_tokens
         limit = request.max_total_tokens - request.num_prompt_tokens
         longer = bisect_right(self._sorted, num_tokens)
@@ -85,8 +85,8 @@ class OutputLengths:
         return min(guess, limit)
 
 
-# A request that has `offset + t` tokens in step t, up to step `end`: (offset, end).
-Course = tuple[int, int]
+# A request that holds `offset + t` tokens in step t, up to step `end`: (offset, end).
+Growth = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -100,24 +100,24 @@ class _End:
 class Forecast:
     """How many tokens requests will hold together, if each grows by a token a step until its end.
 
-    Steps are counted from the first one ever, so that a course holds for good while a request keeps to it:
-    only those that come, go or outlive their end are touched, and only `peak` looks at all ends.
+    Steps are counted from the first one ever, so that a request's growth stays valid while it keeps to it:
+    only requests that come, go or outlive their end are touched, and only `peak` looks at all ends.
 
     Attributes:
-        final_tokens: tokens of all, each at its end; no peak is higher.
+        final_tokens: tokens of all requests, each at its end; an upper bound of the peak.
     """
 
     def __init__(self) -> None:
         self.final_tokens = 0
-        self._courses: dict[Request, Course] = {}
+        self._growths: dict[Request, Growth] = {}
         self._ends: dict[int, _End] = {}
 
     def __len__(self) -> int:
-        return len(self._courses)
+        return len(self._growths)
 
-    def add(self, request: Request, course: Course) -> None:
-        self._courses[request] = course
-        offset, step = course
+    def add(self, request: Request, growth: Growth) -> None:
+        self._growths[request] = growth
+        offset, step = growth
         end = self._ends.get(step)
         if end is None:
             end = self._ends[step] = _End()
@@ -126,7 +126,7 @@ class Forecast:
         self.final_tokens += offset + step
 
     def remove(self, request: Request) -> None:
-        offset, step = self._courses.pop(request)
+        offset, step = self._growths.pop(request)
         end = self._ends[step]
         end.requests.remove(request)
         end.offsets -= offset
@@ -141,38 +141,37 @@ class Forecast:
             return []
         self.final_tokens -= end.offsets + len(end.requests) * step
         for request in end.requests:
-            del self._courses[request]
+            del self._growths[request]
         return list(end.requests)
 
     def of(self, requests: Iterable[Request]) -> Forecast:
         """The same for some of the requests."""
         forecast = Forecast()
         for request in requests:
-            forecast.add(request, self._courses[request])
+            forecast.add(request, self._growths[request])
         return forecast
 
     def peak(self, extra: float) -> float:
-        """Most tokens that they will hold at a time, counting `extra` more for each request."""
+        """The most tokens that they will hold at a time, with `extra` more for each request."""
         alive = offsets = 0
-        most = 0.0
+        peak = 0.0
         for step in sorted(self._ends, reverse=True):
             end = self._ends[step]
             alive += len(end.requests)
             offsets += end.offsets
-            most = max(most, offsets + alive * (step + extra))
-        return most
+            peak = max(peak, offsets + alive * (step + extra))
+        return peak
 
 
 class PredictedPeakAdmission:
     """Admits while the predicted peak of all running requests and this one fits the pool.
 
-    A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix
-    count once.  What a request is expected to yield is drawn when it is admitted, and again when it has
-    outlived that (until then, the draw is as good as one from those that yielded more than it has now) or
-    when twice as much is known.
+    A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix count
+    once.  A request's expected end is drawn when it is admitted, and again when it has outlived it (until
+    then the draw is as good as a new one) or when twice as much is known.
 
-    Costs constant time where the pool could hold all of them at their ends; else O(E log E), with E
-    the moments at which some are expected to end.
+    Takes constant time where the pool could hold all requests at their ends; else O(E log E), E being the
+    number of moments at which some are expected to end.
 
     Args:
         watermark: share of the pool that stays free now and at the peak.
@@ -184,11 +183,11 @@ class PredictedPeakAdmission:
         self._share = 1 - watermark - margin
         self._lengths = OutputLengths()
         self._step = 0
-        self._next_review = 1  # requests that must have ended before all are drawn again: twice as much is known
+        self._next_review = 1  # requests that must have ended before all are drawn again
         self._forecast = Forecast()  # of all that run, without the tokens of `_hits`
         self._hits: dict[Request, int] = {}  # leading tokens of each in blocks of the prefix cache
         self._num_hits = 0
-        self._asked: tuple[Request | None, Course] = None, (0, 0)  # whom `admits` was asked about last in this step
+        self._asked: tuple[Request | None, Growth] = None, (0, 0)  # whom `admits` was asked about last in this step
 
     def begin(self) -> None:
         self._step += 1
@@ -198,36 +197,42 @@ class PredictedPeakAdmission:
             self._next_review = 2 * self._lengths.num_seen
             self._forecast, drawn = Forecast(), list(self._hits)
         for request in drawn:
-            self._forecast.add(request, self._course(request, self._hits[request]))
+            self._forecast.add(request, self._expected_growth(request, self._hits[request]))
 
     def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
         if not self._now.admits(request, prefix, running, pool):
             return False
         if not running:
             return True
-        new = self._course(request, pool.block_size * len(prefix))
-        self._asked = request, new
-        own = pool.num_references - self._num_hits // pool.block_size
-        if self._fits(request, new, prefix, self._forecast, own, pool):
+        growth = self._expected_growth(request, pool.block_size * len(prefix))
+        self._asked = request, growth
+        num_unshared = pool.num_references - self._num_hits // pool.block_size
+        if self._fits(request, growth, prefix, self._forecast, num_unshared, pool):
             return True
         if len(running) == len(self._forecast):
             return False
-        # Beside some of them: the others are expected to keep what they have.
-        own = sum(len(other.block_ids) - self._hits[other] // pool.block_size for other in running)
-        return self._fits(request, new, prefix, self._forecast.of(running), own, pool)
+        # Beside some of them: the others keep what they have.
+        num_unshared = sum(len(other.block_ids) - self._hits[other] // pool.block_size for other in running)
+        return self._fits(request, growth, prefix, self._forecast.of(running), num_unshared, pool)
 
     def _fits(
-        self, request: Request, new: Course, prefix: Sequence[int], forecast: Forecast, own: int, pool: KVPool
+        self,
+        request: Request,
+        growth: Growth,
+        prefix: Sequence[int],
+        forecast: Forecast,
+        num_unshared: int,
+        pool: KVPool,
     ) -> bool:
-        """Whether the pool holds the `forecast` and `new`; `own` blocks hold what it says of now."""
-        # What else is in use: blocks that are shared, and those of the prefix that would be in use again.
-        blocks = pool.num_used - own + pool.num_reclaimed(prefix)
-        share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MOST_PREEMPTIONS)
+        """Whether the pool holds the forecast and `growth`; `num_unshared` blocks hold the forecast's tokens now."""
+        # What else is in use: shared blocks, and blocks of the prefix that would be in use again.
+        blocks = pool.num_used - num_unshared + pool.num_reclaimed(prefix)
+        share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MAX_COUNTED_PREEMPTIONS)
         room = pool.block_size * (share * pool.num_blocks - blocks)
-        extra = (pool.block_size + 1) / 2  # n tokens and one more take the blocks of n + (size + 1) / 2, on average
-        if forecast.final_tokens + sum(new) + extra * (len(forecast) + 1) <= room:
+        extra = (pool.block_size + 1) / 2  # n + 1 tokens take the blocks of n + (size + 1) / 2, on average
+        if forecast.final_tokens + sum(growth) + extra * (len(forecast) + 1) <= room:
             return True
-        forecast.add(request, new)
+        forecast.add(request, growth)
         peak = forecast.peak(extra)
         forecast.remove(request)
         return peak <= room
@@ -235,8 +240,8 @@ class PredictedPeakAdmission:
     def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
         hits = self._hits[request] = pool.block_size * len(prefix)
         self._num_hits += hits
-        asked, course = self._asked
-        self._forecast.add(request, course if asked is request else self._course(request, hits))
+        asked, growth = self._asked
+        self._forecast.add(request, growth if asked is request else self._expected_growth(request, hits))
 
     def left(self, request: Request) -> None:
         self._num_hits -= self._hits.pop(request)
@@ -245,8 +250,8 @@ class PredictedPeakAdmission:
     def ended(self, request: Request) -> None:
         self._lengths.add(request.num_output_tokens)
 
-    def _course(self, request: Request, hits: int) -> Course:
-        """From here on, with `hits` of its tokens in blocks that are not its own."""
+    def _expected_growth(self, request: Request, hits: int) -> Growth:
+        """From here on, with `hits` of its tokens in blocks of the prefix cache."""
         num_tokens = request.num_total_tokens
         left = request.num_prompt_tokens + self._lengths.expected(request) - num_tokens
         end = self._step + max(1, left)

@@ -1,8 +1,7 @@
-"""Answers to "how much of a prompt in this step?" beyond `StaticBudget`.
+"""How much of a prompt goes into a step, beyond `StaticBudget`.
 
-`LatencyBudget` keeps the steps that decodes wait for within a target (`itl_target_ms`);
-`PartialPrefillLimits` stands before it, or before the static budget, and keeps short prompts from
-queueing behind long ones.  Pure Python, no torch.
+`LatencyBudget` keeps steps with decodes within a target (`itl_target_ms`).  `PartialPrefillLimits` wraps it, or
+the static budget, and keeps short prompts from queueing behind long ones.  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from inflight.engine.step import SchedulerOutput
 
 __all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "make_budget"]
 
-# Progress of prompts whatever the target: in this many steps in a row with decodes and prompts, these
-# compute this many tokens at least.  A prompt of P tokens that is first in line is therefore computed
+# Prompts progress whatever the target: within STARVED_STEPS consecutive steps with decodes and prompts, at least
+# MIN_CHUNK tokens of prompts are computed.  A prompt of P tokens that is first in line is therefore computed
 # within STARVED_STEPS * (P / MIN_CHUNK + 1) steps.
 MIN_CHUNK = 32
 STARVED_STEPS = 8
 _PACE = MIN_CHUNK // STARVED_STEPS  # tokens a step; no chunk is smaller by choice
-# A chunk is at most so many times the largest one that was ever measured.
+# A chunk is at most this many times the largest one measured so far.
 _LARGEST_JUMP = 2
-# Steps with prompts by which the headroom is judged, and what it is before the first of them.
+# Steps with prompts by which the headroom is judged, and the headroom before the first of them.
 _JUDGED = 100
-_UNSURE = 0.25
-# No headroom covers a step that takes longer than expected by more than this.
-_MOST_HEADROOM = 0.5
+_INITIAL_HEADROOM = 0.25
+# A step that takes longer than expected by more than this is an outlier, which no headroom covers.
+_MAX_HEADROOM = 0.5
 
 
 def make_budget(config: EngineConfig) -> BudgetPolicy:
@@ -51,24 +50,24 @@ def make_budget(config: EngineConfig) -> BudgetPolicy:
 
 
 class LatencyBudget:
-    """Gives prompts what keeps a step with decodes within `target`, by an online model of its cost.
+    """Gives prompts as many tokens as keep a step with decodes within `target`, by an online model of its cost.
 
     Without decodes nobody waits for the step, and prompts get all of it.  With decodes,
 
         expected(decodes + chunks so far + this chunk) * (1 + headroom) <= target
 
-    where the headroom is the most that the last hundred steps with prompts took beyond what was expected
-    of them, so that one step in a hundred is late: whatever shape a machine's noise has, and whatever the
-    model does not know of its cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While
-    little is known the headroom is large and the chunks are small: the first has `MIN_CHUNK` tokens, and
-    none has more than twice as many as the largest one measured.  The target yields where it cannot be
-    kept: prompts progress as stated at `STARVED_STEPS`.
+    where the headroom is the largest relative overrun of the last hundred steps with prompts, so that about
+    one step in a hundred is late, whatever the machine's noise looks like and whatever the model does not
+    know of the cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While little is known the
+    headroom is large and chunks are small: the first has `MIN_CHUNK` tokens, and none has more than twice as
+    many as the largest one measured.  Where the target cannot be kept it yields: prompts progress as stated
+    at `STARVED_STEPS`.
 
     Args:
         target: seconds between two tokens of a running request.
 
     Attributes:
-        headroom: share of what is expected of a step.
+        headroom: relative to the expected seconds of a step.
     """
 
     def __init__(self, target: float) -> None:
@@ -76,11 +75,11 @@ class LatencyBudget:
         self.model = OnlineStepCost()
         self._load = StepLoad()
         self._decodes = 0
-        self.headroom = _UNSURE
+        self.headroom = _INITIAL_HEADROOM
         self._overruns: deque[float] = deque(maxlen=_JUDGED)
         self._asked = False
         self._granted = 0
-        self._behind = 0  # tokens, of the pace that prompts have at least
+        self._behind = 0  # tokens that prompts are behind their minimum pace
 
     def begin(self, running: Sequence[Request]) -> None:
         if self._asked:
@@ -116,13 +115,13 @@ class LatencyBudget:
         load = step_load(out)
         expected = self.model.cost.seconds(load)
         judged = load.prefills and load.decodes and self.model.knows_prompts
-        if judged and 0.0 < seconds <= expected * (1 + _MOST_HEADROOM):
+        if judged and 0.0 < seconds <= expected * (1 + _MAX_HEADROOM):
             self._overruns.append(seconds / expected - 1)
-            self.headroom = max(*self._overruns, _UNSURE * (1 - len(self._overruns) / _JUDGED))
+            self.headroom = max(*self._overruns, _INITIAL_HEADROOM * (1 - len(self._overruns) / _JUDGED))
         self.model.observe(load, seconds)
 
     def _affordable(self, computed: int) -> int:
-        """Most tokens behind `computed` ones that the step has time for."""
+        """How many tokens that follow `computed` ones the step has time for."""
         cost = self.model.cost
         jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
         room = self.target / (1 + self.headroom) - cost.seconds(self._load.with_prefill(computed, 0))
@@ -140,10 +139,9 @@ class LatencyBudget:
 class PartialPrefillLimits:
     """Bounds how many prompts are partly computed at once, and how much of a step a long one takes.
 
-    A prompt that would be one too many is passed over, and those behind it are asked: short ones get
-    in that fit a step as a whole.  It is first in line still, and gets the place that the next prompt
-    leaves when it is complete, so it waits for no more than the prompts that were partly computed
-    when it came to the front.
+    A prompt that would be one too many is passed over in favour of short ones behind it that fit the step as
+    a whole.  It stays first in line and takes the place of the next prompt that is complete, so it waits for
+    no more prompts than were partly computed when it reached the front.
 
     Args:
         inner: says how much of what is left to each.
@@ -167,7 +165,7 @@ class PartialPrefillLimits:
         is_long = missing > self._threshold
         if is_long:
             limit = min(limit, self._threshold)
-        counted = request.slot >= 0  # it runs, and `begin` has counted it
+        counted = request.slot >= 0  # it is running: `begin` has counted it
         if not counted:
             full = self._partial >= self._max_partial and limit < missing
             if full or (is_long and self._long >= self._max_long):

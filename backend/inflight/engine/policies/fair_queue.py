@@ -5,21 +5,21 @@ the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each t
 
     tag = (tokens computed for it + tokens that its running requests may still take) / weight
 
-and of the tenants in line (something waits, and the cap on running sequences leaves room) the one
-with the smallest tag is next.  Admission adds a request's largest cost to the tag, and what the
-request has not used when it leaves is taken off again, so the tag is exact at the end whatever a
-client declares as `max_tokens`, and no step has anything to count.
+and of the tenants in line (a request waits, and the cap on running sequences leaves room) the one with the
+smallest tag is next.  Admission adds a request's largest possible cost to the tag; what the request has not
+used when it leaves is subtracted again.  So the tag ends up exact whatever a client declares as
+`max_tokens`, and no step has anything to count.
 
-    virtual time    the largest tag with which anybody was admitted
-    joining         a tenant that was not in line starts at the virtual time or its own tag,
-                    whichever is later: idling saves up no credit, and no debt is forgotten
+    virtual time    the largest tag at which a request was admitted so far
+    joining         a tenant that was not in line starts at the virtual time or at its tag, whichever
+                    is later: idling earns no credit, and no debt is forgiven
 
 Two tenants that stay in line from t1 to t2 are served W_a and W_b tokens in that time.  With L the
 largest cost of a request (its prompt and `max_tokens`) and S = `max_num_seqs`,
 
     W_a / w_a - W_b / w_b  <=  L * ((1 + 2 * S) / w_a + (1 + S) / w_b)
 
-since running requests are not taken back: a tenant that was alone may hold all S places when the
+since running requests are not taken back: a tenant that was alone may hold all S slots when the
 other arrives.  (At a's last admission its tag was at most b's, so what a was ever served exceeds
 what b was by at most what b's running requests may still take, S * L / w_b, and one request of a;
 the rest bounds how far apart the two may have been at t1.)
@@ -38,7 +38,7 @@ from inflight.engine.request import Request
 
 __all__ = ["FairQueue"]
 
-_MOST_IDLE = 1024  # tenants remembered without a request; a forgotten one starts at the virtual time
+_MAX_IDLE = 1024  # tenants remembered without a request; a forgotten one starts at the virtual time
 
 _Entry = tuple[float, int, int, "_Tenant"]  # tag, number of its last admission, number of the tenant
 
@@ -66,9 +66,9 @@ class _Tenant:
 
     @property
     def startable(self) -> int:
-        """Waiting requests that its cap lets run now."""
-        most = self.options.max_running
-        return len(self.queue) if most is None else min(len(self.queue), most - len(self.running))
+        """Waiting requests that may run now, under its cap."""
+        cap = self.options.max_running
+        return len(self.queue) if cap is None else min(len(self.queue), cap - len(self.running))
 
     def cost(self, request: Request) -> float:
         """What the request may still take, in units of the tag."""
@@ -78,7 +78,7 @@ class _Tenant:
 class FairQueue:
     """A queue for each tenant, served by weight; inside a tenant `DueOrder` decides.
 
-    Classes of priority are a tenant's own affair: a request outranks running ones of its tenant only.
+    Priority classes act within a tenant: a request outranks running requests of its tenant only.
 
     Args:
         make_queue: an empty queue for one more tenant.
@@ -135,7 +135,7 @@ class FairQueue:
         self.add(request)
 
     def next_requests(self, limit: int) -> list[Request]:
-        """As admitting them one after the other would have it; prefix hits are not known yet."""
+        """In the order in which they would be admitted one by one; prefix hits are not known yet."""
         heap = [(*entry, 0) for entry in self._line[:limit]]  # sorted, hence a heap
         found: list[Request] = []
         while heap and len(found) < limit:
@@ -212,6 +212,6 @@ class FairQueue:
             insort(self._line, tenant.entry)
         elif not tenant.queue and not tenant.running:
             self._idle[tenant.name] = None
-            if len(self._idle) > _MOST_IDLE:
+            if len(self._idle) > _MAX_IDLE:
                 name = next(iter(self._idle))
                 del self._idle[name], self._tenants[name]

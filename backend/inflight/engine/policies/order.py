@@ -1,7 +1,7 @@
-"""Answers to "who is next?" beyond first come, first served.  Pure Python, no torch.
+"""Who is next, beyond first come, first served.  Pure Python, no torch.
 
-Every `scheduling_policy` gives each request a patience, in seconds.  A request is *due* when its
-patience after its arrival is over, and whoever is due first goes first:
+Every `scheduling_policy` gives each request a patience in seconds.  A request is *due* once it has waited that
+long, and the request that is due first goes first:
 
     policy      patience of a request
     fcfs        0
@@ -9,9 +9,9 @@ patience after its arrival is over, and whoever is due first goes first:
     sjf         the most output tokens it may take * sjf_aging_seconds  (shortest job first)
     edf         from arrival to its deadline, or edf_default_timeout    (earliest deadline first)
 
-Due times never change.  The queue is therefore a sorted list that no step has to look through, and
-nothing starves: of what arrives after a request r, only a request s that arrives less than
-patience(r) - patience(s) after it can overtake it.
+Due times never change.  So the queue is a sorted list that no step has to search, and nothing starves: of
+the requests that arrive after a request r, only an s that arrives less than patience(r) - patience(s)
+after it can overtake it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ClassLimits:
     """Counts the waiting requests of each priority class that has a queue limit.
 
     Args:
-        limits: class -> most waiting sequences.
+        limits: class -> how many sequences of it may wait.
     """
 
     def __init__(self, limits: Mapping[int, int]) -> None:
@@ -62,25 +62,25 @@ class ClassLimits:
 
     def refusal(self, request: Request, free: int) -> str | None:
         """Why one more of its class may not wait, given that `free` sequences could start at once."""
-        most = self._limits.get(request.priority)
-        if most is None or self._waiting[request.priority] - free < most:
+        limit = self._limits.get(request.priority)
+        if limit is None or self._waiting[request.priority] - free < limit:
             return None
         return (
-            f"the queue of priority class {request.priority} is full: {most} sequences are waiting "
-            f"(priority_classes: max_queue_size={most}); try again later"
+            f"the queue of priority class {request.priority} is full: {limit} sequences are waiting "
+            f"(priority_classes: max_queue_size={limit}); try again later"
         )
 
 
 class DueOrder:
     """Whoever is due first goes first; ties go by request id and index.
 
-    `preempts` lets a waiting request take the place of a running one that is of a *strictly lower
-    class and due later*.  Both orders are fixed for good, so two requests never push each other
-    out in turn, and one that has waited out its patience is pushed out no more.
+    With `preempts` a waiting request may take the place of a running one that is of a *strictly lower class
+    and due later*.  Both orders are fixed, so two requests never preempt each other in turn, and a request
+    that is overdue is no longer preempted.
 
     Args:
         patience: seconds after a request's arrival until it is due; constant for a request.
-        preempts: whether classes push one another out (`scheduling_policy` "priority").
+        preempts: whether urgent classes preempt others (`scheduling_policy` "priority").
         limits: queue limits of the classes.
     """
 
@@ -118,7 +118,7 @@ class DueOrder:
         self._limits.count(request, 1)
 
     def add_first(self, request: Request) -> None:
-        """It goes back to where it stood: its arrival, and so its due time, is what it was."""
+        """It returns to its old place: its arrival time, and so its due time, has not changed."""
         self.add(request)
 
     def next_requests(self, limit: int) -> list[Request]:
@@ -129,7 +129,7 @@ class DueOrder:
         self._limits.count(request, -1)
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
-        """Running requests keep the order of the queue: the last ones give way first."""
+        """Running requests stand in the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)
 
     def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:

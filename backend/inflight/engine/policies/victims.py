@@ -1,8 +1,8 @@
 """Who gives up its blocks when a running request needs one and none is left.
 
-Whatever the answer, there is no livelock: a preempted request comes back only when the blocks of all
-its tokens are there, which is more than it gave up, so others must have ended or given way before,
-and the last one running always finds room (`SchedulerLimits` and pool hold one request of any length).
+There is no livelock, whatever the answer: a preempted request returns only when there are blocks for all of
+its tokens, which is more than it gave up, so others have ended or given way in between; and the last
+running request always finds room, because the pool holds one request of any length.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["VICTIM_POLICIES", "least_preempted", "longest", "lowest_priority", "
 
 
 def lowest_priority(candidates: Sequence[Request]) -> Request:
-    """Of the least urgent class, however long it has waited, the latest arrival."""
+    """The latest arrival of the least urgent class, however long it has waited."""
     return max(candidates, key=lambda request: (request.priority, request.arrival_time, request.request_id))
 
 
 def longest(candidates: Sequence[Request]) -> Request:
-    """The one with most tokens: the fewest are preempted, but the longest ones end last."""
+    """The one with the most tokens: few requests are preempted, but long ones finish late."""
     return max(candidates, key=lambda request: (request.num_tokens, request.arrival_time, request.request_id))
 
 
 def least_preempted(candidates: Sequence[Request]) -> Request:
-    """The one that was preempted least, then the latest arrival: nobody pays over and over."""
+    """The one that was preempted least often, then the latest arrival: nobody pays twice."""
     return max(candidates, key=lambda r: (-r.num_preemptions, r.priority, r.arrival_time, r.request_id))
 
 
