@@ -7,6 +7,8 @@ from torch import Tensor
 
 __all__ = ["argmax", "top_candidates"]
 
+_LOW_HALF = 2**32 - 1
+
 
 def argmax(x: Tensor) -> Tensor:
     """int64[R]: place of the first largest entry of each row of x[R, V]."""
@@ -23,6 +25,8 @@ def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     the lowest ids come first, so a row's candidates do not depend on the rows beside it.
     """
     k = min(k, x.shape[-1])
+    if not x.is_cpu:
+        return _top_by_rank(x, k)
     values, ids = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
     if values.shape[-1] > k:
         straddles = values[:, k] == values[:, k - 1]
@@ -35,6 +39,15 @@ def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _take_lowest_ties(x: Tensor, values: Tensor, ids: Tensor) -> None:
-    """Make `ids` hold the lowest of the entries of x[V] that equal the last of `values`."""
+    """Replace those of `ids` whose entries equal the last of `values` by the lowest such ids in x[V]."""
     taken = values == values[-1]
     ids[taken] = (x == values[-1]).nonzero().flatten()[: int(taken.sum())]
+
+
+def _top_by_rank(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same without looking at a value on the host: no two entries have the same 64-bit rank."""
+    bits = (x.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    ranks = (order << 32) + (_LOW_HALF - torch.arange(x.shape[-1], device=x.device))
+    ids = _LOW_HALF - (ranks.topk(k, dim=-1).values & _LOW_HALF)
+    return x.gather(-1, ids), ids

@@ -1,4 +1,4 @@
-"""The GPU's sampling kernel against the CPU's sampler, in the Triton language's interpreter."""
+"""The GPU sampling kernels against the sampler on a CPU; without a GPU they run in an interpreter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import triton.language as tl
 from inflight.engine.request import SamplingParams
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
-from inflight.sampling import Sampler, SamplingTable, processors, sampler, table
+from inflight.sampling import Sampler, SamplingTable, sampler, table
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
+from inflight.sampling.rules import penalties
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
 
@@ -189,7 +190,7 @@ def test_the_sampler_takes_the_kernel_where_there_is_one(monkeypatch):
         return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
 
     without, groups = run()
-    for module in (processors, sampler, table):
+    for module in (penalties, sampler, table):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     assert run() == (without, 0)
     assert groups > 0 or DEVICE.type == "cuda"
@@ -202,16 +203,17 @@ def test_penalties_have_the_bits_of_the_cpu():
         rows.set_row(slot, params, slot, [], 4)
     metadata = rows.select(np.arange(3), np.full(3, 40), np.tile(np.arange(40) % 9, (3, 1)))
     logits = random_logits(3, 50, 4.0)
-    expected = processors.edit_logits(logits, metadata)
+    expected = sampler.edit_logits(logits, metadata)
     assert not torch.equal(logits, expected)
     again = logits.clone()
-    gpu_penalties.penalise(again, metadata.penalties)
+    (penalised,) = metadata.edits
+    gpu_penalties.penalise(again, penalised)
     assert torch.equal(again, expected)
 
 
 def test_warm_up_runs_what_requests_will_run(monkeypatch):
     monkeypatch.setattr(sampler, "can_launch", lambda device: True)
-    monkeypatch.setattr(processors, "can_launch", lambda device: True)
+    monkeypatch.setattr(penalties, "can_launch", lambda device: True)
     dtypes = []
     real = gpu_sampler.choose
     monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: dtypes.append(x.dtype) or real(x, m))
