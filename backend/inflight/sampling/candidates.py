@@ -9,6 +9,9 @@ __all__ = ["argmax", "top_candidates"]
 
 _LOW_HALF = 2**32 - 1
 
+# Entries ranked at once on a GPU: a bound on memory.
+_CHUNK = 2**24
+
 
 def argmax(x: Tensor) -> Tensor:
     """int64[R]: place of the first largest entry of each row of x[R, V]."""
@@ -45,9 +48,13 @@ def _take_lowest_ties(x: Tensor, values: Tensor, ids: Tensor) -> None:
 
 
 def _top_by_rank(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same without looking at a value on the host: no two entries have the same 64-bit rank."""
-    bits = (x.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    ranks = (order << 32) + (_LOW_HALF - torch.arange(x.shape[-1], device=x.device))
-    ids = _LOW_HALF - (ranks.topk(k, dim=-1).values & _LOW_HALF)
+    """The same without reading a value on the host: no two entries have the same 64-bit rank."""
+    complements = _LOW_HALF - torch.arange(x.shape[-1], device=x.device)
+    parts = []
+    for part in x.split(max(1, _CHUNK // x.shape[-1])):
+        bits = (part.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+        ranks = (order << 32) + complements
+        parts.append(_LOW_HALF - (ranks.topk(k, dim=-1).values & _LOW_HALF))
+    ids = torch.cat(parts)
     return x.gather(-1, ids), ids

@@ -64,9 +64,7 @@ class SamplingTable:
         self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._logprobs = np.zeros(max_num_seqs, dtype=np.int64)
-        self._rules = [
-            (_FIRST_RULE << i, rule(max_num_seqs, vocab_size, self.device)) for i, rule in enumerate(rules)
-        ]
+        self._rules = [(_FIRST_RULE << i, rule(max_num_seqs, vocab_size, self.device)) for i, rule in enumerate(rules)]
 
     def set_row(
         self, slot: int, params: SamplingParams, seed: int, eos_token_ids: Sequence[int], num_prompt_tokens: int
@@ -206,7 +204,8 @@ class SamplingTable:
                 continue
             if rule.reads_tokens and token_ids is None:
                 raise ValueError(
-                    f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: pass those of all slots"
+                    f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: "
+                    "pass the array that holds the tokens of all slots"
                 )
             edit = rule.prepare(batch.take(rows))
             if edit is not None:

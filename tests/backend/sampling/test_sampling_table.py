@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def test_plain_greedy_rows_need_nothing():
     table = SamplingTable(4, 10)
     for slot in range(4):
-        # top_k, top_p and min_p never move the argmax
+        # top_k, top_p and min_p never change the argmax
         table.set_row(slot, SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), 1, [2], 1)
     metadata = table.select([3, 1], [5, 6])
     assert metadata == SamplingMetadata.all_greedy(2)
@@ -32,7 +32,7 @@ def test_a_slot_filled_again_holds_only_the_new_request():
     assert table.select([0], [2]) == SamplingMetadata.all_greedy(1)
 
 
-def test_a_greedy_request_in_a_slot_that_was_random_is_greedy_beside_random_ones():
+def test_a_greedy_request_in_a_formerly_random_slot_is_greedy_beside_random_ones():
     table = SamplingTable(2, 1000)
     table.set_row(0, SamplingParams(), 1, [], 1)
     table.set_row(1, SamplingParams(), 2, [], 1)

@@ -17,7 +17,7 @@ _BLOCK = 256
 def penalise_kernel(
     logits_ptr, index_ptr, counts_ptr, columns_ptr, strengths_ptr, num_pairs, num_columns, BLOCK: tl.constexpr
 ):
-    """BLOCK of the distinct (row, token) pairs; the arithmetic of `rules.penalties`, operation by operation."""
+    """BLOCK distinct (row, token) pairs, by the arithmetic of `rules.penalties`, operation by operation."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pairs < num_pairs
     place = logits_ptr + tl.load(index_ptr + pairs, mask=inside, other=0)
