@@ -35,7 +35,7 @@ def test_storage_is_bounded_by_what_is_kept():
     rows = RaggedRows(3, np.int64)
     for number in range(1000):
         rows.set(number % 3, np.arange(200))
-    assert len(rows.columns[0]) <= 4 * 600
+    assert len(rows.columns[0]) <= 2 * 600
 
 
 def test_flatten_ranges():
