@@ -51,8 +51,8 @@ a token of the vocabulary.
 from __future__ import annotations
 
 from inflight.sampling.logprobs import prompt_logprobs
-from inflight.sampling.metadata import SampleRow, SamplingMetadata
-from inflight.sampling.sampler import Sampler, SamplerOutput
+from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
+from inflight.sampling.sampler import Sampler
 from inflight.sampling.table import SamplingTable, sampling_metadata
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What one sampling call needs, assembled on the host and uploaded once.  See `SamplingTable`."""
+"""What one sampling call needs, assembled on the host and uploaded once, and what it returns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from inflight.engine.messages import TokenLogprobs
 from inflight.engine.request import SamplingParams
+from inflight.sampling.logprobs import PendingLogprobs
 from inflight.sampling.rules import LogitsEdit
 
-__all__ = ["RandomGroup", "SampleRow", "SamplingMetadata"]
+__all__ = ["RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
 
 
 @dataclass(slots=True)
@@ -31,6 +33,28 @@ class SampleRow:
     prompt_token_ids: np.ndarray
     output_token_ids: np.ndarray
     eos_token_ids: Sequence[int] = ()
+
+
+class SamplerOutput:
+    """Attributes:
+    token_ids: int64[R] on the device of the logits; every entry is in [0, V).
+    """
+
+    __slots__ = ("_pending", "_rows", "token_ids")
+
+    def __init__(self, token_ids: Tensor, rows: list[int], pending: PendingLogprobs | None) -> None:
+        self.token_ids = token_ids
+        self._rows = rows
+        self._pending = pending
+
+    @property
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Row -> entry, for the rows whose params ask for it: the chosen token, then the top k.
+
+        These are ordered by falling log probability; the chosen token is repeated if it is among
+        them.  Waits until the device has finished this call, not what was launched after it.
+        """
+        return {} if self._pending is None else dict(zip(self._rows, self._pending.entries()))
 
 
 @dataclass(slots=True)

@@ -8,40 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.messages import TokenLogprobs
 from inflight.engine.request import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import argmax
 from inflight.sampling.choose import draw
-from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
-from inflight.sampling.metadata import SampleRow, SamplingMetadata
+from inflight.sampling.logprobs import token_logprobs
+from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.rules import RULES
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.upload import upload
 
-__all__ = ["Sampler", "SamplerOutput", "edit_logits"]
-
-
-class SamplerOutput:
-    """Attributes:
-    token_ids: int64[R] on the device of the logits; every entry is in [0, V).
-    """
-
-    __slots__ = ("_pending", "_rows", "token_ids")
-
-    def __init__(self, token_ids: Tensor, rows: list[int], pending: PendingLogprobs | None) -> None:
-        self.token_ids = token_ids
-        self._rows = rows
-        self._pending = pending
-
-    @property
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Row -> entry, for the rows whose params ask for it: the chosen token, then the top k.
-
-        These are ordered by falling log probability; the chosen token is repeated if it is among
-        them.  Waits until the device has finished this call, not what was launched after it.
-        """
-        return {} if self._pending is None else dict(zip(self._rows, self._pending.entries()))
+__all__ = ["Sampler", "edit_logits"]
 
 
 class Sampler:
