@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the tokens of the CPU's sampler, and no wait for the device; skipped without one.
+"""Sampling on a GPU gives the CPU's tokens and never waits for the device.  Skipped without a GPU.
 
 PYTHONPATH=backend python -m pytest tests/gpu        needs torch, triton, numpy and pytest
 """
@@ -25,7 +25,8 @@ HISTORY = np.tile(np.arange(40, dtype=np.int32) % 11, (64, 1))
 PARAMS = [
     *gpu_ops.KINDS["mixed"],
     SamplingParams(top_k=40, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
-    SamplingParams(top_p=0.9, logit_bias={7: 4.0}, bad_words_ids=[[3]]),
+    SamplingParams(top_p=0.9, logit_bias={7: 4.0}, bad_words_ids=[[3], [6, 2]]),
+    SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=[5], logprobs=3),
 ]
 
 
@@ -44,7 +45,7 @@ def metadata(device: torch.device, rows: int, vocab_size: int, seed: int = 0) ->
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_tokens_are_those_of_the_cpu(seed: int) -> None:
+def test_tokens_equal_those_of_the_cpu(seed: int) -> None:
     torch.manual_seed(seed)
     failed = [row for row in gpu_ops.sampling_check_rows(CUDA, quick=seed > 1, seed=seed) if not row["passed"]]
     assert not failed
@@ -52,7 +53,7 @@ def test_tokens_are_those_of_the_cpu(seed: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [11, 2048, 50257, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_edits_and_penalties_come_first(vocab_size: int, dtype: torch.dtype) -> None:
+def test_edits_come_first(vocab_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab_size)
     logits = (torch.randn(64, vocab_size) * 3).to(dtype)
     expected = Sampler()(logits, metadata(CPU, 64, vocab_size)).token_ids
@@ -72,6 +73,19 @@ def test_the_host_waits_for_nothing(no_waiting: None) -> None:
     Sampler()(logits, metadata(CUDA, 64, 50257))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
+    logits = torch.randint(-9, 9, (64, 50257)).to(dtype)  # ties across the edge of the top 3
+    expected = Sampler()(logits, metadata(CPU, 64, 50257)).logprobs
+    got = Sampler()(logits.to(CUDA), metadata(CUDA, 64, 50257)).logprobs
+    assert got.keys() == expected.keys()
+    for row, entry in got.items():
+        ids, values, ranks = zip(*entry)
+        expected_ids, expected_values, expected_ranks = zip(*expected[row])
+        assert (ids, ranks) == (expected_ids, expected_ranks)
+        assert values == pytest.approx(expected_values, abs=1e-4)
+
+
 def test_a_row_alone_and_in_a_batch() -> None:
     logits = torch.randn(64, 50257, device=CUDA)
     table = SamplingTable(64, 50257, CUDA)
@@ -79,8 +93,8 @@ def test_a_row_alone_and_in_a_batch() -> None:
         table.set_row(slot, PARAMS[slot % 6], slot, [], 20)
 
     def tokens(slots: list[int]) -> list[int]:
-        about = table.select(np.array(slots), np.full(len(slots), 40), HISTORY)
-        return Sampler()(logits[slots], about).token_ids.tolist()
+        selected = table.select(np.array(slots), np.full(len(slots), 40), HISTORY)
+        return Sampler()(logits[slots], selected).token_ids.tolist()
 
     whole = tokens(list(range(64)))
     assert [tokens([slot])[0] for slot in range(64)] == whole
@@ -88,20 +102,20 @@ def test_a_row_alone_and_in_a_batch() -> None:
 
 
 def test_captured_in_a_graph() -> None:
-    logits, about = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
-    expected = gpu_sampler.choose(logits, about)
+    logits, selected = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
+    expected = gpu_sampler.choose(logits, selected)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        got = gpu_sampler.choose(logits, about)
+        got = gpu_sampler.choose(logits, selected)
     for _ in range(3):
         graph.replay()
         assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
-def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float) -> None:
+def test_unusable_logits_still_give_a_token_of_the_vocabulary(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
     got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0))
     assert bool(((got >= 0) & (got < 5000)).all())

@@ -1,6 +1,6 @@
-"""Batched sampling: one call chooses a token for rows with different parameters.
+"""Batched sampling: one call chooses a token for every row, whatever their parameters.
 
-The caller (the model runner) owns one `SamplingTable` with a row per slot and one `Sampler`:
+The caller (the model runner) owns one `SamplingTable`, with a row per slot, and one `Sampler`:
 
     table = SamplingTable(max_num_seqs, vocab_size, device)
     sampler = Sampler()
@@ -12,38 +12,44 @@ The caller (the model runner) owns one `SamplingTable` with a row per slot and o
     metadata = table.select(slots, positions, token_ids)
     output = sampler(logits, metadata)  # logits[R, V], row i belongs to slots[i]
     output.token_ids  # int64[R] on the device
-    output.logprobs  # row i -> TokenLogprobs, rows with params.logprobs only
+    output.logprobs  # row i -> TokenLogprobs, only for rows with params.logprobs
 
-- `seed` is the sequence's own: the caller resolves `params.seed` and gives each child of an
+- `seed` belongs to one sequence: the caller resolves `params.seed` and gives each child of an
   n > 1 request a different one.
-- `positions[i]` is the absolute position of the token being sampled: how many tokens are before
-  it.  A token sampled again at the same position (after preemption) is the same token.
-- `token_ids[slot]` is an int array of that slot's tokens, prompt first, valid up to the position:
-  the runner's int32[max_num_seqs, max_model_len] array will do.  It is read only for rows with
-  bad words or penalties; what was read may not change until the slot's next `set_row`.
-- `select` of rows that are all plain greedy returns at once and the sampler does one argmax.
+- `positions[i]` is the absolute position of the token being sampled, that is the number of
+  tokens before it.  Sampling a position again (after preemption) gives the same token.
+- `token_ids[slot]` holds that slot's tokens, prompt first, valid up to the position; the runner
+  passes its int32[max_num_seqs, max_model_len] array.  Only rows with bad words or penalties read it.
+- A slot with k draft tokens takes k + 1 consecutive rows at increasing positions, and its drafts
+  are in `token_ids`.  Row i is sampled after `token_ids[slot, :positions[i]]`.  What the table
+  remembers of a slot ends before the first of its positions, so refused drafts leave no trace.
+- `select` returns at once if all rows are plain greedy, and the sampler then does one argmax.
 - A slot that becomes free needs no call.
-- `set_row` raises `ValueError` for token ids outside the vocabulary, so check params against it
-  when a request is taken.
-- On a GPU one kernel in the Triton language chooses for all rows, whatever their parameters, and
-  the host waits for nothing but log probabilities, which are returned as Python values.  Where it
-  cannot be launched the groups of `choose.py` wait once or a few times for rows with top_k,
-  top_p or min_p.  `Sampler.warm_up` compiles the kernels before the first request.
+- The table does not validate parameters: the engine does, when it takes the request.  `set_row`
+  only raises `ValueError` for token ids outside the vocabulary, which would corrupt other rows.
+- On a GPU one kernel chooses for all rows, and the host waits for nothing until it reads a
+  result.  Where that kernel cannot be launched, the groups of `choose.py` wait a few times for
+  rows with top_k, top_p or min_p.  `Sampler.warm_up` compiles kernels before the first request.
 
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.
 
-Order and definitions are vLLM's: float32; log probabilities are those of the raw logits;
-logit_bias; EOS and stop token ids masked until min_tokens (ignore_eos or not); bad words, matched
-against output tokens only; repetition penalty over prompt and output, frequency and presence
-penalty over output; temperature (below 1e-5: greedy); min_p relative to the most likely token;
-top_k; top_p, the smallest set that reaches p of what min_p and top_k left, at least one token.
+Order and definitions are vLLM's.  All arithmetic is in float32; log probabilities are those of the
+raw logits.  In order of application:
+
+1. The rules in `rules/`: logit_bias; EOS and stop token ids masked until min_tokens, ignore_eos or
+   not; bad words, matched against the output only; repetition penalty over prompt and output,
+   frequency and presence penalties over the output.
+2. temperature (below 1e-5 the row is greedy).
+3. min_p, relative to the most likely token.
+4. top_k.
+5. top_p: the smallest set that reaches p of what min_p and top_k left, at least one token.
+
 Equal logits are ordered by token id, lowest first, everywhere.  Fully masked rows still give
 a token of the vocabulary.
 """
 
 from __future__ import annotations
 
-from inflight.sampling.history import TokenHistory
 from inflight.sampling.logprobs import prompt_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.sampler import Sampler
@@ -55,7 +61,6 @@ __all__ = [
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingTable",
-    "TokenHistory",
     "prompt_logprobs",
     "sampling_metadata",
 ]

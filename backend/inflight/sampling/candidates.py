@@ -7,6 +7,11 @@ from torch import Tensor
 
 __all__ = ["argmax", "top_candidates"]
 
+_LOW_HALF = 2**32 - 1
+
+# Entries ranked at once on a GPU: a bound on memory.
+_CHUNK = 2**24
+
 
 def argmax(x: Tensor) -> Tensor:
     """int64[R]: place of the first largest entry of each row of x[R, V]."""
@@ -23,6 +28,8 @@ def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     the lowest ids come first, so a row's candidates do not depend on the rows beside it.
     """
     k = min(k, x.shape[-1])
+    if not x.is_cpu:
+        return _top_by_rank(x, k)
     values, ids = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
     if values.shape[-1] > k:
         straddles = values[:, k] == values[:, k - 1]
@@ -35,6 +42,19 @@ def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _take_lowest_ties(x: Tensor, values: Tensor, ids: Tensor) -> None:
-    """Make `ids` hold the lowest of the entries of x[V] that equal the last of `values`."""
+    """Replace those of `ids` whose entries equal the last of `values` by the lowest such ids in x[V]."""
     taken = values == values[-1]
     ids[taken] = (x == values[-1]).nonzero().flatten()[: int(taken.sum())]
+
+
+def _top_by_rank(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same without reading a value on the host: no two entries have the same 64-bit rank."""
+    complements = _LOW_HALF - torch.arange(x.shape[-1], device=x.device)
+    parts = []
+    for part in x.split(max(1, _CHUNK // x.shape[-1])):
+        bits = (part.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+        ranks = (order << 32) + complements
+        parts.append(_LOW_HALF - (ranks.topk(k, dim=-1).values & _LOW_HALF))
+    ids = torch.cat(parts)
+    return x.gather(-1, ids), ids

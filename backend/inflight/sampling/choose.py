@@ -1,4 +1,4 @@
-"""The choice of a token for rows that are drawn at random."""
+"""Drawing a token at random, for groups of rows that are drawn in the same way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inflight.sampling.noise import negative_exponential, token_hashes
 
 __all__ = ["draw"]
 
-# Entries worked on at once: on a CPU about what its cache holds, on a GPU a bound on memory.
+# Logits worked on at once: about what fits the cache of a CPU; on a GPU, a bound on memory.
 _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
 
 
 def draw(logits: Tensor, group: RandomGroup) -> Tensor:
-    """int64[r]: a token for each row of `group`; `logits` is [R, V]."""
+    """int64[r]: one token per row of `group`; `logits` is [R, V]."""
     if group.max_top_k:
         return _draw_from_candidates(logits, group)
     r = len(group.rows)
@@ -28,7 +28,7 @@ def draw(logits: Tensor, group: RandomGroup) -> Tensor:
 
 
 def _rows(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """The part's logits; a view where its rows are consecutive."""
+    """Logits of a part of the group; a view if its rows are consecutive."""
     if group.start >= 0:
         return logits[group.start + part.start : group.start + part.stop]
     return logits.index_select(0, group.rows[part])
@@ -37,7 +37,7 @@ def _rows(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
 def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
     """Unnormalised probabilities: 1 for the most likely token, 0 for those that min_p drops.
 
-    All are 0 in a fully masked row, so that its token is 0.  Writes over `scaled`.
+    In a fully masked row all are 0, and so is its token.  Overwrites `scaled`.
     """
     weights = scaled.sub_(largest.clamp(min=torch.finfo(torch.float32).min)).exp_()
     if min_p is not None:
@@ -46,7 +46,7 @@ def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
 
 
 def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> Tensor:
-    """Race the top_k most likely tokens, less those that min_p and top_p drop."""
+    """Race the top_k most likely tokens, without those that min_p and top_p drop."""
     values, ids = top_candidates(_rows(logits, group, slice(0, len(group.rows))), group.max_top_k)
     scaled = values * group.inverse_temperature
     weights = _weights(scaled, scaled[:, :1].clone(), group.min_p)
@@ -60,7 +60,7 @@ def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> Tensor:
 
 
 def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
-    """Race the whole vocabulary, less what min_p and top_p drop."""
+    """Race the whole vocabulary, without what min_p and top_p drop."""
     keys = group.keys[0][part], group.keys[1][part]
     hashes = token_hashes(logits.shape[-1], logits.device)
     scaled = _rows(logits, group, part) * group.inverse_temperature[part]
@@ -70,7 +70,7 @@ def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Te
         return argmax(negative_exponential(hashes, keys).div_(weights))
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64)
     top_p = torch.ones_like(mass) if group.top_p is None else group.top_p[part]
-    # Tokens at or below this weigh at most 1 - top_p together: none is in the nucleus.
+    # Tokens at or below this weigh at most 1 - top_p together, so none is in the nucleus.
     floor = mass * (1.0 - top_p) * (0.999 / logits.shape[-1])
     shortlist = _shortlist(weights, floor.float()) if logits.is_cpu else None
     if shortlist is None:
@@ -84,9 +84,8 @@ def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Te
 def _race_in_nucleus(scores: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
     """int64[c]: place of the best score in the smallest set of top weights that reaches `mass`.
 
-    A winner outside the set is removed with every entry that is not heavier, for those are
-    outside too, and the race is run again: the last winner is the one of the set, found
-    without sorting.
+    A winner outside the set is removed, together with every entry that is not heavier: those are
+    outside too.  Then the race is run again.  This finds the winner of the set without sorting.
 
     Args:
         scores, weights: float32[c, n].
@@ -101,13 +100,13 @@ def _race_in_nucleus(scores: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
         if not len(rejected):
             return chosen
         active, weights, mass = active[rejected], weights[rejected], mass[rejected]
-        scores = scores[rejected].div_(heavier[rejected])  # scores are negative: over 0 they are -inf
+        scores = scores[rejected].div_(heavier[rejected])  # scores are negative: divided by 0 they are -inf
         winners = argmax(scores)
         chosen[active] = winners
 
 
 def _heavier(weights: Tensor, places: Tensor) -> Tensor:
-    """float32[c, n]: 1 for what comes before `places[c]` by falling weight, then by rising place, else 0.
+    """float32[c, n]: 1 for entries before `places[c]` by falling weight, then by rising place; else 0.
 
     Comparisons into float32 are several times faster than into bool on a CPU.
     """
@@ -120,9 +119,9 @@ def _heavier(weights: Tensor, places: Tensor) -> Tensor:
 
 
 def _shortlist(weights: Tensor, floor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Places of the entries above `floor[c, 1]`, rising: int64[c, n], and bool[c, n] of its padding.
+    """Places of the entries above `floor[c, 1]`, increasing: int64[c, n], and bool[c, n], where it is padding.
 
-    None when that would drop less than half of the entries.
+    None if that would drop less than half of the entries.
     """
     c, vocab_size = weights.shape
     kept = np.flatnonzero(weights.numpy() > floor.numpy())

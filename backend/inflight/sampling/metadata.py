@@ -1,4 +1,4 @@
-"""What one sampling call needs, assembled on the host and uploaded once.  See `SamplingTable`."""
+"""What one sampling call needs, assembled on the host and uploaded once, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor
 
 from inflight.engine.messages import TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
+from inflight.sampling.logprobs import PendingLogprobs
+from inflight.sampling.rules import LogitsEdit
 
-__all__ = ["Penalties", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
+__all__ = ["RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
 
 
 @dataclass(slots=True)
 class SampleRow:
-    """Host-side description of one row, for callers without a `SamplingTable`.
+    """One row as described by a caller without a `SamplingTable`.
 
     Attributes:
         seed: 64-bit seed of this sequence.
-        position: tokens before the one to sample; the prompt and output below have that many.
+        position: number of tokens before the one to sample, the prompt and output below.
         prompt_token_ids, output_token_ids: int32 views.
         eos_token_ids: masked, with `params.stop_token_ids`, until `params.min_tokens`.
     """
@@ -33,31 +35,41 @@ class SampleRow:
     eos_token_ids: Sequence[int] = ()
 
 
-@dataclass(slots=True)
 class SamplerOutput:
     """Attributes:
     token_ids: int64[R] on the device of the logits; every entry is in [0, V).
-    logprobs: row -> entry, for the rows whose params ask: the chosen token, then the top k
-        by falling log probability (the chosen one appears again if it is among them).
     """
 
-    token_ids: Tensor
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    __slots__ = ("_pending", "_rows", "token_ids")
+
+    def __init__(self, token_ids: Tensor, rows: list[int], pending: PendingLogprobs | None) -> None:
+        self.token_ids = token_ids
+        self._rows = rows
+        self._pending = pending
+
+    @property
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Row -> entry, for the rows whose params ask for it: the chosen token, then the top k.
+
+        These are ordered by falling log probability; the chosen token is repeated if it is among
+        them.  Waits until the device has finished this call, not what was launched after it.
+        """
+        return {} if self._pending is None else dict(zip(self._rows, self._pending.entries()))
 
 
 @dataclass(slots=True)
 class RandomGroup:
-    """Rows drawn at random in the same way; r of them, tensors on the device.
+    """r random rows that are drawn in the same way; tensors on the device.
 
     Attributes:
         rows: int64[r], rows of the logits.
-        start: first row when `rows` is a run of consecutive rows, else -1.
+        start: first row if `rows` are consecutive, else -1.
         keys: two int32[r, 1], see `noise.row_keys`.
         inverse_temperature: float32[r, 1].
-        max_top_k: largest `top_k` of the group; 0: no row has one.
-        top_k: int64[r, 1]; meaningful when `max_top_k`.
-        top_p: float64[r, 1], or None when no row narrows by it.
-        min_p: float32[r, 1], or None when no row narrows by it.
+        max_top_k: largest `top_k` of the group; 0 if no row has one.
+        top_k: int64[r, 1]; meaningful if `max_top_k` is not 0.
+        top_p: float64[r, 1], or None if no row uses it.
+        min_p: float32[r, 1], or None if no row uses it.
     """
 
     rows: Tensor
@@ -71,40 +83,22 @@ class RandomGroup:
 
 
 @dataclass(slots=True)
-class Penalties:
-    """Penalised (row, token) pairs, N of them; tensors on the device.
-
-    Attributes:
-        index: int64[N], row * V + token id; pairs are distinct.
-        counts: float32[N], occurrences in the output.
-        rows: int64[N], row of each pair.
-        strengths: float32[3, R], repetition, frequency and presence penalty of each row.
-    """
-
-    index: Tensor
-    counts: Tensor
-    rows: Tensor
-    strengths: Tensor
-
-
-@dataclass(slots=True)
 class SamplingMetadata:
     """One sampling call over R rows.  Made by `SamplingTable.select`, `sampling_metadata` or `all_greedy`.
 
     Attributes:
         num_rows: R.
-        vocab_size: V that the flat indices below count with; None without any.
-        greedy_rows: int64[g], rows that take the argmax; None: all rows do.
-        columns: int64[6, R] as uploaded, a column a row: greedy ones, those drawn plainly, those
-            narrowed by top_p or min_p, those with top_k.  Lines: row of the logits; its two int32
-            keys (`noise.row_keys`), the first in the low half; top_k; then as bits of float64
-            inverse temperature, top_p and min_p.  None when all rows are greedy.
-        first_columns: where the second, third and fourth of those kinds start.
-        random_groups: the same rows but the greedy ones, in groups drawn alike.
-        bias_index, bias_values: int64[N] row * V + token id (distinct), float32[N] added there.
-        banned_index: int64[N] row * V + token id, masked.
-        penalties: repetition, frequency and presence penalties.
-        logprobs: row -> number of top entries, for rows that want log probabilities.
+        vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
+        greedy_rows: int64[g], rows that take the argmax; None if all rows do.
+        columns: int64[6, R] as uploaded, one column per row, ordered by kind: greedy, plain random,
+            narrowed by top_p or min_p, top_k.  Lines: row of the logits; the row's two int32 keys
+            (`noise.row_keys`), the first in the low half; top_k; then inverse temperature, top_p
+            and min_p as the bits of float64.  None if all rows are greedy.
+        first_columns: where the second, third and fourth kind start.
+        random_groups: the random rows once more, grouped by how they are drawn; empty where the
+            GPU kernel draws all of them.
+        edits: changes to the logits, in order of application.
+        logprobs: row -> number of top entries, for the rows that return log probabilities.
     """
 
     num_rows: int
@@ -113,16 +107,8 @@ class SamplingMetadata:
     columns: Tensor | None = None
     first_columns: tuple[int, int, int] = (0, 0, 0)
     random_groups: list[RandomGroup] = field(default_factory=list)
-    bias_index: Tensor | None = None
-    bias_values: Tensor | None = None
-    banned_index: Tensor | None = None
-    penalties: Penalties | None = None
+    edits: list[LogitsEdit] = field(default_factory=list)
     logprobs: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether any row's logits are changed before the choice."""
-        return self.bias_index is not None or self.banned_index is not None or self.penalties is not None
 
     @classmethod
     def all_greedy(cls, num_rows: int) -> SamplingMetadata:

@@ -1,10 +1,10 @@
 """Counter-based noise: a pure function of (seed, position, token id), with no generator state.
 
-A 64-bit key is derived on the host from (seed, position); its two 32-bit halves key a
-multiply-xorshift hash of the token id, computed with wrapping int32 arithmetic on the device.
-The hash becomes an Exp(1) variate, so that `argmin(E_j / p_j)` draws from p (the exponential
-race, equal to the Gumbel-max trick).  Every step is elementwise: the noise of a token is the
-same bits in any batch, row, order, and whether computed for the vocabulary or a few candidates.
+The host derives a 64-bit key from (seed, position).  Its two 32-bit halves key a multiply-xorshift
+hash of the token id, computed on the device in wrapping int32 arithmetic.  The hash becomes an
+Exp(1) variate E, and `argmin(E_j / p_j)` draws from p (the exponential race, equivalent to the
+Gumbel-max trick).  Every step is elementwise: the noise of a token has the same bits in any batch,
+row and order, whether it is computed for the whole vocabulary or for a few candidates.
 
 Constants: splitmix64 (Steele, Lea and Flood 2014) and lowbias32 (Wellons, "Prospecting for
 Hash Functions").
@@ -37,12 +37,12 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def mix_seed(seed: int) -> int:
-    """A request's 64-bit stream origin; any Python int is taken modulo 2**64."""
+    """Origin of a sequence's noise, 64 bits; any Python int is taken modulo 2**64."""
     return int(_mix64(np.array([(seed + _GAMMA) & _MASK64], dtype=np.uint64))[0])
 
 
 def row_keys(origins: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Keys of rows: uint64[R] stream origins (`mix_seed`), int64[R] positions -> int32[2, R].
+    """int32[2, R]: two keys per row from uint64[R] origins (`mix_seed`) and int64[R] positions.
 
     The first key is odd.
     """
@@ -57,8 +57,8 @@ def row_keys(origins: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
     """int32[vocab_size]: a hash of each token id, the same for every row.
 
-    Its low bits are a permutation of those of the id.  Tokens whose hashes differ only at the
-    top would have correlated noise (a product carries upward only), equal hashes equal noise.
+    Its low bits are a permutation of those of the id.  Equal hashes would give equal noise, and
+    hashes that differ only in their top bits correlated noise, since a product carries upward only.
     """
     ids = np.arange(vocab_size, dtype=np.uint64)
     low = ids & _LOW_MASK
@@ -78,7 +78,7 @@ def negative_exponential(hashes: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     Returns:
         float32[R, V or K].
     """
-    # Right shifts are arithmetic: each xorshift loses one bit of the hash, none of its balance.
+    # Right shifts are arithmetic: each xorshift costs one bit of the hash but none of its balance.
     x = hashes * keys[0]
     x += keys[1]
     shifted = x >> 15
@@ -86,5 +86,5 @@ def negative_exponential(hashes: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     x *= MULTIPLIER
     x ^= torch.bitwise_right_shift(x, 16, out=shifted)  # sign bit now clear
     x |= 1  # u > 0
-    # u is small where E is: log1p keeps the upper tail of the noise precise.
+    # u is small where E is: log1p stays precise there.
     return x.to(torch.float32).mul_(-TO_UNIT).log1p_()

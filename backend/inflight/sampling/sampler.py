@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,18 +14,19 @@ from inflight.sampling.candidates import argmax
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.processors import edit_logits
+from inflight.sampling.rules import RULES
 from inflight.sampling.table import sampling_metadata
+from inflight.sampling.upload import upload
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "edit_logits"]
 
 
 class Sampler:
-    """Stateless: a row's token depends on its logits, params, seed, position and tokens alone."""
+    """Stateless: a row's token depends only on its logits, params, seed, position and tokens."""
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Choose a token for each row of `logits[R, V]` (float32, bfloat16 or float16; not changed).
+        """Choose a token for each row of `logits[R, V]` (float32, bfloat16 or float16; left unchanged).
 
         Raises:
             ValueError: `metadata` is for another number of rows or another vocabulary.
@@ -32,34 +35,38 @@ class Sampler:
         if logits.shape != expected:
             raise ValueError(
                 f"logits have shape {list(logits.shape)}, metadata is for {list(expected)}: "
-                "select the slots whose rows are passed, from a table made with the logits' vocabulary"
+                "select the slots whose rows are passed, from a table with the vocabulary size of the logits"
             )
-        output = SamplerOutput(_choose(logits, metadata))
-        if metadata.logprobs:
-            rows = list(metadata.logprobs)
-            index = torch.tensor(rows, device=logits.device)
-            tops = list(metadata.logprobs.values())
-            output.logprobs = dict(zip(rows, token_logprobs(logits[index], output.token_ids[index], tops)))
-        return output
+        token_ids = _choose(logits, metadata)
+        if not metadata.logprobs:
+            return SamplerOutput(token_ids, [], None)
+        rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
+        index = upload(np.array(rows), logits.device)
+        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], token_ids[index], tops))
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Have the kernels for logits[R, vocab_size] of `dtype` compiled, so that no request waits for it."""
+        """Compile the GPU kernels for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
         if not can_launch(device):
             return
-        params = SamplingParams(temperature=1.0, top_k=2, repetition_penalty=2.0)
-        row = SampleRow(params, seed=0, position=1, prompt_token_ids=_TOKEN, output_token_ids=_TOKEN[:0])
-        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
-        metadata = sampling_metadata([row], vocab_size, device)
-        self(logits, metadata)  # penalties are applied to a float32 copy
-        metadata.penalties = None
-        self(logits, metadata)
+        params = [SamplingParams(top_k=2), *(rule.warm_up_params for rule in RULES)]
+        token = np.zeros(1, dtype=np.int32)
+        rows = [SampleRow(p, seed=0, position=1, prompt_token_ids=token, output_token_ids=token[:0]) for p in params]
+        logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
+        metadata = sampling_metadata(rows, vocab_size, device)
+        self(logits, metadata)  # edits are made to a float32 copy
+        self(logits, replace(metadata, edits=[]))
 
 
-_TOKEN = np.zeros(1, dtype=np.int32)
+def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """float32[R, V]: a copy of `logits` with the edits of `metadata` applied in their order."""
+    edited = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    for edit in metadata.edits:
+        edit.apply(edited)
+    return edited
 
 
 def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    if metadata.edits_logits:
+    if metadata.edits:
         logits = edit_logits(logits, metadata)
     greedy = metadata.greedy_rows
     if greedy is None:

@@ -1,4 +1,4 @@
-"""Sampling parameters of all slots as a struct of arrays: one row a slot, filled on admission."""
+"""Sampling parameters of all slots as a struct of arrays: one row per slot, filled on admission."""
 
 from __future__ import annotations
 
@@ -6,105 +6,92 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
-from inflight.sampling.history import TokenCounts, TokenHistory, banned_tokens
-from inflight.sampling.metadata import Penalties, RandomGroup, SampleRow, SamplingMetadata
+from inflight.sampling.metadata import RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
+from inflight.sampling.rules import RULES, LogitsRule, RowBatch
+from inflight.sampling.upload import upload
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 
 # Below this a request is greedy.
 GREEDY_TEMPERATURE = 1e-5
 
-# What a slot needs beside an argmax; 0 is plain greedy.
-_RANDOM, _BIAS, _MIN_TOKENS, _BAD_WORDS, _PENALTIES, _LOGPROBS = (1 << i for i in range(6))
-_HISTORY = _MIN_TOKENS | _BAD_WORDS | _PENALTIES
+# What a slot needs besides an argmax: these, then one bit per rule.  0 is plain greedy.
+_RANDOM, _LOGPROBS, _FIRST_RULE = 1, 2, 4
 
-# How a random slot is drawn: from the whole vocabulary, plainly or narrowed by top_p or min_p, or
-# from its top_k.  Rows of a bucket are drawn together; several top_k buckets keep a row with a
-# large k from widening the candidates of all others.
+# How a random slot is drawn: from the whole vocabulary, plain or narrowed by top_p or min_p, or
+# from its top_k tokens.  Rows of a bucket are drawn together; there are several top_k buckets so
+# that a row with a large k does not widen the candidates of all the others.
 _FULL, _NARROWED = 1, 2
 _TOP_K_BUCKETS = (64, 1024, 2**31)
 _NUM_BUCKETS = _NARROWED + 1 + len(_TOP_K_BUCKETS)
 
-# A greater bias acts as this one, so that sums stay finite; a lesser one than its negative bans.
-_MAX_BIAS = 1e30
+_NO_TOKENS = np.empty((0, 0), dtype=np.int32)
 
 
 class SamplingTable:
-    """Preprocessed sampling parameters, one row a slot.
+    """Preprocessed sampling parameters, one row per slot.
 
-    `set_row` once per admission, `select` once per step.  `select` costs a few numpy gathers
-    whatever the batch; only rows with bias, bans, min_tokens or penalties cost Python time of
-    their own.
+    Call `set_row` once per admission and `select` once per step.  `select` costs a few numpy
+    gathers, whatever the batch; rules add theirs for the rows they act on.
 
     Args:
         max_num_seqs: number of slots.
         vocab_size: V, the last dimension of the logits.
         device: where the logits are.
+        rules: kinds of logits rules, in order of application.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        rules: Sequence[type[LogitsRule]] = RULES,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._one_kernel = can_launch(self.device)
-        self._flags = np.zeros(max_num_seqs, dtype=np.int32)
+        self._has_gpu_kernel = can_launch(self.device)
+        self._flags = np.zeros(max_num_seqs, dtype=np.int64)
         self._bucket = np.zeros(max_num_seqs, dtype=np.int64)
         self._origin = np.zeros(max_num_seqs, dtype=np.uint64)
         self._inverse_temperature = np.ones(max_num_seqs, dtype=np.float64)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs, dtype=np.float64)
         self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
-        self._strengths = np.tile(np.array([[1.0], [0.0], [0.0]], dtype=np.float32), max_num_seqs)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._logprobs = np.zeros(max_num_seqs, dtype=np.int64)
-        self._bias: list[tuple[np.ndarray, np.ndarray]] = [_NO_BIAS] * max_num_seqs
-        self._stop_ids: list[list[int]] = [[]] * max_num_seqs
-        self._bad_words: list[list[list[int]]] = [[]] * max_num_seqs
-        self._counts: list[TokenCounts | None] = [None] * max_num_seqs
+        self._rules = [(_FIRST_RULE << i, rule(max_num_seqs, vocab_size, self.device)) for i, rule in enumerate(rules)]
 
     def set_row(
         self, slot: int, params: SamplingParams, seed: int, eos_token_ids: Sequence[int], num_prompt_tokens: int
     ) -> None:
-        """Fill a slot: a request was admitted, or resumed after preemption.  Old contents are void.
+        """Fill a slot: a request was admitted, or resumed after preemption.  Replaces all contents.
 
         Args:
+            params: validated by the caller.
             seed: 64-bit seed of this sequence; siblings of an n > 1 request have different ones.
             eos_token_ids: masked, with `params.stop_token_ids`, until `params.min_tokens`.
             num_prompt_tokens: where the output starts in the row's tokens.
 
         Raises:
-            ValueError: a token id is not in the vocabulary.
+            ValueError: a rule would write to a token id outside the vocabulary.
         """
-        params.validate(vocab_size=self.vocab_size)
-        flags = 0
+        flags = self._flags[slot] = 0
         self._num_prompt_tokens[slot] = num_prompt_tokens
-        self._counts[slot] = None
         self._bucket[slot] = 0
         if params.temperature >= GREEDY_TEMPERATURE:
             flags |= _RANDOM
             self._set_random(slot, params, seed)
-        if params.logit_bias:
-            flags |= _BIAS
-            self._bias[slot] = _bias_arrays(params.logit_bias)
-        stop_ids = sorted({t for t in (*eos_token_ids, *params.stop_token_ids) if 0 <= t < self.vocab_size})
-        if params.min_tokens and stop_ids:
-            flags |= _MIN_TOKENS
-            self._min_tokens[slot], self._stop_ids[slot] = params.min_tokens, stop_ids
-        if any(params.bad_words_ids):
-            flags |= _BAD_WORDS
-            self._bad_words[slot] = [word for word in params.bad_words_ids if word]
-        strengths = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        if strengths != (1.0, 0.0, 0.0):
-            flags |= _PENALTIES
-        self._strengths[:, slot] = strengths
         if params.logprobs is not None:
             flags |= _LOGPROBS
             self._logprobs[slot] = params.logprobs
+        for flag, rule in self._rules:
+            if rule.set_row(slot, params, eos_token_ids):
+                flags |= flag
         self._flags[slot] = flags
 
     def _set_random(self, slot: int, params: SamplingParams, seed: int) -> None:
@@ -121,17 +108,20 @@ class SamplingTable:
         self,
         slots: np.ndarray | Sequence[int],
         positions: np.ndarray | Sequence[int],
-        token_ids: TokenHistory | None = None,
+        token_ids: np.ndarray | None = None,
     ) -> SamplingMetadata:
         """Describe one sampling call: row i of the logits belongs to `slots[i]`.
+
+        A slot with draft tokens appears several times, in consecutive rows at increasing positions.
 
         Args:
             slots: int[R]; each was filled by `set_row`.
             positions: int[R], absolute position of the token being sampled: the number of
                 tokens before it.
-            token_ids: tokens of a slot, read up to its position and only for rows with
-                min_tokens, bad words or penalties.  Between two `set_row` of a slot its tokens
-                may only be appended to.
+            token_ids: int[max_num_seqs, n], the tokens of each slot, drafts included; read up to
+                the position, and only for rows with a rule that reads tokens.  Tokens before
+                the slot's first position in this call must stay as they are until its next
+                `set_row`; those after it are drafts and may be others in the next call.
 
         Raises:
             ValueError: `token_ids` is None but a row needs it.
@@ -146,15 +136,11 @@ class SamplingTable:
         positions = np.asarray(positions, dtype=np.int64)
         if needed & _RANDOM:
             self._add_random(metadata, slots, positions)
-        if needed & _BIAS:
-            self._add_bias(metadata, slots, np.flatnonzero(flags & _BIAS))
-        if needed & (_MIN_TOKENS | _BAD_WORDS):
-            self._add_bans(metadata, slots, positions, flags, token_ids)
-        if needed & _PENALTIES:
-            self._add_penalties(metadata, slots, positions, np.flatnonzero(flags & _PENALTIES), token_ids)
         if needed & _LOGPROBS:
             rows = np.flatnonzero(flags & _LOGPROBS)
             metadata.logprobs = dict(zip(rows.tolist(), self._logprobs[slots[rows]].tolist()))
+        if needed >= _FIRST_RULE:
+            self._add_edits(metadata, flags, slots, positions, token_ids)
         return metadata
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
@@ -162,18 +148,18 @@ class SamplingTable:
         order = np.argsort(bucket, kind="stable")
         sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
         by_bucket = slots[order]
-        # One 8-byte-wide array so that one copy brings all to the device.
+        # One array of 8-byte values, so that one copy brings everything to the device.
         packed = np.empty((6, len(slots)), dtype=np.int64)
         packed[0] = order
         packed[1] = row_keys(self._origin[by_bucket], positions[order]).T.copy().view(np.int64)[:, 0]
         packed[2] = top_k = self._top_k[by_bucket]
         top_p, min_p = self._top_p[by_bucket], self._min_p[by_bucket]
         packed[3:] = np.stack([self._inverse_temperature[by_bucket], top_p, min_p]).view(np.int64)
-        metadata.columns = uploaded = self._upload(packed)
+        metadata.columns = uploaded = upload(packed, self.device)
         ends = np.cumsum(sizes)
         metadata.first_columns = int(ends[0]), int(ends[_FULL]), int(ends[_NARROWED])
         metadata.greedy_rows = uploaded[0, : ends[0]]
-        if self._one_kernel:
+        if self._has_gpu_kernel:
             return
         end = int(ends[0])
         for index in range(1, _NUM_BUCKETS):
@@ -196,80 +182,40 @@ class SamplingTable:
                 )
             )
 
-    def _add_bias(self, metadata: SamplingMetadata, slots: np.ndarray, rows: np.ndarray) -> None:
-        parts = [(self._bias[slots[row]][0] + row * self.vocab_size, self._bias[slots[row]][1]) for row in rows]
-        metadata.bias_index = self._upload(np.concatenate([ids for ids, _ in parts]))
-        metadata.bias_values = self._upload(np.concatenate([values for _, values in parts]))
-
-    def _add_bans(
+    def _add_edits(
         self,
         metadata: SamplingMetadata,
-        slots: np.ndarray,
-        positions: np.ndarray,
         flags: np.ndarray,
-        token_ids: TokenHistory | None,
-    ) -> None:
-        banned: list[int] = []
-        num_output_tokens = positions - self._num_prompt_tokens[slots]
-        for row in np.flatnonzero((flags & _MIN_TOKENS != 0) & (num_output_tokens < self._min_tokens[slots])).tolist():
-            banned += [row * self.vocab_size + token for token in self._stop_ids[slots[row]]]
-        for row in np.flatnonzero(flags & _BAD_WORDS).tolist():
-            slot = int(slots[row])
-            output = _history(token_ids)[slot][self._num_prompt_tokens[slot] : positions[row]]
-            banned += [row * self.vocab_size + token for token in banned_tokens(self._bad_words[slot], output)]
-        if banned:
-            metadata.banned_index = self._upload(np.array(banned, dtype=np.int64))
-
-    def _add_penalties(
-        self,
-        metadata: SamplingMetadata,
         slots: np.ndarray,
         positions: np.ndarray,
-        rows: np.ndarray,
-        token_ids: TokenHistory | None,
+        token_ids: np.ndarray | None,
     ) -> None:
-        history = _history(token_ids)
-        ids, counts, sizes = [], [], []
-        for row in rows.tolist():
-            slot = int(slots[row])
-            tokens = history[slot]
-            seen = self._counts[slot]
-            if seen is None:
-                seen = self._counts[slot] = TokenCounts(
-                    tokens[: self._num_prompt_tokens[slot]], with_prompt=bool(self._strengths[0, slot] != 1.0)
-                )
-            seen.update(tokens, int(positions[row]))
-            ids.append(seen.ids[: seen.size])
-            counts.append(seen.counts[: seen.size])
-            sizes.append(seen.size)
-        row_of = np.repeat(rows, sizes)
-        metadata.penalties = Penalties(
-            index=self._upload(np.concatenate(ids) + row_of * self.vocab_size),
-            counts=self._upload(np.concatenate(counts)),
-            rows=self._upload(row_of),
-            strengths=self._upload(self._strengths[:, slots]),
+        batch = RowBatch(
+            rows=np.arange(len(slots)),
+            slots=slots,
+            positions=positions,
+            first_positions=_first_positions(slots, positions),
+            num_prompt_tokens=self._num_prompt_tokens[slots],
+            token_ids=_NO_TOKENS if token_ids is None else token_ids,
         )
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-_NO_BIAS = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
-
-
-def _bias_arrays(logit_bias: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    values = np.fromiter(logit_bias.values(), np.float64, len(logit_bias))
-    values = np.where(values < -_MAX_BIAS, -np.inf, np.minimum(np.nan_to_num(values), _MAX_BIAS))
-    return np.fromiter(logit_bias, np.int64, len(logit_bias)), values.astype(np.float32)
+        for flag, rule in self._rules:
+            rows = np.flatnonzero(flags & flag)
+            if not len(rows):
+                continue
+            if rule.reads_tokens and token_ids is None:
+                raise ValueError(
+                    f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: "
+                    "pass the array that holds the tokens of all slots"
+                )
+            edit = rule.prepare(batch.take(rows))
+            if edit is not None:
+                metadata.edits.append(edit)
 
 
-def _history(token_ids: TokenHistory | None) -> np.ndarray | TokenHistory:
-    if token_ids is None:
-        raise ValueError("token_ids is None, but a row has bad words or penalties: pass the tokens of its slot")
-    return token_ids
+def _first_positions(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int64[R]: position of the first of the consecutive rows that have the same slot."""
+    starts = np.flatnonzero(np.diff(slots, prepend=-1))
+    return np.repeat(positions[starts], np.diff(starts, append=len(slots)))
 
 
 def sampling_metadata(
@@ -277,7 +223,8 @@ def sampling_metadata(
 ) -> SamplingMetadata:
     """Describe rows without keeping a table: for one-off calls; a step loop keeps a `SamplingTable`."""
     table = SamplingTable(len(rows), vocab_size, device)
+    token_ids = np.zeros((len(rows), max((row.position for row in rows), default=0)), dtype=np.int32)
     for slot, row in enumerate(rows):
         table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
-    tokens = [np.concatenate([row.prompt_token_ids, row.output_token_ids]) for row in rows]
-    return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), tokens)
+        token_ids[slot, : row.position] = np.concatenate([row.prompt_token_ids, row.output_token_ids])
+    return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), token_ids)

@@ -19,7 +19,8 @@ import torch
 from triton_target import target
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
-from inflight.sampling.metadata import Penalties, SamplingMetadata
+from inflight.sampling.metadata import SamplingMetadata
+from inflight.sampling.rules.penalties import PenalisedTokens
 
 arch, dtype, vocab_size = json.loads(sys.argv[1])
 dtype, ops = getattr(torch, dtype), GpuOps()
@@ -37,9 +38,9 @@ with target(arch) as compiled:
         for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
             metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
             gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), metadata)
-        index, rows = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
-        penalties = Penalties(index, torch.empty(7 * tokens), rows, torch.empty(3, tokens))
-        gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalties)
+        index, of_row = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
+        penalised = PenalisedTokens(index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
+        gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalised)
 print(json.dumps([kernel.report(arch) for kernel in compiled]))
 """
 ONCE = ["add_rms_norm_kernel", "choose_kernel", "penalise_kernel", "rotary_kernel", "silu_and_mul_kernel"]

@@ -1,4 +1,4 @@
-"""The GPU's sampling kernel against the CPU's sampler, in the Triton language's interpreter."""
+"""The GPU sampling kernels against the sampler on a CPU; without a GPU they run in an interpreter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import triton.language as tl
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
-from inflight.sampling import Sampler, SamplingTable, processors, sampler, table
+from inflight.sampling import Sampler, SamplingTable, sampler, table
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
+from inflight.sampling.rules import penalties
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
 
@@ -38,16 +39,16 @@ KINDS = [
 
 @pytest.fixture(params=[(128, 128), (32, 8)], ids=["one block", "many blocks, full list"])
 def blocks(request, monkeypatch):
-    """Sizes for which small vocabularies take every way through the kernel."""
+    """Sizes with which small vocabularies take every path through the kernel."""
     monkeypatch.setattr(gpu_sampler, "BLOCK", request.param[0])
     monkeypatch.setattr(gpu_sampler, "CAPACITY", request.param[1])
 
 
 def both(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0) -> tuple[list[int], list[int]]:
-    """Tokens by the kernel and by the CPU's sampler: row i has params i, and a seed of its own."""
+    """Tokens by the kernel and by the CPU's sampler; row i has params[i] and seed + i."""
     rows = SamplingTable(len(params), logits.shape[-1])
-    for slot, own in enumerate(params):
-        rows.set_row(slot, own, seed + slot, [], 1)
+    for slot, row_params in enumerate(params):
+        rows.set_row(slot, row_params, seed + slot, [], 1)
     metadata = rows.select(np.arange(len(params)), np.arange(len(params)) * 3 + 1)
     expected = Sampler()(logits, metadata).token_ids.tolist()
     if metadata.columns is None:
@@ -61,8 +62,8 @@ def random_logits(rows: int, vocab_size: int, scale: float, seed: int = 0) -> to
 
 
 @pytest.mark.usefixtures("blocks")
-def test_tokens_are_those_of_the_cpu():
-    """Each kind with a flat and with a peaked distribution."""
+def test_tokens_equal_those_of_the_cpu():
+    """Each kind, with a flat and with a peaked distribution."""
     dtype = torch.bfloat16 if gpu_sampler.BLOCK == 128 else torch.float32
     logits = torch.cat([random_logits(len(KINDS), 203, scale) for scale in (0.2, 3.0)])
     got, expected = both(logits.to(dtype), KINDS * 2)
@@ -70,13 +71,13 @@ def test_tokens_are_those_of_the_cpu():
     assert len(set(got)) > 5
 
 
-def test_a_real_vocabulary_in_the_sizes_that_a_gpu_runs():
-    """Rows of 50257 elements are not aligned; several blocks, a list of top_k candidates, a long tail."""
+def test_a_real_vocabulary_with_the_block_size_of_a_gpu():
+    """Rows of 50257 elements are not aligned; they take several blocks and have a long tail."""
     got, expected = both(random_logits(len(KINDS), 50257, 2.5).half(), KINDS, seed=7)
     assert got == expected
 
 
-# Few different values give ties inside of the kept set, across its edge, and in masses.
+# With few different values there are ties within the kept set, across its edge, and in masses.
 _params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -91,8 +92,8 @@ _value = st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 3.0, float("-inf")])
 @given(data=st.data(), values=st.lists(_value, min_size=1, max_size=45), seed=st.integers(0, 2**32))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_kept_is_what_the_cpu_keeps(data, values, seed):
-    """Three draws from each row: a token too many or too few in the kept set moves some of them."""
-    params = [own for own in data.draw(st.lists(_params, min_size=1, max_size=3)) for _ in range(3)]
+    """Three draws per row: one token too many or too few in the kept set would change some of them."""
+    params = [drawn for drawn in data.draw(st.lists(_params, min_size=1, max_size=3)) for _ in range(3)]
     logits = torch.tensor(values).expand(len(params), -1).contiguous()
     got, expected = both(logits, params, seed)
     assert got == expected
@@ -108,16 +109,16 @@ BOUNDARIES = [
 
 
 def test_boundaries(monkeypatch):
-    """The probability equal to a bound, and the tie that comes second."""
+    """A probability equal to a bound, and the second of two tied tokens."""
     monkeypatch.setattr(gpu_sampler, "BLOCK", 4)
     params = [params for params, _ in BOUNDARIES for _ in range(10)]
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(params), -1).contiguous()
     got, _ = both(logits, params)
-    for number, (own, allowed) in enumerate(BOUNDARIES):
-        assert set(got[10 * number : 10 * number + 10]) == allowed, own
+    for number, (narrowed, allowed) in enumerate(BOUNDARIES):
+        assert set(got[10 * number : 10 * number + 10]) == allowed, narrowed
 
 
-def test_hopeless_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
+def test_unusable_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
     monkeypatch.setattr(gpu_sampler, "BLOCK", 16)
     values = torch.tensor([-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
     got, _ = both(values.repeat_interleave(5)[:, None].expand(-1, 37).contiguous(), KINDS[:5] * len(values))
@@ -125,8 +126,8 @@ def test_hopeless_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
     assert got[:5] == [0] * 5
 
 
-def test_nan_among_ties_ends(monkeypatch):
-    """More ties than the list holds, and more NaN than top_k: the search for the k-th rank still ends."""
+def test_search_ends_with_nan_among_ties(monkeypatch):
+    """There are more ties than the list holds and more NaN than top_k."""
     monkeypatch.setattr(gpu_sampler, "BLOCK", 16)
     monkeypatch.setattr(gpu_sampler, "CAPACITY", 4)
     logits = torch.zeros(1, 60)
@@ -136,7 +137,7 @@ def test_nan_among_ties_ends(monkeypatch):
 
 
 @pytest.mark.usefixtures("blocks")
-def test_few_tokens_left_by_a_mask():
+def test_a_mask_that_leaves_few_tokens():
     logits = torch.full((len(KINDS), 301), -float("inf"))
     logits[:, [3, 200, 300]] = torch.tensor([0.0, 0.5, 0.2])
     got, expected = both(logits, KINDS)
@@ -170,8 +171,8 @@ def test_a_slot_reused_without_top_k_forgets_it():
     assert len(set(gpu_sampler.choose(torch.zeros(12, 64, device=DEVICE), metadata).tolist())) > 4
 
 
-def test_the_sampler_takes_the_kernel_where_there_is_one(monkeypatch):
-    """Edits, bans and penalties come first; groups are then not even made."""
+def test_the_sampler_uses_the_kernel_if_there_is_one(monkeypatch):
+    """Edits come first, as on a CPU; no groups are made."""
     params = [
         SamplingParams(top_k=8, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25),
         SamplingParams(temperature=0.0, logit_bias={5: 30.0}),
@@ -183,40 +184,44 @@ def test_the_sampler_takes_the_kernel_where_there_is_one(monkeypatch):
 
     def run() -> tuple[list[int], int]:
         rows = SamplingTable(4, 97, DEVICE)
-        for slot, own in enumerate(params):
-            rows.set_row(slot, own, slot, [], 6)
+        for slot, row_params in enumerate(params):
+            rows.set_row(slot, row_params, slot, [], 6)
         metadata = rows.select(np.arange(4), np.full(4, 12), history)
         return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
 
     without, groups = run()
-    for module in (processors, sampler, table):
+    for module in (penalties, sampler, table):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     assert run() == (without, 0)
     assert groups > 0 or DEVICE.type == "cuda"
 
 
-def test_penalties_have_the_bits_of_the_cpu():
+def test_penalties_equal_those_of_the_cpu_bit_for_bit():
     params = SamplingParams(repetition_penalty=1.17, frequency_penalty=0.33, presence_penalty=-0.71)
     rows = SamplingTable(3, 50)
     for slot in range(3):
         rows.set_row(slot, params, slot, [], 4)
     metadata = rows.select(np.arange(3), np.full(3, 40), np.tile(np.arange(40) % 9, (3, 1)))
     logits = random_logits(3, 50, 4.0)
-    expected = processors.edit_logits(logits, metadata)
+    expected = sampler.edit_logits(logits, metadata)
     assert not torch.equal(logits, expected)
     again = logits.clone()
-    gpu_penalties.penalise(again, metadata.penalties)
+    (penalised,) = metadata.edits
+    gpu_penalties.penalise(again, penalised)
     assert torch.equal(again, expected)
 
 
-def test_warm_up_runs_what_requests_will_run(monkeypatch):
+def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
     monkeypatch.setattr(sampler, "can_launch", lambda device: True)
-    monkeypatch.setattr(processors, "can_launch", lambda device: True)
+    monkeypatch.setattr(penalties, "can_launch", lambda device: True)
     dtypes = []
     real = gpu_sampler.choose
     monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: dtypes.append(x.dtype) or real(x, m))
+    penalised = []
+    monkeypatch.setattr(gpu_penalties, "penalise", lambda x, p: penalised.append(x.dtype))
     Sampler().warm_up(40, torch.bfloat16, DEVICE)
     assert dtypes == [torch.float32, torch.bfloat16]
+    assert penalised == [torch.float32]
 
 
 @triton.jit
@@ -242,7 +247,7 @@ def mapped(which: int, x: torch.Tensor) -> np.ndarray:
 
 
 def units(got: np.ndarray, exact: np.ndarray) -> float:
-    """Largest error in units of the last place."""
+    """Largest error, in units in the last place."""
     return float((np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32))).max())
 
 
@@ -272,8 +277,8 @@ def _uniform_kernel(hashes_ptr, out_ptr, key, offset, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + places, u, mask=places < n)
 
 
-def test_noise_has_the_bits_of_the_cpu():
-    """Before the logarithm there are only integers, and one multiplication."""
+def test_noise_equals_that_of_the_cpu_bit_for_bit():
+    """Up to the logarithm: integer operations and one multiplication."""
     hashes = token_hashes(5000, torch.device("cpu"))
     for seed in (0, 12345):
         key, offset = row_keys(np.array([mix_seed(seed)], dtype=np.uint64), np.array([17]))[:, 0].tolist()

@@ -24,7 +24,7 @@ class Reference:
         if len(output) < params.min_tokens:
             x[[*row.eos_token_ids, *params.stop_token_ids]] = -np.inf
         for word in params.bad_words_ids:
-            if output[len(output) - len(word) + 1 :] == word[:-1] and len(output) >= len(word) - 1:
+            if word and output[len(output) - len(word) + 1 :] == word[:-1] and len(output) >= len(word) - 1:
                 x[word[-1]] = -np.inf
         for token in set(row.prompt_token_ids.tolist()) | set(output):
             strength = np.float32(params.repetition_penalty)

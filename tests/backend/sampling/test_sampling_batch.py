@@ -1,4 +1,4 @@
-"""What a row gets depends on that row alone."""
+"""A row's token depends on that row alone."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_same_token_at_the_same_position_and_others_elsewhere():
 @pytest.mark.parametrize("size", [1009, 32003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_batch_equals_each_row_alone(size, dtype):
-    """Rows beyond one part of the work, and a vocabulary that fits no vector width."""
+    """More rows than one chunk holds, and a vocabulary that is no multiple of a vector width."""
     shapes = [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}, {"temperature": 0.0}, {"top_k": 200, "top_p": 0.5}]
     logits = (torch.randn(18, size, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     table = SamplingTable(18, size)
@@ -105,7 +105,7 @@ def test_large_batch_equals_each_row_alone(size, dtype):
 
 
 def test_short_nucleus_beside_a_long_one():
-    """Rows of a shortlist are padded; here the padding would weigh if it counted."""
+    """Rows of a shortlist are padded; here padding would be drawn if it counted."""
     logits = torch.full((2, V), -20.0)
     logits[0, :4] = torch.tensor([1.0, 0.5, 0.0, -0.5])
     logits[1, 100:400] = 0.0
@@ -141,8 +141,8 @@ def test_sampler_leaves_the_callers_logits():
     assert torch.equal(logits, before)
 
 
-def test_logits_of_a_larger_buffer_and_of_inference_mode():
-    """Runners hand in views: padded rows, padded vocabularies, inference tensors."""
+def test_logits_from_a_larger_buffer_and_from_inference_mode():
+    """Runners pass views: padded rows, padded vocabularies, inference tensors."""
     with torch.inference_mode():
         buffer = torch.randn(8, V + 11, generator=torch.Generator().manual_seed(0))
     logits = buffer[2:6, :V]

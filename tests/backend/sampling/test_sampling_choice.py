@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling import Sampler, SamplingTable, candidates
 from inflight.sampling.candidates import argmax, top_candidates
 from inflight.sampling.choose import _weights
 
@@ -21,7 +21,7 @@ def draws(logits: torch.Tensor, params: SamplingParams, num: int, seed: int = 0)
 
 
 def assert_distribution(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-square over tokens with at least five expected; none with probability zero may occur."""
+    """Chi-square test over tokens expected at least five times; a token of probability zero must not occur."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities * len(tokens)
@@ -125,14 +125,14 @@ def test_greedy_takes_the_first_of_equal_logits():
 
 
 @pytest.mark.parametrize("k", [0, -1, 7, 8, 1000])
-def test_top_k_of_the_vocabulary_or_more_keeps_all(k):
+def test_top_k_of_at_least_the_vocabulary_keeps_everything(k):
     logits = torch.randn(7, generator=torch.Generator().manual_seed(3))
     assert draws(logits, SamplingParams(top_k=k), 500).tolist() == draws(logits, SamplingParams(), 500).tolist()
 
 
 @pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.01}])
 def test_candidates_and_vocabulary_race_to_the_same_token(narrowing):
-    """A top_k that drops only an impossible token goes another way to the same result."""
+    """A top_k that drops only an impossible token takes another path to the same result."""
     logits = torch.randn(2003, generator=torch.Generator().manual_seed(4)) * 2
     logits[77] = -float("inf")
     whole = draws(logits, SamplingParams(**narrowing), 300)
@@ -142,8 +142,8 @@ def test_candidates_and_vocabulary_race_to_the_same_token(narrowing):
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 5.0])
 @pytest.mark.parametrize("params", [SamplingParams(top_p=0.7), SamplingParams(min_p=0.3), SamplingParams(top_p=0.01)])
-def test_shortlist_and_parts_do_not_change_the_token(monkeypatch, scale, params):
-    """On a GPU there is no shortlist and parts have another size."""
+def test_shortlist_and_chunks_do_not_change_the_token(monkeypatch, scale, params):
+    """On a GPU there is no shortlist and chunks have another size."""
     from inflight.sampling import choose
 
     logits = torch.randn(1009, generator=torch.Generator().manual_seed(5)) * scale
@@ -156,7 +156,7 @@ def test_shortlist_and_parts_do_not_change_the_token(monkeypatch, scale, params)
 
 @pytest.mark.parametrize("params", [*SHAPES, SamplingParams(temperature=0.0)], ids=repr)
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
-def test_hopeless_logits_still_give_a_token_of_the_vocabulary(params, value):
+def test_unusable_logits_still_give_a_token_of_the_vocabulary(params, value):
     tokens = draws(torch.full((37,), value), params, 20)
     assert ((tokens >= 0) & (tokens < 37)).all()
 
@@ -169,13 +169,13 @@ def test_masked_tokens_are_never_drawn(params):
 
 
 @pytest.mark.parametrize("params", SHAPES, ids=repr)
-def test_a_row_banned_whole_gives_token_zero(params):
+def test_a_fully_masked_row_gives_token_zero(params):
     assert set(draws(torch.full((37,), -float("inf")), params, 20).tolist()) == {0}
 
 
-def test_weights_of_a_row_banned_whole_are_zero():
-    banned = torch.full((1, 5), -float("inf"))
-    assert _weights(banned.clone(), banned[:, :1], None).tolist() == [[0.0] * 5]
+def test_weights_of_a_fully_masked_row_are_zero():
+    masked = torch.full((1, 5), -float("inf"))
+    assert _weights(masked.clone(), masked[:, :1], None).tolist() == [[0.0] * 5]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 100.0])
@@ -186,10 +186,15 @@ def test_temperature_extremes(temperature):
 
 
 @pytest.mark.parametrize("k", [1, 3, 10, 50])
-def test_top_candidates_are_ordered_by_logit_then_id(k):
+def test_top_candidates_are_ordered_by_logit_then_id(monkeypatch, k):
+    """On a CPU, and in chunks as on a GPU."""
+    monkeypatch.setattr(candidates, "_CHUNK", 350)
     x = torch.randint(0, 6, (40, 50), generator=torch.Generator().manual_seed(k)).float()
     x[0] = -float("inf")
-    values, ids = top_candidates(x, k)
+    x[1, ::2] = -0.0
+    on_cpu, by_rank = top_candidates(x, k), candidates._top_by_rank(x, k)
+    assert all(torch.equal(a, b) for a, b in zip(on_cpu, by_rank))
+    values, ids = on_cpu
     for row in range(40):
         expected = np.lexsort((np.arange(50), -x[row].numpy()))[:k]
         assert ids[row].tolist() == expected.tolist()

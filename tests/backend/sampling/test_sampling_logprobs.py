@@ -6,6 +6,7 @@ import torch
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
+from inflight.sampling.logprobs import _chunk_logprobs
 
 V = 211
 
@@ -36,7 +37,7 @@ def test_prompt_logprobs(dtype, top):
         check_entry(entry, logprobs, token, top)
 
 
-def test_prompt_logprobs_in_parts(monkeypatch):
+def test_prompt_logprobs_in_chunks(monkeypatch):
     from inflight.sampling import logprobs
 
     logits, _ = logits_and_logprobs(9)
@@ -46,12 +47,12 @@ def test_prompt_logprobs_in_parts(monkeypatch):
     assert prompt_logprobs(logits[:0], torch.arange(0), 3) == []
 
 
-def test_int32_tokens_as_the_runner_holds_them():
+def test_int32_tokens():
     logits, expected = logits_and_logprobs(2)
     check_entry(prompt_logprobs(logits, torch.tensor([3, 4], dtype=torch.int32), 2)[1], expected[1], 4, 2)
 
 
-def test_sampled_token_first_then_the_top_of_the_raw_logits():
+def test_sampled_token_comes_first_then_the_top_of_the_raw_logits():
     logits, expected = logits_and_logprobs(4)
     table = SamplingTable(4, V)
     biased = {int(expected[1].argmin()): 100.0}
@@ -63,7 +64,7 @@ def test_sampled_token_first_then_the_top_of_the_raw_logits():
     assert list(output.logprobs) == [0, 1, 3]
     for row, top in ((0, 3), (1, 0), (3, 7)):
         check_entry(output.logprobs[row], expected[row], int(output.token_ids[row]), top)
-    assert output.logprobs[1][0][2] == V  # chosen by its bias, yet ranked by the raw logits
+    assert output.logprobs[1][0][2] == V  # chosen because of its bias, but ranked by the raw logits
 
 
 def test_equal_logits_share_a_rank():
@@ -82,3 +83,12 @@ def test_masked_logits_have_log_probability_minus_infinity():
 def test_entries_are_plain_python():
     (entry,) = prompt_logprobs(torch.zeros(1, 5), torch.tensor([2]), 1)
     assert [tuple(map(type, e)) for e in entry] == [(int, float, int)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_read_on_the_host_before_the_entries_are(dtype):
+    """A tensor without data raises where a GPU would make the host wait."""
+    ids, values, ranks = _chunk_logprobs(
+        torch.zeros(4, V, dtype=dtype, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"), 3
+    )
+    assert ids.shape == values.shape == ranks.shape == (4, 4)

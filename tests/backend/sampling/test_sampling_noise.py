@@ -51,7 +51,7 @@ def test_noise_of_a_token_does_not_depend_on_the_vocabulary_size():
 
 
 def test_pinned_values():
-    """A change of the noise changes the output of every seeded request: it must be deliberate."""
+    """A change to the noise changes the output of every seeded request: it must be deliberate."""
     noise = exponentials([0, 1, 2**64 - 1], [0, 5, 10**6], [0, 1, 31999])
     assert noise.round(5).tolist() == PINNED
 
@@ -67,7 +67,7 @@ def test_token_hashes_are_distinct_even_in_their_low_bits():
 
 
 def test_finite_and_positive_at_the_ends_of_the_hash_range():
-    ends = torch.tensor([0, 1407728267], dtype=torch.int32)  # found by running the hash backwards
+    ends = torch.tensor([0, 1407728267], dtype=torch.int32)  # found by inverting the hash
     keys = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     smallest, largest = (-negative_exponential(ends, keys))[0].tolist()
     assert smallest == pytest.approx(2.0**-31)

@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def test_plain_greedy_rows_need_nothing():
     table = SamplingTable(4, 10)
     for slot in range(4):
-        # top_k, top_p and min_p never move the argmax
+        # top_k, top_p and min_p never change the argmax
         table.set_row(slot, SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), 1, [2], 1)
     metadata = table.select([3, 1], [5, 6])
     assert metadata == SamplingMetadata.all_greedy(2)
@@ -27,12 +27,12 @@ def test_a_slot_filled_again_holds_only_the_new_request():
         top_k=3, top_p=0.5, logit_bias={1: 1.0}, min_tokens=2, bad_words_ids=[[1]], presence_penalty=1.0, logprobs=2
     )
     table.set_row(0, busy, 1, [2], 1)
-    assert table.select([0], [2], np.ones((1, 4), dtype=np.int32)).edits_logits
+    assert len(table.select([0], [2], np.ones((1, 4), dtype=np.int32)).edits) == 4
     table.set_row(0, GREEDY, 1, [2], 1)
     assert table.select([0], [2]) == SamplingMetadata.all_greedy(1)
 
 
-def test_a_greedy_request_in_a_slot_that_was_random_is_greedy_beside_random_ones():
+def test_a_greedy_request_in_a_formerly_random_slot_is_greedy_beside_random_ones():
     table = SamplingTable(2, 1000)
     table.set_row(0, SamplingParams(), 1, [], 1)
     table.set_row(1, SamplingParams(), 2, [], 1)
@@ -64,33 +64,46 @@ def test_rows_are_grouped_by_how_they_are_drawn():
     assert [g.min_p is None for g in metadata.random_groups] == [True, True, False, True]
 
 
-def test_history_is_read_only_for_rows_that_need_it():
-    class Unreadable:
-        def __getitem__(self, slot: int) -> np.ndarray:
-            raise AssertionError(f"slot {slot} was read")
-
+def test_tokens_are_not_read_for_rows_that_do_not_need_them():
     table = SamplingTable(2, 10)
     table.set_row(0, SamplingParams(top_k=2, min_tokens=3, logit_bias={1: 2.0}, logprobs=1), 0, [1], 1)
     table.set_row(1, GREEDY, 0, [1], 1)
-    table.select([0, 1], [2, 2], Unreadable())
+    assert len(table.select([0, 1], [2, 2], None).edits) == 2
 
 
-def test_missing_history_is_named():
+@pytest.mark.parametrize(
+    ("params", "rule"), [({"bad_words_ids": [[1, 2]]}, "BadWords"), ({"frequency_penalty": 0.1}, "Penalties")]
+)
+def test_missing_tokens_are_reported(params, rule):
     table = SamplingTable(1, 10)
-    for params in (SamplingParams(bad_words_ids=[[1, 2]]), SamplingParams(frequency_penalty=0.1)):
-        table.set_row(0, params, 0, [], 1)
-        with pytest.raises(ValueError, match="token_ids is None"):
-            table.select([0], [3])
+    table.set_row(0, SamplingParams(**params), 0, [], 1)
+    with pytest.raises(ValueError, match=f"token_ids is None, but {rule} reads the tokens of its rows"):
+        table.select([0], [3])
 
 
-@pytest.mark.parametrize("params", [{"logit_bias": {10: 1.0}}, {"bad_words_ids": [[1, 10]]}, {"stop_token_ids": [10]}])
-def test_token_ids_outside_the_logits_are_refused(params):
-    """Flat indices would reach into the next row."""
-    with pytest.raises(ValueError, match="token id 10 is not in the vocabulary"):
-        SamplingTable(1, 10).set_row(0, SamplingParams(**params), 0, [], 1)
+@pytest.mark.parametrize("token", [10, -1])
+@pytest.mark.parametrize("name", ["logit_bias", "bad_words_ids"])
+def test_token_ids_outside_the_logits_are_rejected(name, token):
+    """Flat indices would reach into another row."""
+    params = SamplingParams(**{name: {token: 1.0} if name == "logit_bias" else [[1], [1, token]]})
+    with pytest.raises(ValueError, match=rf"{name}: token id {token} is not in the vocabulary \[0, 9\]"):
+        SamplingTable(1, 10).set_row(0, params, 0, [], 1)
 
 
-def test_logits_of_another_number_of_rows_or_tokens_are_refused():
+def test_a_rejected_request_leaves_no_row_behind():
+    table = SamplingTable(1, 10)
+    table.set_row(0, SamplingParams(logit_bias={1: 9.0}), 0, [], 1)
+    with pytest.raises(ValueError, match="logit_bias"):
+        table.set_row(0, SamplingParams(logit_bias={10: 1.0}), 0, [], 1)
+    assert table.select([0], [1]) == SamplingMetadata.all_greedy(1)
+
+
+def test_parameters_are_not_validated_again():
+    """The frontend and the engine have done so; the table takes them as they are."""
+    SamplingTable(1, 10).set_row(0, SamplingParams(min_tokens=9, max_tokens=1, top_p=2.0), 0, [], 1)
+
+
+def test_logits_of_another_shape_are_rejected():
     table = SamplingTable(2, 10)
     table.set_row(0, SamplingParams(), 0, [], 1)
     for shape in ((3, 10), (1, 11)):

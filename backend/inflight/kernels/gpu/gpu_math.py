@@ -1,8 +1,8 @@
-"""Scalar functions of the sampling kernel, elementwise, in the Triton language.
+"""Elementwise functions of the GPU sampling kernels.
 
-Those that decide (`uniform`, `negative_exponential`, `exp_of_negative`) are made of correctly rounded
-operations and integer ones alone.  In a kernel compiled with `enable_fp_fusion=False` they give the
-same bits on every GPU, whatever the accuracy of a card's own exp and log.
+Those that decide a token (`uniform`, `negative_exponential`, `exp_of_negative`) use only integer
+operations and correctly rounded ones.  In a kernel compiled with `enable_fp_fusion=False` they give
+the same bits on every GPU, however accurate the hardware's exp and log are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TO_UNIT = tl.constexpr(noise.TO_UNIT)
 _ROUNDER = tl.constexpr(12582912.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 in two parts; the upper one has zeros at its end, so that small multiples of it are exact.
+# ln 2 in two parts; the upper one ends in zero bits, so that small multiples of it are exact.
 _LN2_HIGH = tl.constexpr(0.693145751953125)
 _LN2_LOW = tl.constexpr(1.4286068203094172e-06)
 _SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
@@ -54,8 +54,8 @@ def negative_exponential(u):
     bits = t.to(tl.int32, bitcast=True) + (_ONE_BITS - _SQRT_HALF_BITS)
     k = (bits >> 23) - 127
     reduced = ((bits & 0x007FFFFF) + _SQRT_HALF_BITS).to(tl.float32, bitcast=True)
-    # For small u that is -u itself, and what rounding took from 1 - u matters no more; otherwise
-    # it is given back, times a rough 1 / t.
+    # For small u, f is -u itself, and the rounding error of 1 - u does not matter; otherwise the
+    # error is added back, times a rough 1 / t.
     f = tl.where(k == 0, -u, reduced - 1.0)
     lost = tl.where(k == 0, 0.0, ((1.0 - t) - u) * 1.7)
     s = tl.div_rn(f, 2.0 + f)
@@ -69,7 +69,7 @@ def negative_exponential(u):
 
 @triton.jit
 def exp_of_negative(x):
-    """exp(x) for float32 x <= 0, within 1 unit in the last place; 0 where it is no normal number.
+    """exp(x) for float32 x <= 0, within 1 unit in the last place; 0 for x < -87, where results get subnormal.
 
     x = n ln 2 + r, then the polynomial of the Cephes library's `expf` (Moshier, 1989) in r.
     """
@@ -89,7 +89,7 @@ def exp_of_negative(x):
 
 @triton.jit
 def _rough_log2(x):
-    """log2 of normal x > 0 within 2e-5: the bits of a float are a piecewise linear log2 already."""
+    """log2 of normal x > 0, within 2e-5: the bits of a float are already a piecewise linear log2."""
     bits = x.to(tl.int32, bitcast=True)
     f = ((bits & 0x007FFFFF) | _ONE_BITS).to(tl.float32, bitcast=True) - 1.0
     p = tl.fma(f, 0.04424374, -0.19126251)
@@ -101,8 +101,8 @@ def _rough_log2(x):
 
 @triton.jit
 def rough_gumbel(u):
-    """-log(-log(1 - u)) within 2e-4 and cheaply: for shortlists only."""
-    # The logarithm's absolute error would be large beside that of a small u.
+    """-log(-log(1 - u)) within 2e-4, at low cost: for shortlists only."""
+    # For small u the absolute error of the logarithm would be large in comparison.
     series = tl.fma(tl.fma(tl.fma(u, 0.25, 0.33333334), u, 0.5), u, 1.0) * u
     exponential = tl.where(u < 0.125, series, _rough_log2(1.0 - u) * -_LN2)
     return _rough_log2(exponential) * -_LN2
@@ -110,6 +110,6 @@ def rough_gumbel(u):
 
 @triton.jit
 def order_key(x):
-    """int32 that orders like float32 x; 0.0 and -0.0 have the same."""
+    """int32 that orders like float32 x; 0.0 and -0.0 have the same key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -6,25 +6,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.sampling.metadata import Penalties
+from inflight.sampling.rules.penalties import PenalisedTokens
 
 __all__ = ["penalise"]
 
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "num_columns"])
 def penalise_kernel(
-    logits_ptr, index_ptr, counts_ptr, rows_ptr, strengths_ptr, num_pairs, num_rows, BLOCK: tl.constexpr
+    logits_ptr, index_ptr, counts_ptr, columns_ptr, strengths_ptr, num_pairs, num_columns, BLOCK: tl.constexpr
 ):
-    """BLOCK of the distinct (row, token) pairs; the arithmetic of `processors`, operation by operation."""
+    """BLOCK distinct (row, token) pairs, by the arithmetic of `rules.penalties`, operation by operation."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pairs < num_pairs
     place = logits_ptr + tl.load(index_ptr + pairs, mask=inside, other=0)
-    strengths = strengths_ptr + tl.load(rows_ptr + pairs, mask=inside, other=0)
+    strengths = strengths_ptr + tl.load(columns_ptr + pairs, mask=inside, other=0)
     repetition = tl.load(strengths, mask=inside, other=1.0)
-    frequency = tl.load(strengths + num_rows, mask=inside, other=0.0)
-    presence = tl.load(strengths + 2 * num_rows, mask=inside, other=0.0)
+    frequency = tl.load(strengths + num_columns, mask=inside, other=0.0)
+    presence = tl.load(strengths + 2 * num_columns, mask=inside, other=0.0)
     count = tl.load(counts_ptr + pairs, mask=inside, other=0.0)
     x = tl.load(place, mask=inside, other=0.0)
     x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
@@ -33,17 +33,17 @@ def penalise_kernel(
     tl.store(place, x, mask=inside)
 
 
-def penalise(logits: Tensor, penalties: Penalties) -> None:
-    """Apply `penalties` to float32 logits[R, V], contiguous, in place."""
-    num_pairs = len(penalties.index)
+def penalise(logits: Tensor, penalised: PenalisedTokens) -> None:
+    """Apply the penalties to float32 logits[R, V], contiguous, in place."""
+    num_pairs = len(penalised.index)
     penalise_kernel[(triton.cdiv(num_pairs, _BLOCK),)](
         logits,
-        penalties.index,
-        penalties.counts,
-        penalties.rows,
-        penalties.strengths.contiguous(),
+        penalised.index,
+        penalised.counts,
+        penalised.columns,
+        penalised.strengths.contiguous(),
         num_pairs,
-        penalties.strengths.shape[1],
+        penalised.strengths.shape[1],
         BLOCK=_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,

@@ -1,23 +1,25 @@
-"""The choice of every row's token in one kernel launch on a GPU, without a word from the host.
+"""Choosing every row's token in one kernel launch on a GPU, with nothing for the host to decide.
 
-One program takes one row and reads it as rarely as its parameters allow:
+One program handles one row and reads it as few times as its parameters allow:
 
-    greedy          once     each lane (a place in the block that runs over the row) keeps its best
-    plain random    once     the same race, over logit / temperature + Gumbel noise; the lanes'
-                             winners then race again by the exact formula of the CPU
-    top_k           twice    the k-th of the lanes' maxima is a lower bound of the k-th logit: the
-                             few tokens above it are listed, and all else happens on that list
-    top_p, min_p    twice    the same with a few hundred of the lanes' maxima; the second pass sums
-                             the weights, which tell whether the list holds the nucleus
-                    or more  if not: a race over the whole row, then a pass that weighs what is above
-                             the winner; one outside the nucleus gives way to that of what is above it
+    greedy          once     each lane (a place in the block that moves along the row) keeps its best
+    plain random    once     the same, for logit / temperature + Gumbel noise; then the winners of
+                             the lanes race again by the exact formula used on the CPU
+    top_k           twice    the k-th largest of the lanes' maxima is a lower bound for the k-th
+                             logit; the few tokens above it are listed, the rest works on that list
+    top_p, min_p    twice    the same with a few hundred of the lanes' maxima; the second pass also
+                             sums the weights, which shows whether the list contains the nucleus
+                    or more  if it does not: a race over the whole row, then passes that weigh what
+                             is above the winner; a winner outside the nucleus is replaced by the
+                             winner among what is above it
 
-Entries are ordered by their rank: by falling logit, then by rising token id, in one int64.
-Masses are sums of fixed-point weights, so that they are the same in any order; noise and weights
-are made of correctly rounded operations (`gpu_math`).  A row's token is therefore a function of
-its logits, parameters, seed and position alone.  It differs from the CPU's only where two scores, or
-a mass and its bound, agree to about 1 part in 10**7, or where the two best of all are in one lane and
-within 2e-4, which the lane cannot tell: each, by estimate, for one token in ten million.
+Entries are ordered by rank, one int64: by falling logit, then by rising token id.  Masses are
+sums of fixed-point weights and hence the same in any order of summation; noise and weights use
+correctly rounded operations only (`gpu_math`).  A row's token is therefore a function of its
+logits, parameters, seed and position alone.  It differs from the CPU's only if two scores, or a
+mass and its bound, agree to about 1 part in 10**7, or if the two best scores are in one lane and
+within 2e-4 of each other, which a lane cannot tell apart.  Each is estimated to happen for one
+token in ten million.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from inflight.sampling.noise import token_hashes
 
 __all__ = ["choose"]
 
-# Two programs share a multiprocessor of 64 K registers: one computes while the other waits for memory.
+# Two programs share the 64 K registers of a multiprocessor: one computes while the other waits for memory.
 BLOCK = 2048
 NUM_WARPS = 16
 NUM_STAGES = 3
 MAX_REGISTERS = 64
-# Tokens that a row's list can hold; where ties or a large top_k leave more, the row itself is read.
+# Capacity of a row's list, in tokens; if ties or a large top_k leave more, the row itself is read.
 CAPACITY = 4096
 
 _LOWEST_RANK = tl.constexpr(-(2**63))
@@ -55,20 +57,20 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _rank(x, ids):
-    """int64 that is greater for a greater logit, and among equal ones for a lower token id."""
+    """int64 that is greater for a greater logit and, among equal logits, for a lower token id."""
     return (order_key(x).to(tl.int64) << 32) + (0xFFFFFFFF - ids.to(tl.int64))
 
 
 @triton.jit
 def _first_best(scores, ids, valid):
-    """The lowest id of those with the best score; some id of the vocabulary's range in any case."""
+    """The lowest valid id with the best score, or _NO_TOKEN."""
     scores = tl.where(valid, scores, -float("inf"))
     return tl.min(tl.where(valid & (scores == tl.max(scores, 0)), ids, _NO_TOKEN), 0)
 
 
 @triton.jit
 def _lane_maxima(row, vocab_size, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Each lane's largest logit, and the first place where it has it."""
+    """Each lane's largest logit and its first place in the row."""
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     places = lanes
@@ -88,7 +90,7 @@ def _weight(x, kept, scale, largest, min_p):
 
 @triton.jit
 def _settle(values, ids_ptr, places, valid, scale, largest, hashes, key, offset, LISTED: tl.constexpr):
-    """Race of the entries at `places` by the CPU's formula: log(1 - u) / weight.  Returns id and rank."""
+    """Race the entries at `places` by the CPU's formula, log(1 - u) / weight.  Returns the winner's id and rank."""
     x = tl.load(values + places, mask=valid, other=-float("inf")).to(tl.float32)
     ids = places
     if LISTED:
@@ -101,7 +103,7 @@ def _settle(values, ids_ptr, places, valid, scale, largest, hashes, key, offset,
 
 @triton.jit
 def _race(row, vocab_size, scale, hashes, key, offset, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Winner of the whole vocabulary, its rank, and the largest scaled logit."""
+    """Race the whole vocabulary.  Returns the winner's id and rank, and the largest scaled logit."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -125,11 +127,11 @@ def _weigh(
     values, ids_ptr, size, scale, largest, min_p, floor, pivot, hashes, key, offset,
     MASS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One look at the kept entries: rank >= floor, weight >= min_p.
+    """One pass over the kept entries: those with rank >= floor and weight >= min_p.
 
     Returns:
-        Mass of all and of those above the pivot, in units of 1 / MASS; id and rank of the race's
-        winner among those above it.
+        Mass of all of them and of those above the pivot, in units of 1 / MASS; id and rank of the
+        winner of a race among those above the pivot.
     """
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
@@ -164,11 +166,11 @@ def _narrow(
 ):  # fmt: skip
     """Race in the smallest set of top entries that reaches top_p of what rank and min_p keep.
 
-    A winner with that much mass above it is outside, and so is all that is not above it: the next
-    race is among what is above.  The last winner is that of the set, found without sorting.
+    A winner with that much mass above it is outside the set, and so is everything not above it: the
+    next race is among what is above.  This finds the winner of the set without sorting.
 
     Args:
-        known: mass of all that is kept, where `values` are only the top of it; else -1.
+        known: mass of all kept entries if `values` are only the top of them, else -1.
         token, pivot: a first winner and its rank, or token 0 and the lowest rank.
     """
     searching = size > 0
@@ -186,13 +188,13 @@ def _narrow(
 
 @triton.jit
 def _middle(low, high):
-    """The least integer above the mean of low < high, which may lie further apart than their type reaches."""
+    """The smallest integer above the mean of low < high, without overflow however far they are apart."""
     return (low >> 1) + (high >> 1) + (low & high & 1) + 1
 
 
 @triton.jit
 def _lower_bound(lane_maxima, k, BLOCK: tl.constexpr):
-    """An `order_key` that at least k lanes' maxima reach, and not many more than k unless they are equal."""
+    """An `order_key` that the maxima of at least k lanes reach, and of not many more unless there are ties."""
     keys = order_key(lane_maxima)
     low, high = tl.min(keys, 0), tl.max(keys, 0)
     reach = tl.full((), BLOCK, tl.int32)
@@ -216,7 +218,7 @@ def _list_above(
     """List the unmasked entries whose key reaches `bound`, in any order.
 
     Returns:
-        How many there are, and the mass of the whole row if WEIGHED.
+        The number of such entries, listed or not; the mass of the whole row if WEIGHED, else 0.
     """
     lanes = tl.arange(0, BLOCK)
     least = (bound ^ ((bound >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -239,15 +241,15 @@ def _list_above(
 def _kth_rank(values, ids_ptr, size, k, low, high, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """A rank that exactly k entries reach, if more than k reach `low` and none is above `high`.
 
-    Bisection whose ends move to ranks that occur, so that ties take no more steps than others.
+    Bisection whose ends move to ranks that occur, so that ties need no extra steps.
     """
     lanes = tl.arange(0, BLOCK)
     reach = size
-    while (reach > k) & (low < high):  # NaN ranks above all else: the ends must not pass each other
+    while (reach > k) & (low < high):  # NaN ranks above everything: the ends must not cross
         middle = _middle(low, high)
         counts = tl.zeros((BLOCK,), tl.int32)
-        least = tl.full((BLOCK,), _HIGHEST_RANK, tl.int64)
-        most = tl.full((BLOCK,), _LOWEST_RANK, tl.int64)
+        lowest_above = tl.full((BLOCK,), _HIGHEST_RANK, tl.int64)
+        highest_below = tl.full((BLOCK,), _LOWEST_RANK, tl.int64)
         for start in tl.range(0, size, BLOCK):
             here = start + lanes
             x = tl.load(values + here, mask=here < size, other=-float("inf")).to(tl.float32)
@@ -257,13 +259,14 @@ def _kth_rank(values, ids_ptr, size, k, low, high, LISTED: tl.constexpr, BLOCK: 
             rank = _rank(x, ids)
             above = (here < size) & (rank >= middle)
             counts += above.to(tl.int32)
-            least = tl.where(above & (rank < least), rank, least)
-            most = tl.where((here < size) & (rank < middle) & (rank > most), rank, most)
+            below = (here < size) & (rank < middle)
+            lowest_above = tl.where(above & (rank < lowest_above), rank, lowest_above)
+            highest_below = tl.where(below & (rank > highest_below), rank, highest_below)
         count = tl.sum(counts, 0)
         enough = count >= k
         reach = tl.where(enough, count, reach)
-        low = tl.where(enough, tl.min(least, 0), low)
-        high = tl.where(enough, high, tl.max(most, 0))
+        low = tl.where(enough, tl.min(lowest_above, 0), low)
+        high = tl.where(enough, high, tl.max(highest_below, 0))
     return low
 
 
@@ -307,11 +310,11 @@ def _choose_narrowed(
     row, vocab_size, scale, top_p, min_p, hashes, key, offset, count_ptr, values, ids_ptr,
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """top_p and min_p without top_k: among the listed top of the row, if that holds the nucleus."""
+    """top_p and min_p without top_k: from the listed top of the row if that contains the nucleus."""
     maxima, _places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
     bound = _lower_bound(maxima, BLOCK // 4, BLOCK)
     largest = tl.maximum(tl.max(maxima, 0) * scale, _LOWEST_FLOAT)
-    # What the list would lack of the lanes' maxima alone can already be too much.
+    # The lanes' maxima alone may show that the list would lack too much of the mass.
     weights = _weight(maxima, maxima > -float("inf"), scale, largest, min_p)
     at_best = tl.sum(tl.where(order_key(maxima) >= bound, weights, 0.0), 0)
     nothing = tl.full((), _LOWEST_RANK, tl.int64)
@@ -378,10 +381,10 @@ def choose_kernel(
 
 
 def choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """int64[R]: a token for each row of `logits[R, V]`, on their device.
+    """int64[R]: one token per row of `logits[R, V]`, on the same device.
 
     Args:
-        metadata: of a call with random rows (`metadata.columns` is not None).
+        metadata: of a call with at least one random row, so that `columns` is not None.
     """
     assert metadata.columns is not None
     if logits.stride(-1) != 1:

@@ -1,26 +1,14 @@
-"""What a row's past tokens forbid or penalise, kept on the host between steps."""
+"""How often each token occurs in a sequence, kept up to date as the sequence grows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import numpy as np
 
-__all__ = ["TokenCounts", "TokenHistory", "banned_tokens"]
-
-
-class TokenHistory(Protocol):
-    """slot -> int array of that request's tokens, prompt first.
-
-    Only entries before the row's position are read.  A 2-D array indexed by slot is one.
-    """
-
-    def __getitem__(self, slot: int, /) -> np.ndarray: ...
+__all__ = ["TokenCounts"]
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and how often each is in its output; grown as it grows.
+    """Distinct tokens of a sequence and how often each is in its output.
 
     A step costs O(new tokens), not O(sequence).
 
@@ -46,27 +34,33 @@ class TokenCounts:
         self._counted = len(prompt)
 
     def update(self, tokens: np.ndarray, position: int) -> None:
-        """Count the output tokens in `tokens[:position]` not counted yet."""
+        """Count the output tokens in `tokens[:position]` that are not counted yet."""
         for token in tokens[self._counted : position].tolist():
-            place = self._place.setdefault(token, self.size)
-            if place == self.size:
+            place = self._place.get(token)
+            if place is None:
                 self._append(token)
-            self.counts[place] += 1
+            else:
+                self.counts[place] += 1
         self._counted = position
+
+    def with_drafts(self, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of `ids` and `counts`, of equal length, in which `drafts` are counted too."""
+        counts = self.counts[: self.size].copy()
+        new: dict[int, int] = {}
+        for token in drafts.tolist():
+            if (place := self._place.get(token)) is None:
+                new[token] = new.get(token, 0) + 1
+            else:
+                counts[place] += 1
+        new_ids = np.fromiter(new, np.int64, len(new))
+        new_counts = np.fromiter(new.values(), np.float32, len(new))
+        return np.concatenate([self.ids[: self.size], new_ids]), np.concatenate([counts, new_counts])
 
     def _append(self, token: int) -> None:
         if self.size == len(self.ids):
             self.ids = np.concatenate([self.ids, np.empty_like(self.ids)])
-            self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
+            self.counts = np.concatenate([self.counts, np.empty_like(self.counts)])
         self.ids[self.size] = token
+        self.counts[self.size] = 1
+        self._place[token] = self.size
         self.size += 1
-
-
-def banned_tokens(bad_words: Sequence[Sequence[int]], output: np.ndarray) -> list[int]:
-    """Last token of every bad word whose other tokens are the end of `output`."""
-    banned = []
-    for word in bad_words:
-        head = len(word) - 1
-        if head <= len(output) and output[len(output) - head :].tolist() == list(word[:head]):
-            banned.append(word[head])
-    return banned

@@ -1,0 +1,23 @@
+"""Rules that change the logits of the rows that ask for it, before a token is chosen.
+
+To add one, write its class in a new file here (`base.LogitsRule` says what it provides) and list
+it below.  Nothing else in `sampling/` knows a rule by name.
+"""
+
+from __future__ import annotations
+
+from inflight.sampling.rules.bad_words import BadWords
+from inflight.sampling.rules.base import LogitsEdit, LogitsRule, RowBatch
+from inflight.sampling.rules.logit_bias import LogitBias
+from inflight.sampling.rules.min_tokens import MinTokens
+from inflight.sampling.rules.penalties import Penalties
+
+__all__ = ["RULES", "LogitsEdit", "LogitsRule", "RowBatch"]
+
+# In order of application, which is vLLM's.
+RULES: tuple[type[LogitsRule], ...] = (
+    LogitBias,
+    MinTokens,
+    BadWords,
+    Penalties,
+)

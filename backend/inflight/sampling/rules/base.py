@@ -1,0 +1,118 @@
+"""The Protocol of a logits rule, and what rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.sampling_params import SamplingParams
+
+__all__ = ["BannedTokens", "LogitsEdit", "LogitsRule", "RowBatch", "check_token_ids"]
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """The r rows of one sampling call that a rule acts on; arrays on the host.
+
+    A slot with draft tokens has several rows, consecutive and at increasing positions.  Its tokens
+    before `first_positions` are final.  Those from there on are drafts: the next call may come with
+    other tokens in their place, so a rule may look at them but must not remember them.
+
+    Attributes:
+        rows: int64[r], rows of the logits, increasing.
+        slots: int64[r], slot of each row.
+        positions: int64[r], number of tokens before the one to sample.
+        first_positions: int64[r], position of the first row of the same slot.
+        num_prompt_tokens: int64[r], where the output starts in the row's tokens.
+        token_ids: int[max_num_seqs, n], the tokens of each slot, prompt first, valid up to the row's
+            position.  Empty for a rule that does not read tokens, if the caller passed none.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    first_positions: np.ndarray
+    num_prompt_tokens: np.ndarray
+    token_ids: np.ndarray
+
+    def take(self, indices: np.ndarray) -> RowBatch:
+        """The rows at `indices`, int64[s]."""
+        return RowBatch(
+            self.rows[indices],
+            self.slots[indices],
+            self.positions[indices],
+            self.first_positions[indices],
+            self.num_prompt_tokens[indices],
+            self.token_ids,
+        )
+
+
+class LogitsEdit(Protocol):
+    """A change to the logits of one sampling call; its tensors are on the device already."""
+
+    def apply(self, logits: Tensor) -> None:
+        """Change float32 logits[R, V], contiguous, in place and without waiting for the device."""
+
+
+class LogitsRule(Protocol):
+    """One kind of constraint or preference: its parameters and state for every slot of a table.
+
+    The table calls `set_row` when a request enters a slot and `prepare` once per sampling call, for
+    all rows at once.  State that follows the output (counts, a grammar's automaton) is advanced in
+    `prepare`: by then the tokens before `RowBatch.first_positions` are accepted.
+
+    Attributes:
+        reads_tokens: whether `prepare` reads `RowBatch.token_ids`.
+        warm_up_params: parameters that activate the rule, for a vocabulary of any size; it is run
+            with them before the first request, so that its kernels are compiled.
+    """
+
+    reads_tokens: ClassVar[bool]
+    warm_up_params: ClassVar[SamplingParams]
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        """
+        Args:
+            max_num_seqs: number of slots.
+            vocab_size: V, the last dimension of the logits.
+            device: where the logits are.
+        """
+
+    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+        """Replace the slot's contents; returns whether the rule acts on this request at all.
+
+        Raises:
+            ValueError: a token id that would be written to is outside the vocabulary.
+        """
+
+    def prepare(self, batch: RowBatch) -> LogitsEdit | None:
+        """The edit for these rows, each of which `set_row` answered with True; None if nothing changes.
+
+        No Python loop may run over rows x tokens.
+        """
+
+
+@dataclass(slots=True)
+class BannedTokens:
+    """Masked (row, token) pairs.
+
+    Attributes:
+        index: int64[N], row * V + token id; pairs may repeat.
+    """
+
+    index: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        logits.view(-1).index_fill_(0, self.index, float("-inf"))
+
+
+def check_token_ids(name: str, token_ids: np.ndarray, vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size): as flat indices they would reach into another row."""
+    outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"{name}: token id {outside[0]} is not in the vocabulary [0, {vocab_size - 1}]")

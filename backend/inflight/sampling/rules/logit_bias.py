@@ -1,0 +1,64 @@
+"""`logit_bias`: a value added to the logits of chosen tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.sampling_params import SamplingParams
+from inflight.sampling.rules.base import RowBatch, check_token_ids
+from inflight.sampling.rules.ragged import RaggedRows
+from inflight.sampling.upload import upload
+
+__all__ = ["LogitBias"]
+
+# Larger biases are clipped to this, so that sums stay finite; those below its negative ban the token.
+_MAX_BIAS = 1e30
+
+
+class LogitBias:
+    """A `LogitsRule`.  Minus infinity bans a token, NaN leaves it alone."""
+
+    reads_tokens: ClassVar[bool] = False
+    warm_up_params: ClassVar[SamplingParams] = SamplingParams(logit_bias={0: 1.0})
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._bias = RaggedRows(max_num_seqs, np.int64, np.float32)  # token ids, values
+
+    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+        bias = params.logit_bias
+        if not bias:
+            return False
+        ids = np.fromiter(bias, np.int64, len(bias))
+        check_token_ids("logit_bias", ids, self._vocab_size)
+        values = np.fromiter(bias.values(), np.float64, len(bias))
+        values = np.where(values < -_MAX_BIAS, -np.inf, np.minimum(np.nan_to_num(values), _MAX_BIAS))
+        self._bias.set(slot, ids, values)
+        return True
+
+    def prepare(self, batch: RowBatch) -> AddedBias:
+        places, owners = self._bias.places(batch.slots)
+        ids, values = self._bias.columns
+        index = ids[places] + batch.rows[owners] * self._vocab_size
+        return AddedBias(upload(index, self._device), upload(values[places], self._device))
+
+
+@dataclass(slots=True)
+class AddedBias:
+    """Attributes:
+    index: int64[N], row * V + token id; pairs are distinct.
+    values: float32[N], added there.
+    """
+
+    index: Tensor
+    values: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        logits.view(-1)[self.index] += self.values
