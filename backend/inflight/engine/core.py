@@ -81,7 +81,6 @@ class EngineCore:
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
         self._max_launched = 2 if config.async_scheduling else 1
         self._launched: deque[_Launched] = deque()
-        self._last_ended = 0.0  # when the device had the tokens of the step collected last
 
     @property
     def has_work(self) -> bool:
@@ -155,20 +154,19 @@ class EngineCore:
         self, step: _Launched, result: StepOutput, news: list[SequenceDelta], tokens: TokenColumns
     ) -> StepMessage:
         """Tell the policies and the trace what the step took, and the frontend what it brought."""
-        ended = [delta for delta in news if delta.finish_reason is not None]
+        ended = [self._live[delta.request_id][delta.index] for delta in news if delta.finish_reason is not None]
         end = self.clock()
         start = result.started if step.ahead else step.start
         # Whoever waits for the step waits for making it, too.
         self.scheduler.policies.budget.observe(step.out, result.ended - start)
         self.swap.observe(step.out, result.ended - result.started)
-        message = StepMessage(news, self._stats(step.out, end - start), tokens, self._fail_late())
+        stats = self._stats(step.out, end - start)
         if self.trace is not None:
-            finished = [self._live[delta.request_id][delta.index] for delta in ended]
-            self.trace.add(step.out, result, message.stats, (start, end))
-            self.trace.ended(finished, end)
-        for delta in ended:
-            self._forget_if_done(delta.request_id)
-        return message
+            self.trace.add(step.out, result, stats, (start, end))
+            self.trace.ended(ended, end)
+        for request in ended:
+            self._forget_if_done(request.request_id)
+        return StepMessage(news, stats, tokens, self._fail_late())
 
     def _fail_late(self) -> list[RequestFailed]:
         """End the requests that waited too long for something outside of the engine."""
