@@ -52,9 +52,9 @@ def test_no_template_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_template_may_refuse() -> None:
-    with pytest.raises(ChatTemplateError, match="refused the messages: roles must alternate"):
+    with pytest.raises(ChatTemplateError, match="rejected the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
-    with pytest.raises(ChatTemplateError, match="refused the messages"):
+    with pytest.raises(ChatTemplateError, match="rejected the messages"):
         ChatTemplate("{{ messages[0].content + 1 }}").render(MESSAGES)
 
 
@@ -69,13 +69,13 @@ def test_bad_syntax_is_an_error_of_the_operator_or_else_of_messages_only(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"chat_template": 5}, "its chat_template is int, not a text"),
+        ({"chat_template": 5}, "its chat_template is int, not a string"),
         ({"chat_template": [5]}, "the checkpoint has none"),
         ({"chat_template": [{"x": 1}]}, "the checkpoint has none"),
         ({"chat_template": "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"}, "nested too deeply"),
-        ({"chat_template": "{{ messages[9].content }}{{ messages[9].x.y }}"}, "refused the messages"),
-        ({"chat_template": "{{ 1 // 0 }}"}, "refused the messages"),
-        ({"chat_template": "{{ range(1000000000) | length }}"}, "refused the messages"),
+        ({"chat_template": "{{ messages[9].content }}{{ messages[9].x.y }}"}, "rejected the messages"),
+        ({"chat_template": "{{ 1 // 0 }}"}, "rejected the messages"),
+        ({"chat_template": "{{ range(1000000000) | length }}"}, "rejected the messages"),
     ],
 )
 def test_a_template_that_is_none_leaves_plain_prompts_alone(tmp_path: Path, settings: dict, says: str) -> None:
@@ -100,5 +100,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
 
 
 def test_templates_are_sandboxed() -> None:
-    with pytest.raises(ChatTemplateError, match="refused"):
+    with pytest.raises(ChatTemplateError, match="rejected"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(MESSAGES)

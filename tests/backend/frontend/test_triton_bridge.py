@@ -159,5 +159,5 @@ def test_what_config_pbtxt_declares_stays_when_it_fits_the_contract(bridge):
     config = bridge.complete_config(ModelConfig(text_input="TYPE_STRING"))
     names = [tensor["name"] for tensor in config.input]
     assert names.count("text_input") == 1 and "stream" in names and config.output
-    with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32, but is TYPE_STRING; leave it out"):
+    with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32 but must be TYPE_STRING; remove it"):
         bridge.complete_config(ModelConfig(text_input="TYPE_INT32"))
