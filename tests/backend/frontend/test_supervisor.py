@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -16,8 +19,10 @@ from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_toke
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import DumpTrace
+from inflight.frontend.control import relay
 from inflight.frontend.engine_process import EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
+from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import RestartPolicy, Supervisor
 
@@ -77,8 +82,8 @@ class Rig:
         return self.supervisor.ask(DumpTrace())
 
     def stop(self) -> None:
-        self.streams.stop("over")
         self.supervisor.stop()
+        self.streams.stop("over")
 
 
 @pytest.fixture
@@ -280,7 +285,6 @@ def test_stop_while_the_engine_is_loading(tmp_path: Path) -> None:
 def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     """Even one that is loading and reads no pipe."""
     import subprocess
-    import sys
 
     control = tmp_path / "control.json"
     control.write_text('{"start": "hang"}')
@@ -407,6 +411,30 @@ def test_stop_fails_open_questions_and_refuses_new_ones(tmp_path: Path) -> None:
     assert failure(future) == unloaded
     assert failure(rig.ask()) == unloaded
     assert not open_questions(rig)
+
+
+@pytest.fixture
+def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`TritonPythonModel` without Triton."""
+    names = ("inflight.model", "inflight.frontend.triton_bridge")
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", types.ModuleType("pb_utils"))
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module("inflight.model").TritonPythonModel()
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
+    rig = Rig(tmp_path / "control.json").start()
+    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    rig.order(answer="never")
+    client = RecordingClient()
+    relay(rig.ask(), rig.streams, client)
+    open_request = rig.open(orders="delay=0.01", max_tokens=1000)
+    triton_model.finalize()
+    for one in (client, open_request):
+        assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
 
 
 def test_callbacks_of_a_question_may_ask_again(rig: Rig) -> None:
