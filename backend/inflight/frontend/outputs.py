@@ -25,10 +25,12 @@ class SequenceOutput:
     go on as if this object had taken those tokens itself, and none of them is sent again.
 
     Attributes:
-        finish_reason: "stop" or "length" once it has ended here, else None.
+        ended: nothing more comes: it ended here, or before its request came here.
+        finish_reason: "stop" or "length" if it ended here, else None.
         stop_reason: the stop string or stop token id that ended it.
         ended_by_stop: ended by a stop string, which only the frontend sees.
         num_tokens: output tokens so far, the one that ended it included.
+        num_generated_tokens: those of them that the request did not begin with.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
         text, new_token_ids, new_logprobs: what was not sent yet.
     """
@@ -41,35 +43,27 @@ class SequenceOutput:
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._keeps_logprobs = request.shows_logprobs
+        self.ended = False
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.ended_by_stop = False
         self.num_tokens = 0
+        self.num_generated_tokens = 0
         self.cumulative_logprob = 0.0
         self.text = ""
         self.new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
 
         given = message.output_token_ids[index] if message.output_token_ids else []
-        self._ended_before = given is None
         for token_id in given or ():
             # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
             self.advance(SequenceDelta(message.request_id, index, [token_id]))
-        self._num_given_tokens = self.num_tokens
+        self.num_generated_tokens = 0
+        self.ended = self.ended or given is None
         if request.cumulative_logprobs:
             self.cumulative_logprob = request.cumulative_logprobs[index]
         self.new_token_ids = []
         self.text = request.prepend_text
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Output tokens so far without those that the request began with."""
-        return self.num_tokens - self._num_given_tokens
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more comes: it ended here, or before its request came here."""
-        return self._ended_before or self.finish_reason is not None
 
     def advance(self, delta: SequenceDelta) -> None:
         """Take what a step added: one token, several or none.  Ignored once the sequence has ended."""
@@ -91,6 +85,7 @@ class SequenceOutput:
         elif delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_token
             self._flush()
+        self.ended = self.finish_reason is not None
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
         """Push token by token, as tokens behind a match do not count.
@@ -124,6 +119,7 @@ class SequenceOutput:
 
     def _count(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         self.num_tokens += len(token_ids)
+        self.num_generated_tokens += len(token_ids)
         self.new_token_ids += token_ids
         self.cumulative_logprob += sum(entry[0][1] for entry in logprobs)
         if self._keeps_logprobs:
