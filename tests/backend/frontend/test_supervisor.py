@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -335,8 +336,8 @@ def failure(future: Future[Any]) -> tuple[str, str]:
 
 def test_questions_are_answered_each_for_itself_beside_requests(rig: Rig) -> None:
     client = rig.open(orders="delay=0.002", max_tokens=50)
-    futures = [rig.ask() for _ in range(20)]
-    assert [future.result(timeout=20) for future in futures] == [f"answer {k}".encode() for k in range(1, 21)]
+    asked = [rig.ask() for _ in range(20)]
+    assert [future.result(timeout=20) for future in asked] == [f"answer {k}".encode() for k in range(1, 21)]
     assert tokens(client.wait()) == echo(PROMPT, 50)
     assert not open_questions(rig)
 
@@ -350,7 +351,7 @@ def test_a_question_that_the_engine_refuses_fails_with_its_words(rig: Rig) -> No
 def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(rig: Rig) -> None:
     rig.order(answer="never")
     future = rig.ask()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):  # the built-in one from Python 3.11 on
         future.result(timeout=0.05)
     assert future.cancel()
     assert not open_questions(rig)
