@@ -15,13 +15,26 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "inflight.llm", "SamplingParams": "inflight.engine.sampling_params"}
+_MODULES = {"LLM": "inflight.llm", "SamplingParams": "inflight.engine.sampling_params"}
+_BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use: the frontend process must not load torch."""
-    if name not in _HOMES:
+    """Import public names on first use: the frontend process must not load torch.
+
+    Raises:
+        ImportError: the extra `backend` is not installed.
+    """
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _BACKEND_EXTRA:
+            raise
+        raise ImportError(
+            f"inflight.{name} needs {missing}, which is not installed: pip install 'inflight[backend]'"
+        ) from None

@@ -1,8 +1,9 @@
-"""The engine in-process, without Triton: `LLM(model).generate(prompts, params)`."""
+"""The engine in this process, without Triton: `LLM(model).generate(prompts, params)`."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +12,17 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.contract import GenerationRequest
+from inflight.frontend.contract import ParsedRequest
+from inflight.frontend.errors import RequestError
 from inflight.frontend.outputs import SequenceOutput
 from inflight.frontend.text import Tokenizer
 from inflight.runner.pipeline import make_runner
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+_HELD_POLL_SECONDS = 0.002  # between two looks at requests that all wait for something outside the engine
 
 
 @dataclass
@@ -27,10 +31,10 @@ class CompletionOutput:
 
     Attributes:
         text: output without the prompt; cut at the stop string that ended it, if any.
-        token_ids: output tokens, the one that ended it included.
+        token_ids: output tokens, including the one that ended it.
         finish_reason: "stop" or "length"; None while the sequence runs.
         stop_reason: the stop string or stop token id that ended it.
-        cumulative_logprob: sum over the output's tokens, when logprobs were asked for.
+        cumulative_logprob: sum over the output tokens, if logprobs were requested.
         logprobs: per token (token id, logprob, rank) triples: the token, then the top ones.
     """
 
@@ -45,7 +49,13 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt.  `prompt_logprobs[i]` speaks of prompt token i; the first is empty."""
+    """Outputs for one prompt.
+
+    Attributes:
+        prompt: its text; None if it was given as token ids.
+        prompt_logprobs: entry i is for prompt token i; the first is empty.
+        num_cached_tokens: prompt tokens served by the prefix cache.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -59,14 +69,15 @@ class RequestOutput:
 
 
 @dataclass
-class _Open:
-    """A request under way: what its caller gets, and the text side of its sequences."""
+class _OpenRequest:
+    """A request under way: what its caller gets, and the text of its sequences."""
 
     result: RequestOutput
     sequences: list[SequenceOutput]
+    failure: RequestFailed | None = None
 
     def take(self, delta: SequenceDelta) -> bool:
-        """Take a delta in; True when a stop string ended its sequence and the engine must be told."""
+        """Process a delta; True if a stop string ended its sequence and the engine must be told."""
         if delta.index == 0:
             if delta.num_cached_tokens is not None:
                 self.result.num_cached_tokens = delta.num_cached_tokens
@@ -106,29 +117,37 @@ class LLM:
         )
         self.core = EngineCore(self.config, make_runner(self.config))
         self._next_id = 0
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
 
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, batched; results in the order of the prompts.
+        """Generate for all prompts in one batch; results come in the order of the prompts.
 
         Args:
-            prompts: a text, texts, or lists of token ids.
-            params: one for all, or one per prompt; None takes the defaults.
+            prompts: a string, strings, or lists of token ids.
+            params: one for all prompts or one per prompt; None means the defaults.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served; nothing has run then.
+            ValueError: a prompt or parameter that cannot be served; nothing has run.
+            RequestError: the engine gave up a request; the others are aborted.
         """
         requests = self._submit(prompts, params)
-        for _ in self._run(requests):
-            pass
+        try:
+            for _ in self._run(requests):
+                pass
+        finally:
+            self._abort(requests)
         return [request.result for request in requests.values()]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the request's state after each step that moved it.  Closing the iterator aborts it."""
+        """Yield the request's state after each step that advanced it.  Closing the iterator aborts the request.
+
+        Raises:
+            ValueError, RequestError: as `generate`.
+        """
         requests = self._submit([prompt], params)
         try:
             for _ in self._run(requests):
@@ -136,48 +155,63 @@ class LLM:
         finally:
             self._abort(requests)
 
-    def _submit(self, prompts: Any, params: Any) -> dict[int, _Open]:
+    def _submit(self, prompts: Any, params: Any) -> dict[int, _OpenRequest]:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams(max_tokens=self.config.default_max_tokens)] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} params: give one for all or one per prompt")
-        requests: dict[int, _Open] = {}
+        requests: dict[int, _OpenRequest] = {}
         for prompt, sampling in zip(prompts, params):
             text = prompt if isinstance(prompt, str) else None
             token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
             request_id, self._next_id = self._next_id, self._next_id + 1
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(os.urandom(8), "little"))
-            failure = self.core.add_request(AddRequest(request_id, token_ids, sampling))
+            wants_logprobs = sampling.logprobs is not None
+            request = ParsedRequest(AddRequest(request_id, token_ids, sampling), shows_logprobs=wants_logprobs)
+            failure = self.core.add_request(request.engine_request)
             if failure is not None:
                 self._abort(requests)
                 raise ValueError(failure.message)
-            wants_logprobs = sampling.logprobs is not None
             outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
-            request = GenerationRequest(token_ids, sampling, shows_logprobs=wants_logprobs)
-            sequences = [SequenceOutput(request, self.tokenizer) for _ in outputs]
-            requests[request_id] = self._open[request_id] = _Open(RequestOutput(text, token_ids, outputs), sequences)
+            sequences = [SequenceOutput(request, self.tokenizer, i) for i in range(sampling.n)]
+            requests[request_id] = self._open[request_id] = _OpenRequest(
+                RequestOutput(text, token_ids, outputs), sequences
+            )
         return requests
 
-    def _run(self, requests: dict[int, _Open]) -> Iterator[None]:
-        """Step until all of `requests` are finished; yields after each step that moved one of them.
+    def _run(self, requests: dict[int, _OpenRequest]) -> Iterator[None]:
+        """Step until all of `requests` are finished; yields after each step that advanced one of them.
 
-        Other open requests (an interleaved `stream()`) are served on the way.
+        Other open requests (an interleaved `stream()`) are served on the way.  Raises RequestError if
+        the engine gives up one of `requests`.
         """
         while not all(request.result.finished for request in requests.values()):
-            moved = False
-            for delta in self.core.step().deltas:
-                request = self._open[delta.request_id]
-                moved = moved or delta.request_id in requests
-                if request.take(delta):
-                    self.core.abort(delta.request_id, delta.index)
-                if request.result.finished:
-                    del self._open[delta.request_id]
-            if moved:
+            for request in requests.values():
+                if request.failure is not None:
+                    raise RequestError(request.failure.code, request.failure.message)  # type: ignore[arg-type]
+            if self._step() & requests.keys():
                 yield
 
-    def _abort(self, requests: dict[int, _Open]) -> None:
+    def _step(self) -> set[int]:
+        """One step of the engine; returns the ids of the requests that it advanced."""
+        message = self.core.step()
+        if self.core.only_holds:
+            time.sleep(_HELD_POLL_SECONDS)
+        advanced: set[int] = set()
+        for delta in message.deltas:
+            request = self._open[delta.request_id]
+            advanced.add(delta.request_id)
+            if request.take(delta):
+                self.core.abort(delta.request_id, delta.index)
+            if request.result.finished:
+                del self._open[delta.request_id]
+        for failure in message.failed:
+            self._open.pop(failure.request_id).failure = failure
+        return advanced
+
+    def _abort(self, requests: dict[int, _OpenRequest]) -> None:
         for request_id in requests:
             self.core.abort(request_id)
             self._open.pop(request_id, None)

@@ -1,6 +1,6 @@
 """Triton's entry point: `TritonPythonModel` of the `inflight` backend.
 
-Triton runs this file in its stub process.  The package is the folder the file lies in, which may
+Triton runs this file in its stub process.  The package is the folder that holds this file, which may
 have been copied to Triton's backends folder without being installed.
 """
 
@@ -20,10 +20,10 @@ if _PARENT not in sys.path:
 import triton_python_backend_utils as pb_utils  # noqa: E402
 
 from inflight.config import EngineConfig  # noqa: E402
+from inflight.frontend import control  # noqa: E402
 from inflight.frontend import triton_bridge as bridge  # noqa: E402
 from inflight.frontend.chat import ChatTemplate  # noqa: E402
 from inflight.frontend.contract import RequestParser  # noqa: E402
-from inflight.frontend.control import asks_for_trace  # noqa: E402
 from inflight.frontend.errors import RequestError  # noqa: E402
 from inflight.frontend.metrics import NoMetrics  # noqa: E402
 from inflight.frontend.placement import placement  # noqa: E402
@@ -33,7 +33,7 @@ from inflight.frontend.text import Tokenizer  # noqa: E402
 
 
 class TritonPythonModel:
-    """One model instance: a frontend here and an engine process of its own."""
+    """One model instance: a frontend in this process, and an engine process that belongs to it alone."""
 
     @classmethod
     def auto_complete_config(cls, config: Any) -> Any:
@@ -41,7 +41,7 @@ class TritonPythonModel:
         return bridge.complete_config(config)
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer and start the engine; raises what Triton shows as the load error."""
+        """Load the tokenizer and start the engine process; Triton shows what it raises as the load error."""
         bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
@@ -68,13 +68,12 @@ class TritonPythonModel:
             if bridge.wants_metrics(model_config, config)
             else NoMetrics()
         )
-        most = config.max_queue_size and config.max_num_seqs + config.max_queue_size
         self._streams = Streams(
             tokenizer,
             self._supervisor,
             self._metrics,
             lambda line: bridge.log("error", line),
-            max_sequences=most,
+            max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
         )
         self._metrics.start()
@@ -82,18 +81,19 @@ class TritonPythonModel:
         self._supervisor.connect(self._streams)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; every answer goes through the streams' sender.  Never raises."""
+        """Take requests; the streams' sender thread sends every response.  Never raises."""
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender())
             try:
                 wire = bridge.read_request(request)
-                if asks_for_trace(wire):
-                    self._streams.dump_trace(responder)
+                question = control.question_of(wire)
+                if question is not None:
+                    control.relay(self._supervisor.ask(question), self._streams, responder)
                 else:
                     self._streams.open(self._parser.parse(wire), responder)
             except RequestError as error:
                 self._streams.reject(responder, error)
-            except BaseException as error:  # a bug, or a panic of the tokenizer, must not take the other requests along
+            except BaseException as error:  # a bug or a tokenizer's panic must not affect the other requests
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
                 message = f"{type(error).__name__}: {error}"
@@ -102,10 +102,10 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the engine process and the threads."""
+        self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
         self._streams.stop("the model is being unloaded")
-        self._supervisor.stop()
         self._metrics.stop()
-        # Triton's metrics and senders reach into the stub when they are collected: that must be now,
-        # not when the interpreter goes down after the stub has closed its shared memory.
+        # Triton's metrics and response senders reach into the stub when they are collected: that must
+        # happen now, not at interpreter exit, when the stub has closed its shared memory.
         self.__dict__.clear()
         gc.collect()

@@ -1,8 +1,8 @@
-"""The engine process: a pipe in, a step loop, a pipe out.
+"""The program of the engine process: a pipe in, a step loop, a pipe out.
 
-Started by the frontend as `python -m inflight.worker --fd N`.  The first frame is the
-encoded `EngineConfig`; after that `messages.py` both ways.  The process ends on `Shutdown`, when
-the pipe closes (its frontend died) or when loading or a step fails.
+The frontend starts it as `python -m inflight.worker --fd N` (`frontend/engine_process.py`).  The first
+frame is the encoded `EngineConfig`; then `engine/messages.py` both ways.  It exits on `Shutdown`, when
+the pipe closes (the frontend died), and when loading or a step fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,14 +26,14 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
+    Answer,
+    Ask,
     DumpTrace,
     EngineFailed,
     EngineReady,
-    RequestFailed,
     Shutdown,
     ToEngine,
     ToFrontend,
-    TraceDump,
     decode_to_engine,
     encode,
 )
@@ -43,8 +44,22 @@ if TYPE_CHECKING:
 __all__ = ["main", "settle_garbage_collector"]
 
 
+def _step_trace(core: EngineCore, question: DumpTrace) -> bytes:
+    if core.trace is None:
+        raise ValueError('step_trace is off: set "step_trace": true in model.json and reload the model')
+    return core.trace.snapshot().to_json()
+
+
+# Who answers which question.  A handler runs between two steps and returns plain data; a ValueError
+# says what is wrong with the question.
+_HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {DumpTrace: _step_trace}
+
+
+_HELD_POLL_SECONDS = 0.002  # between two looks at requests that all wait for something outside the engine
+
+
 def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
-    """Reader thread: messages arrive while a step runs; a closed pipe is a shutdown."""
+    """Reader thread: messages arrive while a step runs.  A closed pipe means shutdown."""
     try:
         while True:
             inbox.put(decode_to_engine(connection.recv_bytes()))
@@ -53,7 +68,7 @@ def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
 
 
 def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
-    """Load the checkpoint and report; None when it cannot be served."""
+    """Load the checkpoint and report; None if it cannot be served."""
     from inflight.engine.core import EngineCore
     from inflight.loading.loader import LoadError
     from inflight.runner.pipeline import make_runner
@@ -85,10 +100,10 @@ def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
 
 
 def settle_garbage_collector() -> None:
-    """Keep collections out of the steps: they take milliseconds when they look at a loaded model.
+    """Keep garbage collections out of the steps: with a loaded model they take milliseconds.
 
-    What lives now stays for good.  Steps make no cycles, so that objects come and go in balance and
-    the first generation rarely grows by as many.
+    What lives now is not scanned again.  Steps create no cycles, so objects come and go in balance, and the
+    youngest generation rarely reaches the threshold.
     """
     gc.collect()
     gc.freeze()
@@ -97,7 +112,7 @@ def settle_garbage_collector() -> None:
 
 
 def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine]) -> None:
-    """Step while there is work, sleep on the inbox while there is none."""
+    """Step while there is work; sleep on the inbox while there is none."""
     while True:
         while not inbox.empty() or not core.has_work:
             message = inbox.get()
@@ -109,8 +124,8 @@ def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine
                 core.abort(message.request_id, message.index)
                 if not core.has_work:
                     _step(connection, core)  # an empty step: the metrics see the blocks return
-            elif isinstance(message, DumpTrace):
-                _send(connection, _trace_answer(message.request_id, core))
+            elif isinstance(message, Ask):
+                _send(connection, _answer(core, message))
             else:
                 return
         _step(connection, core)
@@ -118,17 +133,24 @@ def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine
 
 def _step(connection: Connection, core: EngineCore) -> None:
     message = core.step()
+    if core.only_holds and not message.stats.batch_size and not message.failed:
+        time.sleep(_HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
+        return
     start = time.monotonic()
     _send(connection, message)
     if core.trace is not None:
         core.trace.sent(time.monotonic() - start)
 
 
-def _trace_answer(request_id: int, core: EngineCore) -> TraceDump | RequestFailed:
-    if core.trace is None:
-        text = 'step_trace is off: set "step_trace": true in model.json and load the model again'
-        return RequestFailed(request_id, "INVALID_ARG", text)
-    return TraceDump(request_id, core.trace.snapshot().to_json())
+def _answer(core: EngineCore, ask: Ask) -> Answer:
+    """The answer, or why there is none: a question never ends the engine."""
+    try:
+        return Answer(ask.question_id, _HANDLERS[type(ask.question)](core, ask.question))
+    except ValueError as error:
+        return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
 def _send(connection: Connection, message: ToFrontend) -> None:
@@ -140,15 +162,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the frontend's socket pair")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which then tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then stops this process
     connection = Connection(args.fd)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
-    # The cores are shared with the server, the stub and clients: a thread that spins at OpenMP's
-    # barriers would take the core from whoever the barrier waits for.
+    # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
+    # take a core from the thread that the barrier waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.cpu_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)  # before torch is imported
-    gc.disable()  # until it is settled: what imports and loading make stays, and looking at it is a fifth of their time
+    gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
     try:
         core = _load(connection, config)
         if core is None:
@@ -158,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         threading.Thread(target=_read, args=(connection, inbox), name="reader", daemon=True).start()
         _serve(connection, core, inbox)
     except (BrokenPipeError, ConnectionResetError):
-        return 0  # the frontend is gone, and nobody is left to tell
+        return 0  # the frontend is gone: there is nobody to tell
     except Exception as error:
         traceback.print_exc()
         _send(connection, EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
@@ -170,4 +192,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # torch's teardown takes a second or two that an unload would wait for
+    os._exit(status)  # torch's teardown takes a second or two, and an unload would wait for it

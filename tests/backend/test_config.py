@@ -1,4 +1,4 @@
-"""`model.json`: what may stand there, and what the error says when it may not."""
+"""`model.json`: what is accepted, and what the errors say."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "zzz": 4}, "unknown key 'zzz'; known keys: "),
         ({"model": "x", "max_num_seqs": 0}, "max_num_seqs=0: Expected `int` >= 1"),
         ({"model": "x", "max_num_seqs": "8"}, "max_num_seqs='8': Expected `int`, got `str`"),
-        ({"model": "x", "dtype": "int4"}, "dtype='int4': .*allowed are 'auto', 'float32', 'bfloat16', 'float16'"),
+        ({"model": "x", "dtype": "int4"}, "dtype='int4': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
-        ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: it must be more than 0 bytes"),
+        ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: must be more than 0 bytes"),
         ({"model": "x", "swap_space": "four"}, "cannot read 'four' as a size"),
         ({"model": "x", "swap_space": -1}, "swap_space=-1: Expected `float` >= 0"),
         ({"model": "x", "preemption_mode": "swap"}, 'preemption_mode="swap" needs host memory .* set swap_space'),
         ({"model": "x", "watermark": 1.0}, "watermark=1.0: Expected `float` < 1"),
-        ({"model": "x", "preemption_victim": "oldest"}, "allowed are 'last', 'lowest_priority', 'longest'"),
-        ({"model": "x", "admission": "all"}, "admission='all': .*allowed are 'predicted_peak', 'free_blocks'"),
+        ({"model": "x", "preemption_victim": "oldest"}, "must be one of 'last', 'lowest_priority', 'longest'"),
+        ({"model": "x", "admission": "all"}, "admission='all': .*must be one of 'predicted_peak', 'free_blocks'"),
         (["model"], "expected a JSON object, got list"),
-        ({"model": "x", "scheduling_policy": "lifo"}, "'lifo'.*allowed are 'fcfs', 'priority', 'sjf', 'edf'"),
+        ({"model": "x", "scheduling_policy": "lifo"}, "'lifo'.*must be one of 'fcfs', 'priority', 'sjf', 'edf'"),
         ({"model": "x", "priority_aging_seconds": 0}, "priority_aging_seconds=0: Expected `float` > 0"),
         ({"model": "x", "priority_aging_seconds": float("inf")}, "priority_aging_seconds=inf"),
         ({"model": "x", "priority_classes": {"P0": {"max_queue_size": 3}}}, "'P0'.*Expected `int`, got `str`"),
         ({"model": "x", "priority_classes": {"0": {"max_queue_size": 0}}}, "Expected `int` >= 1"),
         (
             {"model": "x", "tenants": {"a": {"wieght": 3}}},
-            "'wieght'.*allowed are 'weight', 'max_running', 'max_queued'",
+            "'wieght'.*must be one of 'weight', 'max_running', 'max_queued'",
         ),
         ({"model": "x", "kv_cache_memory": "four"}, "kv_cache_memory: cannot read"),
         ({"model": "x", "swap_space": "four"}, "swap_space: cannot read"),
@@ -55,13 +55,13 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "itl_target_ms": float("inf")}, "itl_target_ms=inf"),
         ({"model": "x", "engine_start_timeout": 1e300}, "engine_start_timeout=1e\\+300"),
         ({"model": "x", "priority_classes": {"9" * 30: {"max_queue_size": 3}}}, "priority_classes=.*Expected `int`"),
-        ({"model": "x", "chat_template": "\ud800"}, "'chat_template' holds half a character"),
-        ({"model": "x", "tenants": {"\ud800": {}}}, "'tenants' holds half a character"),
-        ({"model": "x", "max_num_seqs": "\ud800"}, "'max_num_seqs' holds half a character"),
+        ({"model": "x", "chat_template": "\ud800"}, "'chat_template' contains an unpaired surrogate"),
+        ({"model": "x", "tenants": {"\ud800": {}}}, "'tenants' contains an unpaired surrogate"),
+        ({"model": "x", "max_num_seqs": "\ud800"}, "'max_num_seqs' contains an unpaired surrogate"),
         ({"model": "x", "tenants": {"a": {"weight": 0}}}, r"tenants=\{'a': \{'weight': 0\}\}: Expected `float` > 0"),
     ],
 )
-def test_what_cannot_be_meant_is_named(values: dict, message: str) -> None:
+def test_invalid_options_are_named(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig.from_dict(values)
     assert str(caught.value).isprintable()
@@ -87,7 +87,7 @@ def test_files(tmp_path) -> None:
     with pytest.raises(ConfigError, match="checkpoint: cannot be read: Is a directory"):
         EngineConfig.from_file(tmp_path / "checkpoint")
     path.write_text(json.dumps({"model": "checkpoint"}))
-    assert EngineConfig.from_file(path).model == str(tmp_path / "checkpoint"), "taken from beside the file"
+    assert EngineConfig.from_file(path).model == str(tmp_path / "checkpoint"), "the folder beside the file"
     path.write_text(json.dumps({"model": "org/name"}))
     assert EngineConfig.from_file(path).model == "org/name"
 

@@ -1,8 +1,10 @@
-"""The in-process API on the embedded demo model."""
+"""The in-process API, with the demo model."""
 
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.frontend.errors import RequestError
 
 DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")
 PROMPTS = ["Return a list of", "Open the file and", "The default value is", "é ü 日本"]
@@ -83,8 +87,102 @@ def test_n_logprobs_and_defaults(llm):
         (["x"], SamplingParams(top_p=2.0), "top_p=2.0 is out of range"),
     ],
 )
-def test_what_cannot_run_raises_and_leaves_nothing_behind(llm, prompts, params, message):
+def test_an_invalid_request_raises_and_leaves_nothing_behind(llm, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
     assert not llm.core.has_work
     llm.core.check_integrity()
+
+
+class EngineStub:
+    """Stands in for the core: plays back the messages of its steps."""
+
+    only_holds = False
+
+    def __init__(self, *messages: StepMessage) -> None:
+        self.messages = list(messages)
+        self.taken: list[int] = []
+        self.aborted: list[tuple[int, int | None]] = []
+
+    def add_request(self, message) -> None:
+        self.taken.append(message.request_id)
+
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        self.aborted.append((request_id, index))
+
+    def step(self) -> StepMessage:
+        return self.messages.pop(0)
+
+
+def step(*deltas: SequenceDelta, failed: tuple[RequestFailed, ...] = ()) -> StepMessage:
+    return StepMessage(list(deltas), StepStats(*[0] * 10, 0.0), failed=list(failed))
+
+
+@pytest.fixture
+def played(llm, monkeypatch):
+    """Replaces the engine by one that plays back messages; requests count from 0."""
+
+    def play(*messages: StepMessage) -> EngineStub:
+        stub = EngineStub(*messages)
+        monkeypatch.setattr(llm, "core", stub)
+        monkeypatch.setattr(llm, "_next_id", 0)
+        return stub
+
+    return play
+
+
+def test_runs_of_several_tokens_are_cut_at_a_stop_string(llm, played):
+    ids = llm.tokenizer.encode(" the list of names", add_special_tokens=False)
+    logprobs = [[(token, -0.5, 1)] for token in ids]
+    stub = played(step(SequenceDelta(0, 0, ids[:2], None, None, logprobs[:2])),
+                  step(SequenceDelta(0, 0, ids[2:], None, None, logprobs[2:])))  # fmt: skip
+    output = llm.generate("Return", SamplingParams(max_tokens=9, logprobs=0, stop=["st of"]))[0].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == (" the li", "stop", "st of")
+    kept = len(output.token_ids)
+    assert output.token_ids == ids[:kept] and 2 < kept < len(ids)
+    assert (output.logprobs, output.cumulative_logprob) == (logprobs[:kept], -0.5 * kept)
+    assert stub.aborted[0] == (0, 0)
+
+
+def test_a_request_that_the_engine_gives_up_raises_and_aborts_the_others(llm, played):
+    stub = played(step(SequenceDelta(0, 0, [5])), step(failed=(RequestFailed(1, "UNAVAILABLE", "waited too long"),)))
+    with pytest.raises(RequestError, match="waited too long") as caught:
+        llm.generate(["a", "b"], greedy())
+    assert caught.value.code == "UNAVAILABLE"
+    assert stub.taken == [0, 1] and (0, None) in stub.aborted
+    assert not llm._open
+
+
+def test_a_request_that_the_engine_gives_up_ends_no_other_call(llm, played):
+    played(
+        step(SequenceDelta(0, 0, [5])),
+        step(SequenceDelta(1, 0, [5]), failed=(RequestFailed(0, "UNAVAILABLE", "waited too long"),)),
+        step(SequenceDelta(1, 0, [6], "length")),
+    )
+    stream = llm.stream("a", greedy())
+    next(stream)
+    assert llm.generate("b", greedy())[0].outputs[0].token_ids == [5, 6]
+    with pytest.raises(RequestError, match="waited too long"):
+        next(stream)
+    assert not llm._open
+
+
+IMPORT = "import sys; sys.modules[{missing!r}] = None; from inflight import {name}"
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_without_the_extra_the_import_says_what_to_install(missing):
+    done = subprocess.run([sys.executable, "-c", IMPORT.format(missing=missing, name="LLM")], capture_output=True)
+    last = done.stderr.decode().splitlines()[-1]
+    said = f"inflight.LLM needs {missing}, which is not installed: pip install 'inflight[backend]'"
+    assert (done.returncode, last) == (1, f"ImportError: {said}")
+    assert done.stderr.count(b"Traceback") == 1, "the failed import is not shown"
+
+
+def test_sampling_params_need_no_extra():
+    subprocess.run([sys.executable, "-c", IMPORT.format(missing="torch", name="SamplingParams")], check=True)
+
+
+def test_another_failure_of_an_import_is_not_taken_for_a_missing_extra():
+    done = subprocess.run([sys.executable, "-c", IMPORT.format(missing="msgspec", name="LLM")], capture_output=True)
+    assert b"ModuleNotFoundError: import of msgspec halted" in done.stderr

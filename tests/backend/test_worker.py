@@ -1,4 +1,4 @@
-"""The engine process over its pipe, with a real tiny checkpoint."""
+"""The engine process, driven through its pipe, with a real tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import os
 import socket
 import subprocess
 import sys
+import typing
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import msgspec
 import pytest
 from checkpoints import greedy_reference, make_checkpoint
+from drafters import add_gate
+from engine_rig import Info, make_core
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
+    Answer,
+    Ask,
+    DumpTrace,
     EngineFailed,
     EngineReady,
+    Question,
     RequestFailed,
     Shutdown,
     StepMessage,
@@ -25,9 +33,11 @@ from inflight.engine.messages import (
     encode,
 )
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step_trace import Trace
+from inflight.worker import _HANDLERS, _answer, _serve
 
 
-class Engine:
+class Worker:
     """A running engine process and our end of its pipe."""
 
     def __init__(self, **options):
@@ -44,7 +54,7 @@ class Engine:
         self.pipe.send_bytes(encode(message))
 
     def receive(self, timeout=60.0):
-        assert self.pipe.poll(timeout), "the engine said nothing"
+        assert self.pipe.poll(timeout), "the engine sent nothing"
         return decode_to_frontend(self.pipe.recv_bytes())
 
     def close(self):
@@ -60,12 +70,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def engine(checkpoint):
-    engine = Engine(model=checkpoint, max_queue_size=1, max_num_seqs=2)
+    engine = Worker(model=checkpoint, max_queue_size=1, max_num_seqs=2)
     yield engine
     engine.close()
 
 
-def test_generates_aborts_refuses_and_shuts_down(engine, checkpoint):
+def test_it_generates_aborts_refuses_and_shuts_down(engine, checkpoint):
     ready = engine.receive()
     assert isinstance(ready, EngineReady)
     assert (ready.vocab_size, ready.max_model_len, ready.block_size) == (199, 256, 16)
@@ -96,7 +106,7 @@ def test_generates_aborts_refuses_and_shuts_down(engine, checkpoint):
     assert engine.process.wait(timeout=20) == 0
 
 
-def test_ends_when_its_frontend_is_gone(engine):
+def test_it_exits_when_its_frontend_is_gone(engine):
     engine.receive()
     engine.send(AddRequest(1, [1, 2], SamplingParams(max_tokens=250, ignore_eos=True)))
     engine.receive()
@@ -113,8 +123,8 @@ def test_ends_when_its_frontend_is_gone(engine):
         ({"attention_backend": "magic"}, "attention_backend='magic' is not known"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_served_is_reported_and_fatal(checkpoint, options, message):
-    engine = Engine(**{"model": checkpoint, **options})
+def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint, options, message):
+    engine = Worker(**{"model": checkpoint, **options})
     try:
         failed = engine.receive()
         assert isinstance(failed, EngineFailed)
@@ -123,3 +133,63 @@ def test_a_checkpoint_that_cannot_be_served_is_reported_and_fatal(checkpoint, op
         assert engine.process.wait(timeout=20) == 1
     finally:
         engine.close()
+
+
+def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoint):
+    engine = Worker(model=checkpoint, step_trace=True)
+    try:
+        engine.receive()
+        engine.send(Ask(7, DumpTrace()))  # idle
+        answer = engine.receive()
+        assert (answer.question_id, answer.error) == (7, None)
+        assert Trace.from_json(answer.value).steps == []
+        engine.send(AddRequest(1, [1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))
+        engine.send(Ask(8, DumpTrace()))
+        engine.send(Ask(9, DumpTrace()))
+        answers: list[Answer] = []
+        num_tokens = 0
+        while num_tokens < 200:
+            message = engine.receive()
+            if isinstance(message, Answer):
+                answers.append(message)
+            else:
+                num_tokens += sum(len(delta.token_ids) for delta in message.deltas)
+        assert [answer.question_id for answer in answers] == [8, 9]
+        assert Trace.from_json(answers[1].value).requests[0].request_id == 1
+    finally:
+        engine.close()
+
+
+def test_without_the_trace_the_answer_says_how_to_turn_it_on(engine):
+    engine.receive()
+    engine.send(Ask(1, DumpTrace()))
+    assert engine.receive() == Answer(
+        1, error=("INVALID_ARG", 'step_trace is off: set "step_trace": true in model.json and reload the model')
+    )
+
+
+def test_every_question_has_a_handler():
+    assert set(_HANDLERS) == set(typing.get_args(Question) or (Question,))
+
+
+def test_a_handler_that_fails_answers_with_the_error(monkeypatch):
+    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda core, question: core.missing)
+    answer = _answer(None, Ask(3, DumpTrace()))  # type: ignore[arg-type]
+    assert answer == Answer(3, error=("INTERNAL", "AttributeError: 'NoneType' object has no attribute 'missing'"))
+
+
+def test_while_all_requests_are_held_the_frontend_hears_nothing():
+    core = make_core(Info())
+    add_gate(core, {1: 40})
+    inbox: SimpleQueue = SimpleQueue()
+    inbox.put(AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
+    sent: list = []
+
+    class Pipe:
+        def send_bytes(self, frame: bytes) -> None:
+            sent.append(decode_to_frontend(frame))
+            if not core.has_work:
+                inbox.put(Shutdown())
+
+    _serve(Pipe(), core, inbox)
+    assert [len(message.deltas) for message in sent] == [1, 1, 1]

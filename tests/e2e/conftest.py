@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start a real tritonserver."""
+"""Fixtures for the tests that start a real tritonserver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPOSITORY = HERE.parents[1] / "model_repository"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark this folder's tests, and keep them in one xdist worker: they share one server."""
+    """Mark this folder's tests, and keep them in one xdist worker, because they share a server."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def triton_installed() -> None:
-    """Skip where there is no tritonserver to start."""
+    """Skip if there is no tritonserver to start."""
     try:
         TritonInstallation.find()
     except LauncherError as error:

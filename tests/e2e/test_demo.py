@@ -26,7 +26,7 @@ ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 
 @contextmanager
 def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command as a child process; stopped with SIGINT, after which nothing of it may live."""
+    """The command as a child process, stopped with SIGINT; none of its processes may survive."""
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", *arguments, *ANY_PORTS]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     sessions: list[int] = []
@@ -41,8 +41,8 @@ def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     assert not any(session_members(pid) for pid in sessions)
 
 
-# The first request of the show takes less than half a second: a client that another process keeps from its
-# core for that long joins too late, and shows nothing.  A batch that is locked fails every time.
+# The first request of the show takes less than half a second: a client that gets no core for that long
+# joins too late, and shows nothing.  A locked batch fails every time.
 _ATTEMPTS = 4
 
 
@@ -73,7 +73,7 @@ def test_the_table_shows_one_live_row_per_request(server: TritonServer) -> None:
         assert len(re.findall(r"400/400", drawn)) >= 1
         if "in the batch: 3" in drawn:
             return
-    pytest.fail("never were three requests in the batch")
+    pytest.fail("there were never three requests in the batch")
 
 
 def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None) -> None:

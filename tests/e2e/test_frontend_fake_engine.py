@@ -26,12 +26,12 @@ from inflight_tools.launcher import TritonServer, session_members
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
 ECHO = TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 16))
-BACKEND_ERROR = 400  # Triton 24.10's `generate` answers so whatever code a backend's error has
+BACKEND_ERROR = 400  # what Triton 24.10's `generate` returns for any error of a backend
 NUMPY = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 
 
 def write_repository(root: Path, **model_json: Any) -> Path:
-    """A repository whose model `fake` runs the fake engine as its interpreter."""
+    """A repository with the model `fake`, whose interpreter runs the fake engine."""
     interpreter = root / "python"
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_engine.__file__} "$@"\n')
     interpreter.chmod(0o755)
@@ -96,7 +96,7 @@ class Grpc:
         self.client.async_stream_infer(self.model, list(inputs), request_id=request_id, **options)
 
     def take(self, request_id: str = "r") -> list[Any]:
-        """All responses of a request, checked for exactly one FINAL flag, on the last data response."""
+        """All responses to a request; exactly one, the last with data, has the FINAL flag."""
         found = []
         while True:
             response = self.queues[request_id].get(timeout=30)
@@ -119,7 +119,7 @@ class Grpc:
 def grpc(fake: TritonServer) -> Iterator[Grpc]:
     grpc = Grpc(fake)
     yield grpc
-    grpc.close()  # cancelling a stream that held a request Triton refused keeps the model loaded for good
+    grpc.close()  # cancelling a stream after Triton rejected one of its requests keeps the model loaded forever
 
 
 def joined(responses: list[Any]) -> str:
@@ -155,12 +155,12 @@ def scrape(server: TritonServer) -> dict[str, float]:
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited for nothing"
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return value
 
 
-# -- what comes back ---------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------
 
 
 def test_grpc_streaming(grpc: Grpc) -> None:
@@ -175,7 +175,7 @@ def test_grpc_streaming(grpc: Grpc) -> None:
     assert set(reasons[:-1]) <= {b"None"}
 
 
-def test_grpc_not_streaming_prepends_the_prompt(grpc: Grpc) -> None:
+def test_grpc_without_streaming_prepends_the_prompt(grpc: Grpc) -> None:
     grpc.send(text())
     (response,) = grpc.take()
     assert joined([response]) == PROMPT + ECHO
@@ -217,7 +217,7 @@ def test_generate_with_logprobs(fake: TritonServer) -> None:
 
 
 def test_generate_stream(fake: TritonServer) -> None:
-    pauses = {"tenant": "delay=0.05", "max_tokens": 16}  # a frontend that is kept from its core sends several at once
+    pauses = {"tenant": "delay=0.05", "max_tokens": 16}  # a frontend without a core would send several at once
     status, answer = post(fake, "generate_stream", {"text_input": PROMPT, "stream": True, "parameters": pauses})
     assert status == 200
     assert "".join(event["text_output"] for event in events(answer)) == ECHO
@@ -245,15 +245,24 @@ def test_messages(fake: TritonServer) -> None:
     assert json.loads(answer)["text_output"].startswith("user\nhi")
 
 
-# -- what is refused ---------------------------------------------------------------------------
+def test_the_engines_answer_comes_as_one_response(fake: TritonServer) -> None:
+    def ask() -> tuple[int, str]:
+        return post(fake, "generate", {"control": "step_trace"})
+
+    status, answer = ask()
+    assert status == 200, answer
+    assert json.loads(answer)["text_output"].startswith("answer ")
+
+
+# -- rejected requests -------------------------------------------------------------------------
 
 BAD_BODIES = [
     ({}, "give exactly one of text_input"),
     ({"text_input": ""}, "give exactly one of text_input"),
     ({"text_input": 5}, "string"),
     ({"text_input": ["a", "b"]}, "shape"),
-    ({"text_input": "a" * 3_000_000}, "surely more than 2047 tokens"),
-    ({"text_input": "a b " * 3000}, "tokens: allowed are 1 to 2047"),
+    ({"text_input": "a" * 3_000_000}, "must be more than 2047 tokens"),
+    ({"text_input": "a b " * 3000}, "tokens: it must be 1 to 2047 long"),
     ({"text_input": "a", "temperature": "hot"}, "number"),
     ({"text_input": "a", "temperature": -1}, "temperature=-1.0 is out of range"),
     ({"text_input": "a", "max_tokens": 1.5}, "integer"),
@@ -261,11 +270,12 @@ BAD_BODIES = [
     ({"text_input": "a", "stream": "yes"}, "boolean"),
     ({"text_input": "a", "temprature": 1}, "did you mean 'temperature'?"),
     ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
+    ({"text_input": "a", "parameters": {"control": "drain"}}, "control='drain': must be"),
     ({"text_input": "a", "stop": ["x"] * 2 + [str(i) for i in range(2000)]}, "stop is too long"),
     ({"text_input": "a", "stop_token_ids": [99999]}, "not in the vocabulary"),
-    ({"text_input": "a", "logit_bias": "{"}, "logit_bias='{': allowed is an object"),
+    ({"text_input": "a", "logit_bias": "{"}, "logit_bias='{': must be an object"),
     ({"text_input": "a", "lora_name": "x"}, "LoRA feature is not enabled."),
-    ({"text_input": "a", "messages": "[]"}, "text_input and messages came"),
+    ({"text_input": "a", "messages": "[]"}, "got text_input and messages: give exactly one"),
     ({"messages": "nope"}, "messages: not valid JSON"),
     ({"input_ids": [-4]}, "token id -4 is not in the vocabulary"),
     ({"text_input": "a", "timeout": -4}, "timeout=-4"),
@@ -274,10 +284,10 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize(("body", "says"), BAD_BODIES)
-def test_bad_bodies_are_refused(fake: TritonServer, body: Any, says: str) -> None:
+def test_invalid_bodies_are_rejected(fake: TritonServer, body: Any, says: str) -> None:
     status, answer = post(fake, "generate", body)
     assert says in answer
-    # What Triton itself cannot read it answers with 500 (seen on 24.10).
+    # Triton answers with 500 if it cannot parse the body itself (observed with 24.10).
     assert status == BACKEND_ERROR or (status == 500 and "JSON" in answer)
 
 
@@ -285,12 +295,12 @@ def test_bad_bodies_are_refused(fake: TritonServer, body: Any, says: str) -> Non
     ("inputs", "parameters", "says"),
     [
         ([text(b"a\xff")], {}, "text_input is not valid UTF-8: byte 0xff at 1"),
-        ([text(), tensor("temperature", [float("nan")], "FP32")], {}, "temperature=nan: allowed is a finite number"),
-        ([text(), tensor("temperature", [float("inf")], "FP32")], {}, "temperature=inf: allowed is a finite number"),
+        ([text(), tensor("temperature", [float("nan")], "FP32")], {}, "temperature=nan: must be a finite number"),
+        ([text(), tensor("temperature", [float("inf")], "FP32")], {}, "temperature=inf: must be a finite number"),
         ([text(), tensor("input_ids", [5], "INT32")], {}, "data-type"),
         ([tensor("text_input", [[b"a"]], "BYTES")], {}, "unexpected shape"),
-        ([text(), tensor("sampling_parameters", [b"[1]"], "BYTES")], {}, "expected a JSON object"),
-        ([text()], {"top_k": "many"}, "top_k='many': allowed is an integer"),
+        ([text(), tensor("sampling_parameters", [b"[1]"], "BYTES")], {}, "must be a JSON object"),
+        ([text()], {"top_k": "many"}, "top_k='many': must be an integer"),
         ([text()], {"request_priority": "high"}, "request_priority='high'"),
         (
             [text(), *flags("stream"), tensor("exclude_input_in_output", [False], "BOOL")],
@@ -299,12 +309,14 @@ def test_bad_bodies_are_refused(fake: TritonServer, body: Any, says: str) -> Non
         ),
     ],
 )
-def test_bad_grpc_requests(grpc: Grpc, inputs: list[Any], parameters: dict[str, Any], says: str) -> None:
+def test_invalid_grpc_requests_are_rejected(
+    grpc: Grpc, inputs: list[Any], parameters: dict[str, Any], says: str
+) -> None:
     grpc.send(*inputs, parameters=parameters)
     assert says in grpc.error()
 
 
-# -- how it ends early -------------------------------------------------------------------------
+# -- early ends ---------------------------------------------------------------------------------
 
 
 def slow(tokens: int = 1500, delay: float = 0.01) -> dict[str, Any]:
@@ -316,7 +328,7 @@ def aborts(root: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_grpc_cancel_reaches_the_engine(fake: TritonServer, root: Path) -> None:
+def test_a_grpc_cancellation_reaches_the_engine(fake: TritonServer, root: Path) -> None:
     before = aborts(root)
     grpc = Grpc(fake)
     for number in range(3):
@@ -379,7 +391,7 @@ def test_metrics(fake: TritonServer) -> None:
     key = 'vllm:generation_tokens_total{model="fake",version="1"}'
     wait_for(lambda: scrape(fake)['inflight_requests_running{model="fake",version="1"}'] == 0)
 
-    def settled() -> bool:  # published twice a second: what came before must be in
+    def settled() -> bool:  # metrics are published twice a second
         first = scrape(fake)[key]
         time.sleep(1.2)
         return scrape(fake)[key] == first
@@ -406,10 +418,10 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
     control = grpcclient.InferenceServerClient(fake.grpc_address)
     unload = threading.Thread(target=control.unload_model, args=("fake",))
     unload.start()
-    for number in range(5):  # Triton lets what is in flight finish
+    for number in range(5):  # Triton lets requests in flight finish
         grpc.take(str(number))
     unload.join(30)
-    grpc.close()  # Triton keeps a model while a gRPC stream is open that used it
+    grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
     wait_for(lambda: not control.is_model_ready("fake"))
     wait_for(lambda: set(session_members(fake.process.pid)) == {fake.process.pid})
     assert len(members) >= 3  # server, stub, engine

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 
-from wire import Stream, gauges, post
+from wire import GrpcStream, gauges, post
 
 from inflight_tools.launcher import TritonServer
 
@@ -47,15 +47,15 @@ def hang_up(address: str, count: int) -> None:
         connection.close()
 
 
-def test_a_storm_changes_no_answer_and_leaves_no_block(server: TritonServer) -> None:
+def test_a_storm_of_bad_clients_changes_no_answer_and_leaks_no_block(server: TritonServer) -> None:
     url = f"http://{server.http_address}/v2/models/demo/generate"
     calm = post(url, CALM)
     assert calm[0] == 200
-    with Stream(server.grpc_address, "demo") as innocent:
+    with GrpcStream(server.grpc_address, "demo") as innocent:
         innocent.send(
             "innocent", text_input="Return a list of", sampling_parameters={"temperature": 0, "max_tokens": 40}
         )
-        storm = Stream(server.grpc_address, "demo")
+        storm = GrpcStream(server.grpc_address, "demo")
         for number in range(60):
             storm.send(str(number), text_input=f"x{number}", stream=True, sampling_parameters=ENDLESS)
         answers = [post(url, body) for body in NONSENSE]

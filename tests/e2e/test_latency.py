@@ -1,7 +1,6 @@
-"""A long prompt beside running streams, through a real server: what the engine planned, by its step trace.
+"""A long prompt beside running streams, through a real server: what the engine planned, from its step trace.
 
-Chunks and planned seconds are what the policy answers for; how long the steps then took on a machine
-that is busy with other things is shown by `bench/itl.py`.
+The policy is responsible for chunks and planned seconds; `bench/itl.py` measures how long the steps then take.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from wire import Stream
+from wire import GrpcStream
 
 from inflight.engine.policies.budget import MIN_CHUNK, STARVED_STEPS
 from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad
@@ -51,10 +50,10 @@ def server(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def long_prompt_beside_streams(server: TritonServer, model: str) -> tuple[Trace, list[int]]:
-    """The trace of it, and the tokens that the long prompt's request got."""
+    """The trace, and the tokens of the request with the long prompt."""
     greedy = {"temperature": 0.0, "ignore_eos": True}
     names = [f"stream {number}" for number in range(STREAMS)]
-    with Stream(server.grpc_address, model) as stream:
+    with GrpcStream(server.grpc_address, model) as stream:
         for number, name in enumerate(names):
             params = {**greedy, "max_tokens": TOKENS}
             stream.send(name, input_ids=[7 + number] * 20, stream=[True], sampling_parameters=params)
@@ -79,7 +78,7 @@ def load_of(step: StepRecord) -> StepLoad:
 
 
 def chunks_beside_decodes(trace: Trace) -> list[int]:
-    """Per step, tokens of the long prompt, from its arrival until its first token; 0 where it sat out."""
+    """Tokens of the long prompt in each step from its arrival to its first token; 0 where it was left out."""
     (key,) = [request.key for request in trace.requests if request.num_prompt_tokens == len(PROMPT)]
     (arrival,) = [request.arrival for request in trace.requests if request.key == key]
     found: list[int] = []
@@ -88,16 +87,16 @@ def chunks_beside_decodes(trace: Trace) -> list[int]:
         if step.start < arrival or done == len(PROMPT):
             continue
         chunk = dict(zip(step.keys, step.tokens)).get(key, 0)
-        assert 1 in step.tokens, "streams decode in every step of this"
+        assert 1 in step.tokens, "the streams decode in every step"
         found.append(chunk)
         done += chunk
     assert done == len(PROMPT)
     return found
 
 
-def test_a_long_prompt_gets_what_keeps_the_streams_within_the_target(server):
+def test_a_long_prompt_gets_chunks_that_keep_the_streams_within_the_target(server):
     trace, tokens = long_prompt_beside_streams(server, "target")
-    # The engine's own model, fed with the trace's steps again: what it expected of each step it made.
+    # Replay the trace's steps into the cost model: what the engine expected of each step.
     model = OnlineStepCost()
     for step in trace.steps:
         load = load_of(step)
@@ -106,13 +105,13 @@ def test_a_long_prompt_gets_what_keeps_the_streams_within_the_target(server):
         model.observe(load, step.schedule + step.forward + step.sample)
     assert sum(chunks_beside_decodes(trace)) == len(PROMPT)
 
-    # The target that cannot be kept: the prompt progresses as stated, and yields the same tokens.
+    # A target that cannot be met: the prompt progresses at the documented rate, and yields the same tokens.
     trace, same = long_prompt_beside_streams(server, "unreachable")
     assert same == tokens
     chunks = chunks_beside_decodes(trace)
     granted = [place for place, chunk in enumerate(chunks) if chunk]
     assert {chunks[place] for place in granted[:-1]} == {MIN_CHUNK}
-    # From the first chunk on: steps were made between the frontend's having the prompt and the engine's.
+    # From the first chunk on: some steps ran between the prompt's arrival at the frontend and at the engine.
     gaps = [after - before for before, after in pairwise(granted)]
     assert set(gaps) == {STARVED_STEPS}, "and no faster: the streams come first"
     assert len(chunks) - granted[0] <= STARVED_STEPS * -(-len(PROMPT) // MIN_CHUNK)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from offline import make_core, run, tokens
-from wire import Stream, gauges
+from wire import GrpcStream, gauges
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.launcher import TritonServer
@@ -24,7 +24,7 @@ MODELS: dict[str, dict] = {
 
 
 def workload() -> tuple[list[list[int]], list[int]]:
-    """Prompts and output lengths that take ten times the blocks of one request of the longest kind."""
+    """Prompts and output lengths that need ten times the blocks of the longest possible request."""
     rng = random.Random(4)
     prompts = [[rng.randrange(10, 200) for _ in range(rng.randrange(4, 40))] for _ in range(COUNT)]
     return prompts, [rng.randrange(15, 60) for _ in range(COUNT)]
@@ -61,10 +61,10 @@ def expected() -> list[list[int]]:
 
 
 def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[str, float]]:
-    """Output tokens of all requests, sent at once, and the model's metrics when they are counted."""
+    """Output tokens of all requests, sent at once, and the model's metrics once they are published."""
     prompts, lengths = workload()
     names = [str(index) for index in range(COUNT)]
-    with Stream(server.grpc_address, model) as stream:
+    with GrpcStream(server.grpc_address, model) as stream:
         for name, prompt, length in zip(names, prompts, lengths):
             params = {"max_tokens": length, "ignore_eos": True, "temperature": 0}
             stream.send(name, input_ids=prompt, stream=True, return_token_ids=True, sampling_parameters=params)
@@ -73,12 +73,12 @@ def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[s
         said = [stream.answers[name].token_ids for name in names]
     deadline = time.monotonic() + 10
     while (now := gauges(server.metrics_address, model)).get("vllm:request_params_n_count", 0) < COUNT:
-        assert time.monotonic() < deadline, "the metrics do not arrive"
+        assert time.monotonic() < deadline, "the metrics are not published"
         time.sleep(0.1)
     return said, now
 
 
-def test_a_pool_at_a_tenth_of_the_demand_serves_all_without_a_storm(squeezed, expected):
+def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_preemption_storm(squeezed, expected):
     prompts, lengths = workload()
     demand = sum(-(-(len(prompt) + length) // BLOCK_SIZE) for prompt, length in zip(prompts, lengths))
     assert demand >= 10 * MAX_MODEL_LEN // BLOCK_SIZE
@@ -88,7 +88,7 @@ def test_a_pool_at_a_tenth_of_the_demand_serves_all_without_a_storm(squeezed, ex
     assert metrics["inflight_kv_blocks_used"] == 0
 
 
-def test_swapped_requests_say_the_same(squeezed, expected):
+def test_swapped_requests_get_the_same_tokens(squeezed, expected):
     said, metrics = serve_all(squeezed, "swapping")
     assert said == expected
     assert metrics["inflight_requests_preempted_total"] > 0

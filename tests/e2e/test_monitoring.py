@@ -1,4 +1,4 @@
-"""Every series that the dashboard and the alerts read is on a real server's `/metrics`."""
+"""Every series that the dashboard and the alerts read is on the `/metrics` of a real server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 from promql import expressions, names_in
 
 
-def test_the_server_has_every_series_with_the_labels_that_are_asked_for(server):
+def test_the_server_has_every_series_with_the_labels_that_are_queried(server):
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
         text = response.read().decode()
     # Not with prometheus_client's parser: it adds `_total` to the names of Triton's own counters.

@@ -1,4 +1,4 @@
-"""Who is next, seen through a real server: an interactive request among batch work, limits of tenants and classes."""
+"""Scheduling policies in a real server: an interactive request among batch work, limits of tenants and classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from wire import Stream
+from wire import GrpcStream
 
 from inflight.engine.step_trace import Trace
 from inflight_tools.cli import app
@@ -44,18 +44,18 @@ def parameters(max_tokens: int) -> dict:
     return {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
 
 
-def errors(stream: Stream, count: int) -> list[str]:
-    """Texts of the next `count` errors of a stream; whose they are, a stream's errors do not say."""
+def errors(stream: GrpcStream, count: int) -> list[str]:
+    """Messages of the first `count` errors of a stream; which request each is about, they do not say."""
     while len(found := [answer.error.message() for answer in stream.answers.values() if answer.error]) < count:
         stream.events.get(timeout=60)
     return found
 
 
 def test_an_interactive_request_among_30_batch_requests_starts_at_once(scheduling, tmp_path):
-    """Its first token takes two steps and its prefill; the batch requests that gave way lose nothing."""
+    """It waits at most two steps for its prefill, and the preempted batch requests lose nothing."""
     batch = [f"batch {index}" for index in range(30)]
     probes = [f"probe {index}" for index in range(5)]
-    with Stream(scheduling.grpc_address, MODEL) as stream:
+    with GrpcStream(scheduling.grpc_address, MODEL) as stream:
         for request_id in reversed(batch):
             stream.send(
                 request_id, text_input="Once upon a time", request_priority=2, return_token_ids=True,
@@ -90,18 +90,18 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
         assert first.samples[first.keys.index(request.key)], "its prompt was computed in one step"
         waits.append(sum(request.arrival < step.start <= first.start for step in trace.steps) - 1)
     assert any(step.preempted for step in trace.steps)
-    # The frontend's own milliseconds are in it, more of them where cores are few, while steps of a small model
-    # go on: two of five show it.  Without its class each would wait for a slot, hundreds of steps.
+    # This includes the frontend's milliseconds, more of them if cores are few, in which a small model runs
+    # several steps: two of five are enough.  Without its class each would wait hundreds of steps for a slot.
     assert sorted(waits)[1] <= 2, waits
 
 
-def test_limits_of_a_tenant_and_of_a_class_are_named_when_they_refuse(scheduling):
-    with Stream(scheduling.grpc_address, MODEL) as stream:
+def test_a_refusal_names_the_limit_of_the_tenant_or_class(scheduling):
+    with GrpcStream(scheduling.grpc_address, MODEL) as stream:
         for number in range(SLOTS):
             stream.send(f"runs {number}", text_input="Hello", stream=True, sampling_parameters=parameters(1800))
         for number in range(SLOTS):
             stream.wait_chunks(f"runs {number}", 1)
-        with Stream(scheduling.grpc_address, MODEL) as small, Stream(scheduling.grpc_address, MODEL) as seven:
+        with GrpcStream(scheduling.grpc_address, MODEL) as small, GrpcStream(scheduling.grpc_address, MODEL) as seven:
             for number in range(4):
                 fields = {"text_input": "Hello", "sampling_parameters": parameters(9)}
                 small.send(f"small {number}", request_priority=1, tenant="small", **fields)

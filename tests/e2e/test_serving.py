@@ -1,4 +1,4 @@
-"""The real engine behind a real tritonserver: what clients get, and what is left when it ends."""
+"""The real engine in a real tritonserver: what clients get, and what is left when it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 from tritonclient.utils import InferenceServerException
-from wire import Answer, Stream, gauges, post, server_sent_events
+from wire import GrpcStream, Responses, gauges, post, server_sent_events
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text import Tokenizer
@@ -93,7 +93,7 @@ def test_64_concurrent_mixed_requests_get_the_offline_tokens(serving, checkpoint
         [prompt for prompt, _ in requests],
         [SamplingParams(**params) for _, params in requests],
     )
-    streams = [Stream(serving.grpc_address, "tiny") for _ in range(4)]
+    streams = [GrpcStream(serving.grpc_address, "tiny") for _ in range(4)]
     for index, (prompt, params) in enumerate(requests):
         streams[index % 4].send(
             str(index), input_ids=prompt, stream=index % 3 > 0, sampling_parameters=params,
@@ -115,10 +115,10 @@ def test_64_concurrent_mixed_requests_get_the_offline_tokens(serving, checkpoint
             assert text == tokenizer.decode(expected)
         assert all(reason == b"length" for reason in answer.chunks[-1]["finish_reason"])
         if index % 3 == 0:
-            assert len(answer.chunks) == 1, "a request that does not stream gets one response"
+            assert len(answer.chunks) == 1, "a request without streaming gets one response"
 
 
-def test_http_generate_and_its_stream_say_the_same_as_grpc(serving, checkpoint):
+def test_http_generate_and_generate_stream_give_the_same_as_grpc(serving, checkpoint):
     url = f"http://{serving.http_address}/v2/models/tiny"
     body = {"text_input": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     expected = tokens(
@@ -131,13 +131,13 @@ def test_http_generate_and_its_stream_say_the_same_as_grpc(serving, checkpoint):
     status, answer = post(f"{url}/generate", body)
     assert status == 200, answer
     assert json.loads(answer)["token_ids"] == expected
-    assert json.loads(answer)["text_output"].startswith("Hello"), "vllm_backend's default: the prompt comes along"
+    assert json.loads(answer)["text_output"].startswith("Hello"), "vllm_backend's default: the prompt comes first"
     status, answer = post(f"{url}/generate_stream", {**body, "stream": True})
     assert status == 200, answer
     events = server_sent_events(answer)
     got = [e["token_ids"] if isinstance(e["token_ids"], list) else [e["token_ids"]] for e in events]
     assert [token for part in got for token in part] == expected
-    with Stream(serving.grpc_address, "tiny") as stream:
+    with GrpcStream(serving.grpc_address, "tiny") as stream:
         stream.send(
             "g", text_input="Hello", stream=True, return_token_ids=True,
             sampling_parameters={"max_tokens": 12, "temperature": 0, "ignore_eos": True},
@@ -147,7 +147,7 @@ def test_http_generate_and_its_stream_say_the_same_as_grpc(serving, checkpoint):
         assert stream.answers["g"].text == "".join(e["text_output"] for e in events)
 
 
-def long_request(stream: Stream, request_id: str, max_tokens: int = 240, **inputs: object) -> None:
+def long_request(stream: GrpcStream, request_id: str, max_tokens: int = 240, **inputs: object) -> None:
     stream.send(
         request_id, input_ids=[1, 2, 3], stream=True, return_token_ids=True,
         sampling_parameters={"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}, **inputs,
@@ -155,18 +155,18 @@ def long_request(stream: Stream, request_id: str, max_tokens: int = 240, **input
 
 
 def wait_for(condition, timeout: float = 30.0) -> float:
-    """Seconds until the condition held."""
+    """Returns the seconds until the condition held."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < timeout, "it never came true"
+        assert time.monotonic() - start < timeout, "waited in vain"
         time.sleep(0.01)
     return time.monotonic() - start
 
 
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
-    """One may run and two may wait: of six, three are refused before any has ended."""
-    streams = [Stream(serving.grpc_address, "narrow") for _ in range(6)]
-    with stopped(engine_processes(serving)):  # however fast the machine is, none is through before the last one comes
+    """One may run and two may wait: of six requests three are refused before any has ended."""
+    streams = [GrpcStream(serving.grpc_address, "narrow") for _ in range(6)]
+    with stopped(engine_processes(serving)):  # so none finishes before the last one arrives
         for stream in streams:
             long_request(stream, "r")
         answers = [stream.answers["r"] for stream in streams]
@@ -181,11 +181,11 @@ def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
     assert all(len(answer.token_ids) == 240 for answer in answers if answer.error is None)
 
 
-def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
+def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
     with grpc.InferenceServerClient(serving.grpc_address) as control:
         control.load_model("spare")
         engines = engine_processes(serving)
-        with Stream(serving.grpc_address, "spare") as stream:
+        with GrpcStream(serving.grpc_address, "spare") as stream:
             for index in range(4):
                 long_request(stream, str(index))
             stream.wait_chunks("0", 3)
@@ -195,7 +195,7 @@ def test_unload_waits_for_what_runs_and_a_reload_serves_again(serving):
             assert all(ended), "every stream ends, with all its tokens or with an error"
         wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
         control.load_model("spare")
-        with Stream(serving.grpc_address, "spare") as stream:
+        with GrpcStream(serving.grpc_address, "spare") as stream:
             long_request(stream, "again", max_tokens=5)
             stream.wait("again")
             assert len(stream.answers["again"].token_ids) == 5
@@ -210,7 +210,7 @@ def engine_processes(server: TritonServer) -> list[psutil.Process]:
 
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """They get no time meanwhile."""
+    """Suspends the processes within the context."""
     for process in processes:
         process.suspend()
     try:
@@ -228,8 +228,8 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(serving):
-    with Stream(serving.grpc_address, "tiny") as stream:
-        victims = [str(index) for index in range(192)]  # so many that they are not through at once
+    with GrpcStream(serving.grpc_address, "tiny") as stream:
+        victims = [str(index) for index in range(192)]  # enough that they do not all finish first
         for victim in victims:
             long_request(stream, victim)
         stream.wait_chunks("0", 2)
@@ -243,7 +243,7 @@ def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(
         assert all(
             len(stream.answers[victim].token_ids) == 240 for victim in victims if not stream.answers[victim].error
         )
-    with Stream(serving.grpc_address, "tiny") as stream:
+    with GrpcStream(serving.grpc_address, "tiny") as stream:
         long_request(stream, "next", max_tokens=5)
         stream.wait("next")
         assert len(stream.answers["next"].token_ids) == 5
@@ -254,7 +254,7 @@ def generated(server: TritonServer, model: str = "tiny") -> float:
 
 
 def settle(server: TritonServer) -> float:
-    """Tokens generated so far, once all that ran before is published (in batches)."""
+    """Tokens generated so far, once the metrics of everything before are published."""
 
     def settled() -> bool:
         first = generated(server)
@@ -267,22 +267,22 @@ def settle(server: TritonServer) -> float:
 
 def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
     before = settle(serving)
-    stream = Stream(serving.grpc_address, "tiny")
+    stream = GrpcStream(serving.grpc_address, "tiny")
     for index in range(300):  # seconds of work
         long_request(stream, str(index))
     stream.wait_chunks("0", 2)
     stream.close(cancel=True)
-    assert settle(serving) - before < 300 * 240, "the engine went on to the end"
+    assert settle(serving) - before < 300 * 240, "the engine ran to the end"
     now = gauges(serving.metrics_address, "tiny")
     assert (now["inflight_requests_running"], now["inflight_kv_blocks_used"]) == (0, 0)
 
 
 def test_a_deadline_ends_its_request_and_no_other(serving):
     engines = engine_processes(serving)
-    # Of its own stream: Triton does not say which request of a stream an error is about.
-    with Stream(serving.grpc_address, "narrow") as stream, Stream(serving.grpc_address, "narrow") as other:
+    # On a stream of its own: Triton does not say which request of a stream an error is about.
+    with GrpcStream(serving.grpc_address, "narrow") as stream, GrpcStream(serving.grpc_address, "narrow") as other:
         long_request(other, "ahead")
-        with stopped(engines):  # however fast the machine is, nothing is computed before the deadline
+        with stopped(engines):  # so nothing is computed before the deadline
             long_request(stream, "late", timeout=150_000)
             stream.wait("late", timeout=30)
         other.wait("ahead", timeout=30)
@@ -298,7 +298,7 @@ def test_metrics_count_what_was_served(serving):
 
     tokens_before = settle(serving)
     before = served()
-    with Stream(serving.grpc_address, "tiny") as stream:
+    with GrpcStream(serving.grpc_address, "tiny") as stream:
         for index in range(3):
             long_request(stream, str(index), max_tokens=7)
         stream.wait("0", "1", "2")
@@ -316,7 +316,7 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
     server = TritonServer(tmp_path, exit_timeout=3)
     with server:
         prefix = server.shm_prefix
-        stream = Stream(server.grpc_address, "tiny")
+        stream = GrpcStream(server.grpc_address, "tiny")
         for index in range(8):
             long_request(stream, str(index))
         stream.wait_chunks("7", 1)
@@ -324,7 +324,7 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
         assert any("inflight.worker" in command_line(p) for p in family)
     wait_for(lambda: not any(process.is_running() for process in family))
     assert not [name for name in os.listdir("/dev/shm") if prefix and prefix in name]
-    assert all(isinstance(answer, Answer) for answer in stream.answers.values())
+    assert all(isinstance(answer, Responses) for answer in stream.answers.values())
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
         ({"kv_cache_memory": "4KiB"}, "are missing; raise kv_cache_memory"),
     ],
 )
-def test_a_model_json_that_cannot_work_fails_its_load_with_the_reason(serving, checkpoint, changes, reason):
+def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, checkpoint, changes, reason):
     write_entry(Path(serving.repositories[0]), "broken", checkpoint, **changes)
     with grpc.InferenceServerClient(serving.grpc_address) as control:
         with pytest.raises(InferenceServerException) as failure:
             control.load_model("broken")
         assert reason in failure.value.message()
-        assert control.is_model_ready("tiny"), "the others are not touched"
+        assert control.is_model_ready("tiny"), "the others are not affected"

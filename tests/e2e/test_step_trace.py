@@ -1,4 +1,4 @@
-"""`inflight trace` against a real server: what it writes of what was served."""
+"""`inflight trace` against a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {"dtype": "float32", "kv_cache_memory": "32MiB", "cpu_threads": 1, "ma
 
 @pytest.fixture(scope="module")
 def traced(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with the demo checkpoint twice: with the step trace and without."""
+    """A server with the demo checkpoint twice, with and without the step trace."""
     repository = tmp_path_factory.mktemp("traced")
     for name, step_trace in (("traced", True), ("plain", False)):
         version = repository / name / "1"
@@ -82,10 +82,10 @@ def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
     assert not (tmp_path / "t.html").exists()
 
 
-def test_an_unknown_model_and_an_unknown_control_are_refused(traced, tmp_path):
+def test_an_unknown_model_and_an_unknown_control_are_rejected(traced, tmp_path):
     result = trace(traced, "nobody", tmp_path / "t.html")
     assert result.exit_code == 1
     assert "nobody" in result.output
     status, answer = post(f"http://{traced.http_address}/v2/models/traced/generate", {"control": "restart"})
     assert status == 400
-    assert "control='restart': allowed is" in answer
+    assert "control='restart': must be" in answer

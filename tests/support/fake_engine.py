@@ -1,19 +1,21 @@
-"""An engine process without a model: it echoes the prompt's tokens, one a step and sequence.
+"""An engine process without a model: it echoes the prompt's tokens, one per step and sequence.
 
 Started like the real one (`--fd N`).  A request's `tenant` may hold orders, separated by commas:
 
-    crash=3     kill the process with SIGKILL when the request has three tokens
-    nonsense=3  send a frame that is no message then
+    crash=3     kill the process with SIGKILL once the request has three tokens
+    nonsense=3  send an invalid frame then
     fail=3      report EngineFailed and exit with status 1 then
-    delay=0.05  seconds each step takes while the request runs
+    giveup=3    give up the request in a StepMessage then
+    delay=0.05  seconds that each step takes while the request runs
+    run=4       tokens per step
     refuse=CODE answer RequestFailed with that code
 
-Each abort is written as a line to the file named by `$FAKE_ENGINE_LOG`, if there is one.
-The JSON file named by `$FAKE_ENGINE_CONTROL`, if there is one, is read at each start:
+Each abort is appended as a line to the file named by `$FAKE_ENGINE_LOG`, if set.  The JSON file named
+by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each question:
 
-    {"start": "fail" | "fatal" | "exit" | "hang"}
+    {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
 
-Imports nothing of the project's engine but its messages.
+Imports nothing of the engine but its messages.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -33,6 +36,8 @@ from inflight.config import EngineConfig
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
+    Answer,
+    Ask,
     EngineFailed,
     EngineReady,
     RequestFailed,
@@ -54,43 +59,53 @@ def orders(tenant: str) -> dict[str, str]:
 
 
 def echo(prompt: list[int], count: int) -> list[int]:
-    """What the engine answers to a prompt: its tokens again, special ones left out, in a circle."""
+    """What the engine answers to a prompt: its tokens without special ones, over and over."""
     source = [token for token in prompt if token > 2] or [5]
     return [source[k % len(source)] for k in range(count)]
 
 
-class Sequence:
+def control() -> dict[str, str]:
+    path = Path(os.environ.get("FAKE_ENGINE_CONTROL", "/nonexistent"))
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+class FakeSequence:
     def __init__(self, request: AddRequest, index: int) -> None:
         self.request = request
         self.index = index
+        self.orders = orders(request.tenant)
         room = MAX_MODEL_LEN - len(request.prompt_token_ids)
         self.tokens = echo(request.prompt_token_ids, min(request.params.max_tokens, room))
-        self.done = 0
+        given = request.output_token_ids[index] if request.output_token_ids else []
+        assert given is not None
+        self.done = self.start = len(given)
 
     def step(self) -> SequenceDelta:
         params, prompt = self.request.params, self.request.prompt_token_ids
-        token = self.tokens[self.done]
-        self.done += 1
-        stopped = token in params.stop_token_ids
-        finish = "stop" if stopped else "length" if self.done == len(self.tokens) else None
-        entry = [(token, -0.5, 1), (7, -1.5, 2)][: 1 + (params.logprobs or 0)]
-        first = self.done == 1 and self.index == 0 and params.prompt_logprobs is not None
+        run = self.tokens[self.done : self.done + int(self.orders.get("run", 1))]
+        stop = next((k for k, token in enumerate(run) if token in params.stop_token_ids), None)
+        run = run if stop is None else run[: stop + 1]
+        first = self.done == self.start
+        self.done += len(run)
+        finish = "stop" if stop is not None else "length" if self.done == len(self.tokens) else None
+        entries = [[(token, -0.5, 1), (7, -1.5, 2)][: 1 + (params.logprobs or 0)] for token in run]
+        with_prompt = first and self.index == 0 and params.prompt_logprobs is not None
         return SequenceDelta(
             self.request.request_id,
             self.index,
-            [token],
+            run,
             finish,
-            token if stopped else None,
-            None if params.logprobs is None else [entry],
-            [[], *([(p, -2.0, 3)] for p in prompt[1:])] if first else None,
-            0 if self.done == 1 else None,
+            None if stop is None else run[-1],
+            None if params.logprobs is None else entries,
+            [[], *([(p, -2.0, 3)] for p in prompt[1:])] if with_prompt else None,
+            0 if first else None,
         )
 
 
 class FakeEngine:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.running: list[Sequence] = []
+        self.running: list[FakeSequence] = []
 
     def send(self, message: object) -> None:
         self.connection.send_bytes(encode(message))
@@ -104,7 +119,8 @@ class FakeEngine:
             if code:
                 self.send(RequestFailed(message.request_id, code, f"refused with {code}"))
             else:
-                self.running += [Sequence(message, index) for index in range(message.params.n)]
+                given = message.output_token_ids or [[]] * message.params.n
+                self.running += [FakeSequence(message, k) for k, tokens in enumerate(given) if tokens is not None]
         elif isinstance(message, AbortRequest):
             self.running = [
                 s
@@ -115,29 +131,46 @@ class FakeEngine:
             if log := os.environ.get("FAKE_ENGINE_LOG"):
                 with open(log, "a", encoding="utf-8") as file:
                     file.write(f"abort {message.request_id} {time.monotonic()}\n")
+        elif isinstance(message, Ask):
+            self.answer(message)
         return True
 
-    def report(self, deltas: list[SequenceDelta], batch: int) -> None:
+    def answer(self, ask: Ask) -> None:
+        """With the question's id, or as the control file orders."""
+        order = control().get("answer")
+        if order == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order == "error":
+            self.send(Answer(ask.question_id, error=("INVALID_ARG", "told to refuse")))
+        elif order != "never":
+            self.send(Answer(ask.question_id, f"answer {ask.question_id}".encode()))
+
+    def report(self, deltas: list[SequenceDelta], batch: int, failed: Iterable[RequestFailed] = ()) -> None:
         used = len(self.running)
-        self.send(StepMessage(deltas, StepStats(used, 0, 0, used, 1000 - used, 10, 5, batch, batch, batch, 0.001)))
+        stats = StepStats(used, 0, 0, used, 1000 - used, 10, 5, batch, batch, batch, 0.001)
+        self.send(StepMessage(deltas, stats, failed=list(failed)))
 
     def step(self) -> None:
         batch = list(self.running)
         for sequence in batch:
-            order = orders(sequence.request.tenant)
-            if sequence.done == int(order.get("crash", -1)):
+            due = {name for name, value in sequence.orders.items() if value == str(sequence.done)}
+            if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if sequence.done == int(order.get("nonsense", -1)):
+            if "nonsense" in due:
                 self.connection.send_bytes(b"nonsense")
                 time.sleep(60)
-            if sequence.done == int(order.get("fail", -1)):
+            if "fail" in due:
                 self.send(EngineFailed("engine step failed: told to"))
                 sys.exit(1)
-        time.sleep(max(float(orders(s.request.tenant).get("delay", 0)) for s in batch))
-        deltas = [sequence.step() for sequence in batch]
+        time.sleep(max(float(s.orders.get("delay", 0)) for s in batch))
+        given_up = {s.request.request_id for s in batch if s.orders.get("giveup") == str(s.done)}
+        deltas = [sequence.step() for sequence in batch if sequence.request.request_id not in given_up]
         ended = {(d.request_id, d.index) for d in deltas if d.finish_reason}
-        self.running = [s for s in batch if (s.request.request_id, s.index) not in ended]
-        self.report(deltas, len(batch))
+        self.running = [
+            s for s in batch if s.request.request_id not in given_up and (s.request.request_id, s.index) not in ended
+        ]
+        failed = [RequestFailed(request_id, "UNAVAILABLE", "waited too long") for request_id in given_up]
+        self.report(deltas, len(batch), failed)
 
     def serve(self) -> None:
         while True:
@@ -153,8 +186,7 @@ def main() -> int:
     connection = Connection(parser.parse_known_args()[0].fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
-        control = Path(os.environ.get("FAKE_ENGINE_CONTROL", "/nonexistent"))
-        start = json.loads(control.read_text()).get("start") if control.exists() else None
+        start = control().get("start")
         if start == "exit":
             return 7
         if start == "hang":

@@ -1,4 +1,4 @@
-"""A TCP forwarder in front of a server, which can talk TLS to its clients."""
+"""A TCP forwarder in front of a server; it can terminate TLS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Forwarder:
-    """Passes bytes between 127.0.0.1:`port` and `target` ("host:port") while the context is open."""
+    """Copies bytes between 127.0.0.1:`port` and `target` ("host:port") while the context is open."""
 
     def __init__(self, port: int, target: str, tls: ssl.SSLContext | None = None) -> None:
         self.address = f"127.0.0.1:{port}"

@@ -1,15 +1,20 @@
-"""Stand-ins around the frontend's parts: a tokenizer of the demo checkpoint, a recording client."""
+"""Stand-ins around the parts of the frontend: the demo checkpoint's tokenizer, a client that records."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.text import Tokenizer
 
 TESTS = Path(__file__).parents[1]
@@ -21,8 +26,36 @@ def demo_tokenizer() -> Tokenizer:
     return Tokenizer.load(str(CHECKPOINT))
 
 
+def make_request(
+    prompt: list[int],
+    *,
+    returns: Iterable[str] = (),
+    stream: bool = True,
+    prepend_text: str = "",
+    timeout: float | None = None,
+    cumulative_logprobs: list[float] | None = None,
+    fields: dict[str, Any] | None = None,
+    **params: Any,
+) -> ParsedRequest:
+    """A request as the parser makes it; `fields` are further ones of `AddRequest`, `params` sampling parameters."""
+    arrival = time.monotonic()
+    deadline = None if timeout is None else arrival + timeout
+    message = AddRequest(
+        0, prompt, SamplingParams(**params), deadline=deadline, **{"arrival": arrival, **(fields or {})}
+    )
+    return ParsedRequest(
+        message,
+        stream,
+        prepend_text,
+        frozenset(returns),
+        shows_logprobs=params.get("logprobs") is not None,
+        timeout=timeout,
+        cumulative_logprobs=cumulative_logprobs or [],
+    )
+
+
 @dataclass
-class Client:
+class RecordingClient:
     """A `Responder` that records, and checks that nothing follows the FINAL flag."""
 
     cancelled: bool = False
@@ -55,16 +88,16 @@ class Client:
         self.ended.set()
 
     def texts(self) -> list[str]:
-        """Joined text of each sequence."""
+        """The joined text of each sequence."""
         rows = [[value.decode() for value in response["text_output"]] for response in self.responses]
         return ["".join(column) for column in zip(*rows)]
 
-    def wait(self) -> Client:
+    def wait(self) -> RecordingClient:
         assert self.ended.wait(20), "the stream did not end"
         return self
 
 
-class Stats:
+class RecordingStats:
     """A `StatsSink` that records."""
 
     def __init__(self) -> None:

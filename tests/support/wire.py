@@ -1,4 +1,4 @@
-"""Plain tritonclient helpers for end-to-end tests: what a user without our client package writes."""
+"""Helpers on plain tritonclient for end-to-end tests: what users write without our client package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
 
 
 def tensor(name: str, value: Any) -> grpc.InferInput:
-    """An input tensor: texts and dicts (as JSON) are BYTES, `return_*` are BOOL."""
+    """An input tensor: strings and dicts (as JSON) are BYTES, `return_*` are BOOL."""
     kind, dtype = _KINDS.get(name, ("BOOL", bool) if name.startswith("return_") else ("BYTES", object))
     values = value if isinstance(value, list) else [value]
     if kind == "BYTES":
@@ -35,7 +35,7 @@ def tensor(name: str, value: Any) -> grpc.InferInput:
 
 
 @dataclass
-class Answer:
+class Responses:
     """All responses to one request, in order."""
 
     chunks: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Answer:
         return [int(token) for chunk in self.chunks for token in chunk["token_ids"]]
 
     def sequence(self, index: int) -> list[int]:
-        """Token ids of one of n sequences: `token_ids` is cut by `token_counts`."""
+        """Token ids of one of n sequences: `token_counts` says how to cut `token_ids`."""
         tokens: list[int] = []
         for chunk in self.chunks:
             ends = np.cumsum(chunk["token_counts"])
@@ -59,19 +59,19 @@ class Answer:
         return tokens
 
 
-class Stream:
-    """One bidirectional gRPC stream; answers are collected by request id."""
+class GrpcStream:
+    """One bidirectional gRPC stream; responses are collected by request id."""
 
     def __init__(self, address: str, model: str) -> None:
         self.client = grpc.InferenceServerClient(address)
         self.model = model
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Responses] = {}
         self.events: queue.Queue[str] = queue.Queue()
         self.client.start_stream(self._receive)
 
     def send(self, request_id: str, *, timeout: int | None = None, **inputs: Any) -> None:
         """`timeout` in microseconds."""
-        self.answers[request_id] = Answer()
+        self.answers[request_id] = Responses()
         tensors = [tensor(name, value) for name, value in inputs.items()]
         self.client.async_stream_infer(
             self.model, tensors, request_id=request_id, enable_empty_final_response=True, timeout=timeout
@@ -79,7 +79,7 @@ class Stream:
 
     def _receive(self, result: grpc.InferResult | None, error: InferenceServerException | None) -> None:
         if error is not None:
-            # tritonclient says on which request only inside the message of a stream's error.
+            # tritonclient does not say which request of a stream an error is about.
             open_ids = [key for key, answer in self.answers.items() if not answer.finals and answer.error is None]
             for request_id in open_ids[:1]:
                 self.answers[request_id].error = error
@@ -93,7 +93,7 @@ class Stream:
         self.events.put(response.id)
 
     def wait(self, *request_ids: str, timeout: float = 60.0) -> None:
-        """Until each of these requests has its final response or an error."""
+        """Wait until each of these requests has its final response or an error."""
         while not all(self.answers[r].finals or self.answers[r].error for r in request_ids):
             self.events.get(timeout=timeout)
 
@@ -105,7 +105,7 @@ class Stream:
         self.client.stop_stream(cancel_requests=cancel)
         self.client.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> GrpcStream:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -113,7 +113,7 @@ class Stream:
 
 
 def post(url: str, body: dict[str, Any] | bytes, timeout: float = 60.0) -> tuple[int, str]:
-    """POST JSON; returns (status, body) whatever the status."""
+    """POST JSON; returns (status, body), whatever the status."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -128,7 +128,7 @@ def server_sent_events(body: str) -> list[dict[str, Any]]:
 
 
 def gauges(metrics_address: str, model: str) -> dict[str, float]:
-    """Samples of `/metrics` that carry this model's label; summed over versions."""
+    """Samples of `/metrics` with this model's label, summed over versions."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as response:

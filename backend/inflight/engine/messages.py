@@ -1,12 +1,13 @@
 """What crosses the pipe between the frontend (Triton's stub) and the engine process.
 
 Frames are MessagePack arrays (`encode`, `decode_to_engine`, `decode_to_frontend`).  One
-`StepMessage` per step carries everything that step produced.  No torch, no Triton.
+`StepMessage` a step carries everything that the step produced.  Questions about the engine itself
+travel as `Ask` and `Answer`, beside the requests.  No torch, no Triton.
 """
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
@@ -15,9 +16,12 @@ from inflight.engine.sampling_params import SamplingParams
 __all__ = [
     "AbortRequest",
     "AddRequest",
+    "Answer",
+    "Ask",
     "DumpTrace",
     "EngineFailed",
     "EngineReady",
+    "Question",
     "RequestFailed",
     "SequenceDelta",
     "Shutdown",
@@ -25,7 +29,6 @@ __all__ = [
     "StepStats",
     "TokenColumns",
     "TokenLogprobs",
-    "TraceDump",
     "decode_to_engine",
     "decode_to_frontend",
     "encode",
@@ -42,10 +45,10 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         priority: smaller is sooner.
         tenant: whom the request is accounted to; "" is the common one.
         deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
-        cache_salt: keeps prefix-cache hits among requests with the same salt.
-        arrival: `time.monotonic()` when the frontend had the request; None takes the time now.
-        output_token_ids: tokens that each of the n sequences has already produced, to go on from; [] starts all
-            from the prompt.  None: that sequence has ended and does not run.
+        cache_salt: prefix-cache hits stay among requests with the same salt.
+        arrival: `time.monotonic()` when the frontend received the request; None means now.
+        output_token_ids: tokens that each of the n sequences has already produced; [] starts all from the
+            prompt. None: that sequence has ended and does not run.
     """
 
     request_id: int
@@ -60,7 +63,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Frontend -> engine: stop one sequence (`index`) or all of a request (`index` None).
+    """Frontend -> engine: stop one sequence of a request, or all of them (`index` None).
 
     No delta follows for an aborted sequence; its blocks are free after the step in flight.
     """
@@ -73,32 +76,44 @@ class Shutdown(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """Frontend -> engine: finish the step in flight and exit with status 0."""
 
 
-class DumpTrace(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """Frontend -> engine: answer with a `TraceDump`, or with `RequestFailed` when nothing is traced.
+class DumpTrace(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """Question: the step trace, as the bytes that `step_trace.Trace.to_json` writes."""
 
-    `request_id` is of the same count as those of `AddRequest`.
+
+# A new question is a message type here and its handler in the table of `inflight.worker`.  Its docstring
+# says what the answer is: plain data (None, numbers, text, bytes, lists, dicts).
+Question = Union[DumpTrace]
+
+
+class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """Frontend -> engine: a question about the engine itself, answered between two steps with an `Answer`.
+
+    Attributes:
+        question_id: unique while the frontend lives; a count of its own, apart from requests.
     """
 
-    request_id: int
+    question_id: int
+    question: Question
 
 
 # One generated or prompt token: (token_id, logprob, rank) triples, the token itself first, then
-# the top ones by falling log probability.  Rank 1 is the most likely token.
+# the top ones in order of falling log probability.  Rank 1 is the most likely token.
 TokenLogprobs = list[tuple[int, float, int]]
 
 
 class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to one sequence.  It is in no cycle, so that the garbage collector need not know it.
+    """What one step added to one sequence.  Never part of a cycle, so the garbage collector need not track it.
 
     Attributes:
         request_id, index: which sequence.
-        token_ids: new tokens (one, or none when only the end or prompt logprobs are new).
+        token_ids: new tokens: one, several where drafts were accepted, or none when only the end or
+            prompt logprobs are new.
         finish_reason: "stop" or "length" on the last delta of the sequence, else None.
-        stop_token: the EOS or stop token id that ended it; it is the last of `token_ids` and
-            not part of the text.
-        logprobs: one entry per new token when asked for.
-        prompt_logprobs: entries for prompt tokens computed in this step, in order; the first
-            token of a prompt has none and is sent as an empty list.
+        stop_token: the EOS or stop token id that ended it; the last of `token_ids`, and not part of
+            the text.
+        logprobs: one entry per new token, if requested.
+        prompt_logprobs: entries for the prompt tokens computed in this step, in order; the first
+            token of a prompt has none, and its entry is an empty list.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
     """
 
@@ -113,10 +128,10 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Sequences of which a step brought one token and no other news, as parallel lists.
+    """Sequences that got one token and no other news in a step, as parallel lists.
 
-    A step is made of hardly anything else, and integers in lists take a fifth of the time that a
-    `SequenceDelta` each takes to make, encode and decode.
+    Most of a step is this, and integers in lists take a fifth of the time that a `SequenceDelta`
+    each takes to build, encode and decode.
     """
 
     request_ids: list[int] = []
@@ -127,7 +142,7 @@ class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """State of the engine after a step; times in seconds, the rest are counts.
 
-    `*_total` fields only grow while the engine process lives.
+    `*_total` fields never decrease while the engine process lives.
     """
 
     running: int
@@ -147,7 +162,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
-    """Engine -> frontend: the request was not taken, or cannot go on.
+    """Engine -> frontend: the request was refused, or cannot go on.
 
     `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".
     """
@@ -161,10 +176,10 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     """Engine -> frontend: all that one step produced.
 
     Attributes:
-        news: sequences with more to tell than a token: their first one, their last, log probabilities.
-        stats: counters after the step; `prefix_*_total` are counted in tokens.
+        news: sequences with more to report than one token: their first, their last, several, or log probabilities.
+        stats: counters after the step; `prefix_*_total` count tokens.
         tokens: the other sequences that got a token.
-        failed: requests that cannot go on: they waited too long for something outside of the engine.
+        failed: requests that cannot go on: they waited too long for something outside the engine.
     """
 
     news: list[SequenceDelta]
@@ -194,24 +209,30 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):
-    """Engine -> frontend: loading or stepping failed for good; the process exits after it.
+    """Engine -> frontend: loading or a step failed for good; the process exits after sending it.
 
-    `fatal` tells that a restart cannot help (a checkpoint that does not fit or is refused).
+    `fatal` means that a restart cannot help (a checkpoint that does not fit or is rejected).
     """
 
     message: str
     fatal: bool = False
 
 
-class TraceDump(msgspec.Struct, array_like=True, tag=15, frozen=True):
-    """Engine -> frontend: the step trace, as `step_trace.Trace.to_json` writes it."""
+class Answer(msgspec.Struct, array_like=True, tag=15, frozen=True):
+    """Engine -> frontend: the answer to the `Ask` with this id, or why there is none.
 
-    request_id: int
-    trace: bytes
+    Attributes:
+        value: as the question's docstring says.
+        error: (code, message) in place of a value; the codes of `RequestFailed`.
+    """
+
+    question_id: int
+    value: Any = None
+    error: tuple[str, str] | None = None
 
 
-ToEngine = Union[AddRequest, AbortRequest, Shutdown, DumpTrace]
-ToFrontend = Union[StepMessage, RequestFailed, EngineReady, EngineFailed, TraceDump]
+ToEngine = Union[AddRequest, AbortRequest, Shutdown, Ask]
+ToFrontend = Union[StepMessage, RequestFailed, EngineReady, EngineFailed, Answer]
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, by the checkpoint's own Jinja template.  No torch, no Triton.
+"""Chat messages -> prompt text, by the checkpoint's Jinja template.  No torch, no Triton.
 
-Renders as transformers' `apply_chat_template` does: the same sandbox, options, filters and
-globals (https://huggingface.co/docs/transformers/chat_templating).
+Renders like transformers' `apply_chat_template`: the same sandbox, options, filters and globals
+(https://huggingface.co/docs/transformers/chat_templating).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatTemplateError(ValueError):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets: here only its body counts."""
+    """`{% generation %}...{% endgeneration %}` marks training targets; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's API
 
@@ -65,9 +65,12 @@ class ChatTemplate:
     """A checkpoint's chat template.
 
     Args:
-        text: Jinja source; None when the checkpoint has no template.
+        text: Jinja source; None if the checkpoint has no template.
         special_tokens: names such as `bos_token` that templates may use.
         problem: why there is no template.
+
+    Raises:
+        ChatTemplateError: `text` is not valid Jinja.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, source: str, *, revision: str | None = None, override: str | None = None) -> ChatTemplate:
-        """Read `chat_template.jinja`, else the one in `tokenizer_config.json`.
+        """Read `chat_template.jinja`, or the template in `tokenizer_config.json`.
 
         Args:
             override: template text to use instead.
@@ -107,7 +110,7 @@ class ChatTemplate:
             text = _of_several(settings.get("chat_template")) if path is None else read_text(path)
         try:
             if text is not None and not isinstance(text, str):
-                raise ChatTemplateError(f"its chat_template is {type(text).__name__}, not a text")
+                raise ChatTemplateError(f"its chat_template is {type(text).__name__}, not a string")
             return cls(text, tokens)
         except ChatTemplateError as error:
             if override is not None:
@@ -118,7 +121,7 @@ class ChatTemplate:
         """Prompt text that ends where the assistant's answer begins; special tokens are spelt out.
 
         Raises:
-            ChatTemplateError: no template, or the template refuses the messages.
+            ChatTemplateError: no template, or it rejects the messages.
         """
         if self._template is None:
             raise ChatTemplateError(
@@ -127,11 +130,11 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise ChatTemplateError(f"the chat template refused the messages: {error}") from None
+            raise ChatTemplateError(f"the chat template rejected the messages: {error}") from None
 
     @staticmethod
     def check_messages(value: Any) -> list[dict[str, Any]]:
-        """The value, if it is a list of messages.
+        """Return the value if it is a list of messages.
 
         Raises:
             ChatTemplateError: it is something else.
@@ -149,7 +152,7 @@ def _kind(value: Any) -> str:
 
 
 def _of_several(template: Any) -> Any:
-    """A template, of a list of named ones the default or the first."""
+    """The template; of a list of named ones the default, or else the first."""
     if not isinstance(template, list):
         return template
     entries = [entry for entry in template if isinstance(entry, dict)]

@@ -1,7 +1,7 @@
-"""The wire contract: Triton request <-> `GenerationRequest`.  No torch, no Triton types.
+"""The wire contract: Triton request -> `ParsedRequest`.  No torch, no Triton types.
 
 The tables `INPUTS` and `OUTPUTS` are what the model declares; `docs/wire-contract.md` mirrors
-them and a test compares the two.
+them, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from inflight.config import EngineConfig
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate, ChatTemplateError
 from inflight.frontend.errors import RequestError, shown
@@ -29,11 +30,11 @@ from inflight.frontend.sampling_keys import (
 )
 from inflight.frontend.text import Tokenizer
 
-__all__ = ["INPUTS", "OUTPUTS", "GenerationRequest", "RequestParser", "TensorSpec", "WireRequest"]
+__all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
 
 
 class TensorSpec(NamedTuple):
-    """A declared tensor: its name, Triton data type and dims (-1 is any length)."""
+    """A declared tensor: its name, Triton data type and dims (-1 for any length)."""
 
     name: str
     data_type: str
@@ -90,7 +91,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_STRING", _ONE, "prompt_logprobs"),
 )
 
-# Request parameters that Triton, its clients and proxies put there: never sampling keys.  Triton's
+# Request parameters that Triton, its clients and proxies add: never sampling keys.  Triton's
 # `--http-header-forward-pattern` turns headers into parameters: names with a hyphen, and these.
 _HEADERS = {"accept", "authorization", "connection", "cookie", "headers", "host", "origin", "referer", "te"}
 _FOREIGN = {"id", "priority", "timeout", "binary_data_output", "binary_data_size", *_HEADERS}
@@ -113,9 +114,9 @@ class WireRequest:
     """A Triton request without Triton.
 
     Attributes:
-        inputs: name -> array as it came.
+        inputs: name -> array as received.
         parameters: request parameters, decoded.
-        timeout_us: the request's own timeout in microseconds, 0 for none.
+        timeout_us: the timeout that Triton has for the request, in microseconds; 0 for none.
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -124,41 +125,36 @@ class WireRequest:
 
 
 @dataclass(slots=True)
-class GenerationRequest:
-    """A checked request.
+class ParsedRequest:
+    """A checked request: the message for the engine, and what only the frontend needs.
+
+    A new field for the engine goes into `AddRequest`, and into the parser that fills it.
 
     Attributes:
-        prompt_token_ids: 1 .. max_model_len - 1 ids of the vocabulary.
-        params: sampling parameters with a resolved seed.
-        stream: a response per new text, else one at the end.
+        engine_request: crosses the pipe as it is; its `request_id` is 0 until `with_id`.
+        stream: one response per new text, else one at the end.
         prepend_text: what the first text of each sequence begins with ("" or the prompt).
-        returns: names of the `return_*` flags that are on.
-        shows_logprobs: the client asked for `logprobs` itself.
-        priority: smaller is sooner.
-        timeout: seconds from arrival until the deadline; None for none.
-        arrival: `time.monotonic()` seconds.
+        returns: names of the `return_*` flags that are set.
+        shows_logprobs: the client requested `logprobs` itself.
+        timeout: seconds from arrival to the deadline; None for none.
+        cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty for 0.
     """
 
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    engine_request: AddRequest
     stream: bool = False
     prepend_text: str = ""
     returns: frozenset[str] = frozenset()
     shows_logprobs: bool = False
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     timeout: float | None = None
-    arrival: float = field(default_factory=time.monotonic)
+    cumulative_logprobs: list[float] = field(default_factory=list)
 
-    @property
-    def deadline(self) -> float | None:
-        """`time.monotonic()` seconds."""
-        return None if self.timeout is None else self.arrival + self.timeout
+    def with_id(self, request_id: int) -> ParsedRequest:
+        """The same request under an id of the engine's."""
+        return replace(self, engine_request=msgspec.structs.replace(self.engine_request, request_id=request_id))
 
 
 class RequestParser:
-    """Checks and converts what clients send.
+    """Checks and converts what clients send; the frontend checks nothing after it.
 
     Args:
         config: engine options (`default_max_tokens`, `seed`).
@@ -175,11 +171,11 @@ class RequestParser:
         self._vocab_size = vocab_size
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
 
-    def parse(self, wire: WireRequest) -> GenerationRequest:
+    def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
-        # A request-level value counts wherever it stands; what is left of the parameters is sampling.
+        # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
         request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
@@ -196,30 +192,36 @@ class RequestParser:
         shows_logprobs = params.logprobs is not None
         params = self._complete(params, returns)
         prompt, text = self._prompt(inputs)
-        # vllm_backend's default: the prompt is part of what a non-streaming client gets back.
+        # vllm_backend's default: a non-streaming client gets the prompt back.
         prepends = not stream and (excludes is False or (excludes is None and "text_input" in inputs and bool(text)))
-        return GenerationRequest(
-            prompt_token_ids=prompt,
-            params=params,
+        timeout, arrival = _timeout(wire), time.monotonic()
+        return ParsedRequest(
+            AddRequest(
+                request_id=0,
+                prompt_token_ids=prompt,
+                params=params,
+                priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
+                tenant=_field(fields, "tenant", to_text, "a string", ""),
+                deadline=None if timeout is None else arrival + timeout,
+                cache_salt=_field(fields, "cache_salt", to_text, "a string", ""),
+                arrival=arrival,
+            ),
             stream=stream,
             prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
             returns=returns | ({"return_prompt_logprobs"} if params.prompt_logprobs is not None else set()),
             shows_logprobs=shows_logprobs,
-            priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-            tenant=_field(fields, "tenant", to_text, "a text", ""),
-            cache_salt=_field(fields, "cache_salt", to_text, "a text", ""),
-            timeout=_timeout(wire),
+            timeout=timeout,
         )
 
     def _sampling(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> SamplingParams:
-        """Typed inputs over `sampling_parameters`, which stands in for the request parameters."""
+        """Typed inputs override `sampling_parameters`, which replaces the request parameters."""
         text = inputs.get("sampling_parameters")
         weak = _json_object("sampling_parameters", text) if text else parameters
         typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
         return sampling_params([weak, typed], self._tokenizer, self._config.default_max_tokens)
 
     def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
-        """Resolve the seed, ask the engine for the logprobs an output needs, check ranges."""
+        """Resolve the seed, request the logprobs that the outputs need, check ranges."""
         changes: dict[str, Any] = {}
         if params.seed is None:
             changes["seed"] = self._seeds.getrandbits(63)
@@ -235,19 +237,19 @@ class RequestParser:
         return params
 
     def _prompt(self, inputs: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Token ids, and the text they came from ("" for ids)."""
+        """Token ids, and the text they came from ("" for `input_ids`)."""
         given = [name for name in _PROMPTS if inputs.get(name)]
         if len(given) != 1:
-            came = " and ".join(given) or "no prompt, or an empty one,"
-            raise RequestError("INVALID_ARG", f"{came} came: give exactly one of {', '.join(_PROMPTS)}, not empty")
+            got = " and ".join(given) or "no prompt or an empty one"
+            raise RequestError("INVALID_ARG", f"got {got}: give exactly one of {', '.join(_PROMPTS)}, not empty")
         value = inputs[given[0]]
         if given[0] == "input_ids":
             return self._checked(value), ""
         text = value if given[0] == "text_input" else self._render(value)
-        most = self._max_model_len - 1
-        if len(text) > most * self._tokenizer.longest_token:  # spare the tokeniser what cannot fit
+        limit = self._max_model_len - 1
+        if len(text) > limit * self._tokenizer.longest_token:  # spare the tokeniser what cannot fit
             raise RequestError(
-                "INVALID_ARG", f"the prompt has {len(text)} characters, which is surely more than {most} tokens"
+                "INVALID_ARG", f"the prompt has {len(text)} characters, which must be more than {limit} tokens"
             )
         return self._checked(self._tokenizer.encode(text, add_special_tokens=given[0] == "text_input")), text
 
@@ -255,7 +257,7 @@ class RequestParser:
         try:
             messages = json.loads(value)
             text = self._chat.render(self._chat.check_messages(messages))
-            text.encode("utf-8")  # JSON can spell lone surrogates, which are no text
+            text.encode("utf-8")  # JSON can contain unpaired surrogates, which UTF-8 cannot
             return text
         except ChatTemplateError as error:
             raise RequestError("INVALID_ARG", f"messages: {error}") from None
@@ -263,12 +265,12 @@ class RequestParser:
             raise RequestError("INVALID_ARG", f"messages: not valid JSON: {error}") from None
 
     def _checked(self, ids: list[int]) -> list[int]:
-        most = self._max_model_len - 1
-        if not 1 <= len(ids) <= most:
+        limit = self._max_model_len - 1
+        if not 1 <= len(ids) <= limit:
             raise RequestError(
                 "INVALID_ARG",
-                f"the prompt has {len(ids)} tokens: allowed are 1 to {most} "
-                f"(max_model_len={self._max_model_len} less one output token)",
+                f"the prompt has {len(ids)} tokens: it must be 1 to {limit} long "
+                f"(max_model_len={self._max_model_len} minus one output token)",
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._vocab_size:
@@ -285,12 +287,12 @@ def _is_foreign(key: str) -> bool:
 
 
 def _plain(name: str, array: np.ndarray) -> Any:
-    """An input tensor as Python values: a list where the contract says so, else the one element."""
+    """An input tensor as Python values: a list if the contract says so, else its one element."""
     values = array.reshape(-1)
     if values.dtype.kind in "OS":
         plain: list[Any] = [_decoded(name, value) for value in values]
     elif values.dtype == np.float32:
-        plain = [float(str(value)) for value in values]  # 0.7, not 0.699999988: as it would come in JSON
+        plain = [float(str(value)) for value in values]  # 0.7, not 0.699999988: as in JSON
     else:
         plain = values.tolist()
     if name in _LIST_INPUTS:
@@ -317,9 +319,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError("INVALID_ARG", f"{name}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(
-            "INVALID_ARG", f'{name}: expected a JSON object such as {{"temperature": 0.5}}, got {text[:60]}'
-        )
+        raise RequestError("INVALID_ARG", f'{name}={shown(text)}: must be a JSON object such as {{"temperature": 0.5}}')
     return value
 
 
@@ -330,7 +330,7 @@ def _field(fields: Mapping[str, Any], name: str, convert: Any, allowed: str, def
     try:
         return convert(value)
     except (ValueError, TypeError, OverflowError):
-        raise RequestError("INVALID_ARG", f"{name}={shown(value)}: allowed is {allowed}") from None
+        raise RequestError("INVALID_ARG", f"{name}={shown(value)}: must be {allowed}") from None
 
 
 def _to_int32(value: Any) -> int:
@@ -341,8 +341,8 @@ def _to_int32(value: Any) -> int:
 
 
 def _timeout(wire: WireRequest) -> float | None:
-    """Seconds: gRPC clients set the request's own field, the generate endpoint a parameter."""
+    """Seconds.  gRPC clients set a field of the request, the generate endpoint a parameter."""
     value = wire.timeout_us or _field(wire.parameters, "timeout", to_float, "a number of microseconds", 0)
     if value < 0:
-        raise RequestError("INVALID_ARG", f"timeout={value}: allowed is a number of microseconds, 0 for none")
+        raise RequestError("INVALID_ARG", f"timeout={value}: must be a number of microseconds, 0 for none")
     return value / 1e6 if value else None

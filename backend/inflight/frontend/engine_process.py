@@ -1,4 +1,7 @@
-"""The engine process as its parent sees it: start, talk, learn how it ended, stop."""
+"""The parent's handle of the engine process: start it, talk to it, learn how it ended, stop it.
+
+What runs in that process is `inflight.worker`.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
 _EXIT_SECONDS = 5.0
 _TERM_SECONDS = 2.0
 
-# Runs in the child, then becomes the engine: prctl(PR_SET_PDEATHSIG, SIGKILL) survives execve, so
-# that an engine that is loading (and reads no pipe) dies with its parent.  A preexec_fn would run
-# Python between fork and exec of a threaded parent instead.
+# Runs in the child, then becomes the engine process: prctl(PR_SET_PDEATHSIG, SIGKILL) survives
+# execve, so even a process that is loading, and reads no pipe, dies with its parent.  A preexec_fn
+# would run Python between fork and exec of a threaded parent.
 _EXEC_TIED_TO_PARENT = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
@@ -43,7 +46,7 @@ _EXEC_TIED_TO_PARENT = (
 
 
 class EngineStartError(RuntimeError):
-    """The engine process did not come up.
+    """The engine process could not be started, or failed to load the model.
 
     Attributes:
         fatal: a restart cannot help.
@@ -55,35 +58,41 @@ class EngineStartError(RuntimeError):
 
 
 def interpreter() -> str:
-    """The Python that runs this process, also where Python is embedded (Triton's stub)."""
+    """The Python that runs this process, even where Python is embedded (Triton's stub)."""
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
     return shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}") or shutil.which("python3") or "python3"
 
 
 def engine_command(config: EngineConfig) -> list[str]:
-    """Command line of the engine process, less its `--fd N`."""
+    """Command line of the engine process, without its `--fd N`."""
     return [config.python_executable or interpreter(), "-m", "inflight.worker"]
 
 
 class EngineProcess:
-    """One life of the engine process.  Must be made by a thread that outlives it (PR_SET_PDEATHSIG).
+    """One engine process, from start to exit.  Create it in a thread that outlives it (PR_SET_PDEATHSIG).
 
     Args:
-        command: as `engine_command` gives it.
-        env: environment variables on top of this process's.
+        command: as `engine_command` returns it.
+        env: environment variables added to this process's.
+
+    Attributes:
+        failure: what the engine process reported before it exited.
+
+    Raises:
+        EngineStartError: the program cannot be run.
     """
 
     def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
         if shutil.which(command[0]) is None:
             raise EngineStartError(
-                f"cannot start the engine process: there is no program {command[0]!r}; mend python_executable"
+                f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
             )
         ours, theirs = socket.socketpair()
         paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
         wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
         try:
-            self._process = subprocess.Popen(
+            self._popen = subprocess.Popen(
                 [*wrapper, *command, "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -96,58 +105,58 @@ class EngineProcess:
             theirs.close()
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
-        self._sending = threading.Lock()  # a closed descriptor's number may be somebody else's
+        self._sending = threading.Lock()  # a closed descriptor's number may be reused
         self.failure: EngineFailed | None = None
-        with contextlib.suppress(OSError):  # it died at once: `wait_ready` says how
+        with contextlib.suppress(OSError):  # it died at once: `wait_ready` reports how
             self.send(encode(config))
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._popen.pid
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded.
 
         Raises:
-            EngineStartError: it cannot be loaded, the process died, or `timeout` seconds passed.
+            EngineStartError: loading failed, the process died, or `timeout` seconds passed.
         """
         message: ToFrontend | None = None
         with contextlib.suppress(EOFError, OSError):
             if not self._connection.poll(timeout):
                 raise EngineStartError(
-                    f"the engine was not ready after {timeout:g} s: raise engine_start_timeout in model.json"
+                    f"the engine process was not ready after {timeout:g} s: raise engine_start_timeout in model.json"
                 )
             message = self.receive()
         if isinstance(message, EngineReady):
             return message
         if isinstance(message, EngineFailed):
             raise EngineStartError(message.message, message.fatal)
-        raise EngineStartError(f"the engine process ended while it loaded the model ({self.exit_text()})")
+        raise EngineStartError(f"the engine process exited while loading the model ({self.exit_text()})")
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError when the process is gone."""
+        """Raises OSError if the process is gone."""
         with self._sending:
             self._connection.send_bytes(frame)
 
     def receive(self) -> ToFrontend:
-        """The next message.  Raises EOFError or OSError when the process is gone or talks nonsense."""
+        """The next message.  Raises EOFError or OSError if the process is gone or sent an invalid frame."""
         try:
             message = decode_to_frontend(self._connection.recv_bytes())
         except msgspec.DecodeError as error:
-            self._process.kill()
-            self.failure = EngineFailed(f"it sent a frame that is no message: {error}")
+            self._popen.kill()
+            self.failure = EngineFailed(f"it sent an invalid frame: {error}")
             raise EOFError from None
         if isinstance(message, EngineFailed):
             self.failure = message
         return message
 
     def exit_text(self) -> str:
-        """How it ended, in a few words; one that closed its pipe and still runs is killed."""
+        """How it ended, in a few words; a process that closed its pipe but still runs is killed."""
         try:
-            status = self._process.wait(_EXIT_SECONDS)
+            status = self._popen.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._popen.kill()
+            self._popen.wait()
             return "it closed its pipe and hung"
         if self.failure is not None:
             return self.failure.message
@@ -156,26 +165,29 @@ class EngineProcess:
         return f"exit status {status}"
 
     def stop(self, polite: bool = True) -> None:
-        """End it: end of messages (the engine's sign to exit), SIGTERM, SIGKILL.  Safe to repeat.
+        """End it: close our side of the pipe, then SIGTERM, then SIGKILL.  Safe to repeat.
 
-        Half-closing the socket, unlike a `Shutdown` message, neither blocks on an engine that
-        reads nothing nor needs the writer thread, which it also wakes.
+        Half-closing the socket tells the engine to exit.  Unlike a `Shutdown` message it neither blocks
+        on an engine that reads nothing nor needs the writer thread, which it also wakes up.
+
+        Args:
+            polite: give it time to exit by itself; useless while it is loading, when it reads nothing.
         """
-        if polite and self._process.poll() is None:
+        if polite and self._popen.poll() is None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_SECONDS)
-        if self._process.poll() is None:
-            self._process.terminate()
+                self._popen.wait(_EXIT_SECONDS)
+        if self._popen.poll() is None:
+            self._popen.terminate()
             try:
-                self._process.wait(_TERM_SECONDS)
+                self._popen.wait(_TERM_SECONDS)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait()
+                self._popen.kill()
+        self._popen.wait()
 
     def close(self) -> None:
-        """Free the pipe of a process that has ended."""
+        """Close the pipe of a process that has ended."""
         with self._sending:
             self._connection.close()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""The one error a request can be answered with."""
+"""The error that a request can end with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 __all__ = ["ErrorCode", "RequestError", "shown"]
 
-_MOST_SHOWN = 100
+_SHOWN_CHARS = 100
 
-# Names of `pb_utils.TritonError` codes.  Triton 24.10 has none for a deadline: that is CANCELLED.
+# Names of `pb_utils.TritonError` codes.  Triton 24.10 has none for a missed deadline: that is CANCELLED.
 ErrorCode = Literal["INVALID_ARG", "UNAVAILABLE", "INTERNAL", "CANCELLED", "UNSUPPORTED"]
 
 
@@ -27,6 +27,6 @@ class RequestError(Exception):
 
 
 def shown(value: Any) -> str:
-    """What came, for a message: `repr`, and of something long its beginning."""
+    """A value as a message quotes it: its `repr`, cut short if long."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

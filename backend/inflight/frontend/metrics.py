@@ -1,13 +1,13 @@
 """Custom metrics on Triton's `/metrics`.  No torch.
 
 A call to a Triton metric is a message to the server process (about 18 microseconds on Triton
-24.10, measured), so nothing here calls one per token: `Metrics` gathers in plain Python, and a
-thread publishes twice a second.  Triton's histograms take single values only; therefore
+24.10, measured), so none is made per token: `Metrics` gathers in plain Python, and a thread
+publishes twice a second.  Triton's histograms take single values only; therefore
 
-- `vllm:time_per_output_token_seconds` observes each request's mean once, where vLLM observes every
-  gap between two tokens;
-- the step histograms observe at most `_MAX_STEPS` steps a publication, evenly picked: their shape
-  is right, their count is a sample above 100 steps a second.
+- `vllm:time_per_output_token_seconds` observes the mean of each request once, where vLLM observes
+  every gap between two tokens;
+- the step histograms observe at most `_MAX_STEPS` steps per publication, evenly picked: above 100
+  steps a second their shape is right, but their count is that of the sample.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from inflight.engine.messages import StepStats
 
 if TYPE_CHECKING:
-    from inflight.frontend.streams import Stream
+    from inflight.frontend.open_stream import OpenStream
 
 __all__ = ["METRICS", "MetricSpec", "Metrics", "NoMetrics", "buckets_1_2_5"]
 
 _PERIOD_SECONDS = 0.5
 _MAX_STEPS = 50
-_MOST_KEPT = 10_000  # should publishing fail, memory must not grow
+_MAX_KEPT = 10_000  # bounds the memory if publishing fails
 
 COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
 
 
 class MetricSpec(NamedTuple):
-    """A metric family; buckets are upper bounds, None where `max_model_len` decides them."""
+    """A metric family; buckets are upper bounds, None if `max_model_len` determines them."""
 
     name: str
     kind: str
@@ -63,11 +63,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inflight_requests_preempted_total",
         COUNTER,
-        "Sequences put back to wait: blocks ran out, or more urgent ones came.",
+        "Sequences put back in the queue: blocks ran out, or more urgent ones arrived.",
     ),
     MetricSpec("inflight_kv_blocks_used", GAUGE, "KV blocks that sequences hold."),
     MetricSpec("inflight_kv_blocks_free", GAUGE, "KV blocks that are free or only cached."),
-    MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory, of swapped sequences."),
+    MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory that hold swapped sequences."),
     MetricSpec("inflight_swapped_out_blocks_total", COUNTER, "KV blocks copied to host memory by preemption."),
     MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
@@ -78,19 +78,19 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 
 
-def buckets_1_2_5(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
-    steps = (factor * 10**power for power in range(len(str(most))) for factor in (1, 2, 5))
-    return [float(step) for step in steps if step <= most]
+def buckets_1_2_5(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
+    steps = (factor * 10**power for power in range(len(str(limit))) for factor in (1, 2, 5))
+    return [float(step) for step in steps if step <= limit]
 
 
 class Metrics:
-    """Gathers statistics and publishes them now and then.
+    """Gathers statistics and publishes them twice a second.
 
-    `step`, `engine_down`, `first_token` and `finished` may be called by any thread and only append to lists.
+    `step`, `engine_down`, `first_token` and `finished` may be called by any thread, and only append to lists.
 
     Args:
-        create: makes a Triton metric of a spec and its buckets.
+        create: creates a Triton metric from a spec and its buckets.
         max_model_len: upper bound of the token count histograms.
     """
 
@@ -101,8 +101,8 @@ class Metrics:
             buckets = None if spec.kind != HISTOGRAM else list(spec.buckets or lengths)
             self._metrics[spec.name] = create(spec, buckets)
         self._lock = threading.Lock()  # guards the four below
-        self._observations: deque[tuple[str, float]] = deque(maxlen=_MOST_KEPT)
-        self._steps: deque[StepStats] = deque(maxlen=_MOST_KEPT)
+        self._observations: deque[tuple[str, float]] = deque(maxlen=_MAX_KEPT)
+        self._steps: deque[StepStats] = deque(maxlen=_MAX_KEPT)
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._last: StepStats | None = None
@@ -126,7 +126,7 @@ class Metrics:
             self._output_tokens += num_output_tokens
 
     def engine_down(self) -> None:
-        """The engine process is gone, and what it held with it; the next one counts from 0."""
+        """The engine process is gone with all it held; the next one counts from 0."""
         with self._lock:
             last = self._steps[-1] if self._steps else self._last
             if last is not None:
@@ -135,20 +135,20 @@ class Metrics:
                 self._steps.append(StepStats(**nothing))
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token this long after it arrived."""
+        """A request got its first token, so many seconds after it arrived."""
         self._observe(("vllm:time_to_first_token_seconds", seconds))
 
-    def finished(self, stream: Stream) -> None:
+    def finished(self, stream: OpenStream) -> None:
         """A request ended by itself."""
-        num_output, arrival = stream.num_output_tokens, stream.request.arrival
         assert stream.end_time is not None
+        sent = stream.request.engine_request
         found = [
-            ("vllm:e2e_request_latency_seconds", stream.end_time - arrival),
-            ("vllm:request_prompt_tokens", float(len(stream.request.prompt_token_ids))),
-            ("vllm:request_generation_tokens", float(num_output)),
-            ("vllm:request_params_n", float(stream.request.params.n)),
+            ("vllm:e2e_request_latency_seconds", stream.end_time - stream.arrival),
+            ("vllm:request_prompt_tokens", float(len(sent.prompt_token_ids))),
+            ("vllm:request_generation_tokens", float(stream.num_output_tokens)),
+            ("vllm:request_params_n", float(sent.params.n)),
         ]
-        longest = max(sequence.num_tokens for sequence in stream.sequences)
+        longest = max(sequence.num_generated_tokens for sequence in stream.sequences)
         if stream.first_token_time is not None and longest > 1:
             gap = (stream.end_time - stream.first_token_time) / (longest - 1)
             found.append(("vllm:time_per_output_token_seconds", gap))
@@ -164,7 +164,7 @@ class Metrics:
         self.publish()
 
     def publish(self) -> None:
-        """Send what was gathered since the last time."""
+        """Send what was gathered since the last publication."""
         with self._lock:
             steps, observations = list(self._steps), list(self._observations)
             self._steps.clear()
@@ -190,7 +190,7 @@ class Metrics:
             self._metrics[name].set(value)
         stride = -(-len(steps) // _MAX_STEPS)
         for stats in steps[::stride]:
-            if stats.batch_size:  # an empty step only reports state
+            if stats.batch_size:  # an empty step only reports the state
                 self._metrics["inflight_step_seconds"].observe(stats.step_seconds)
                 self._metrics["inflight_batch_size"].observe(stats.batch_size)
                 self._metrics["inflight_scheduled_tokens"].observe(stats.scheduled_tokens)
@@ -212,11 +212,11 @@ class Metrics:
 
 
 class NoMetrics:
-    """Takes the same calls and publishes nothing."""
+    """Takes the same calls as `Metrics` and publishes nothing."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def step(self, stats: StepStats, num_output_tokens: int) -> None: ...
     def engine_down(self) -> None: ...
     def first_token(self, seconds: float) -> None: ...
-    def finished(self, stream: Stream) -> None: ...
+    def finished(self, stream: OpenStream) -> None: ...

@@ -10,48 +10,67 @@ from typing import Any
 import numpy as np
 
 from inflight.engine.messages import SequenceDelta, TokenLogprobs
-from inflight.frontend.contract import GenerationRequest
+from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.text import IncrementalDetokenizer, StopChecker, Tokenizer
 
 __all__ = ["SequenceOutput", "response_outputs"]
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's servers write this
+_LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's servers write this instead
 
 
 class SequenceOutput:
-    """Output of one of a request's n sequences: all counted so far, and what was not sent yet.
+    """Output of one of a request's n sequences: counts so far, and what was not sent yet.
+
+    A request may begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
+    go on as if this object had taken those tokens itself, and none of them is sent again.
 
     Attributes:
-        finish_reason: "stop" or "length" when ended, else None.
+        ended: nothing more comes: it ended here, or before its request came here.
+        finish_reason: "stop" or "length" if it ended here, else None.
         stop_reason: the stop string or stop token id that ended it.
         ended_by_stop: ended by a stop string, which only the frontend sees.
         num_tokens: output tokens so far, the one that ended it included.
+        num_generated_tokens: those of them that the request did not begin with.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
+        text, new_token_ids, new_logprobs: what was not sent yet.
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        params = request.params
-        self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0) -> None:
+        message = request.engine_request
+        params = message.params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._keeps_logprobs = request.shows_logprobs
+        self.ended = False
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.ended_by_stop = False
         self.num_tokens = 0
+        self.num_generated_tokens = 0
         self.cumulative_logprob = 0.0
-        self.text = request.prepend_text
+        self.text = ""
         self.new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
 
+        given = message.output_token_ids[index] if message.output_token_ids else []
+        for token_id in given or ():
+            # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
+            self.advance(SequenceDelta(message.request_id, index, [token_id]))
+        self.num_generated_tokens = 0
+        self.ended = self.ended or given is None
+        if request.cumulative_logprobs:
+            self.cumulative_logprob = request.cumulative_logprobs[index]
+        self.new_token_ids = []
+        self.text = request.prepend_text
+
     def advance(self, delta: SequenceDelta) -> None:
-        """Take what a step added; ignored once the sequence has ended."""
-        if self.finish_reason is not None:
+        """Take what a step added: one token, several or none.  Ignored once the sequence has ended."""
+        if self.ended:
             return
         token_ids = delta.token_ids
-        # The token that ended the sequence counts, and is text only where the request says so.
+        # The token that ended the sequence counts, but is text only if the request says so.
         hides_last = delta.stop_token is not None and not self._shows_stop_token
         shown = token_ids[:-1] if hides_last else token_ids
         taken = len(token_ids)
@@ -66,9 +85,14 @@ class SequenceOutput:
         elif delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_token
             self._flush()
+        self.ended = self.finish_reason is not None
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
-        """Token by token, so that tokens behind a match are not counted; how many were taken on one."""
+        """Push token by token, as tokens behind a match do not count.
+
+        Returns:
+            Tokens up to the match, or None without one.
+        """
         for number, token_id in enumerate(token_ids, 1):
             text = self._detokenizer.push([token_id])
             if self.num_tokens + number <= self._stop_from:  # as in vLLM: no stop within min_tokens
@@ -95,6 +119,7 @@ class SequenceOutput:
 
     def _count(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         self.num_tokens += len(token_ids)
+        self.num_generated_tokens += len(token_ids)
         self.new_token_ids += token_ids
         self.cumulative_logprob += sum(entry[0][1] for entry in logprobs)
         if self._keeps_logprobs:
@@ -114,15 +139,15 @@ class SequenceOutput:
 
 
 def response_outputs(
-    request: GenerationRequest,
+    request: ParsedRequest,
     sequences: Sequence[SequenceOutput],
     tokenizer: Tokenizer,
     prompt_logprobs: list[TokenLogprobs] | None,
 ) -> dict[str, np.ndarray]:
-    """Everything not sent yet as output tensors, one element a sequence; marks it as sent.
+    """Everything not sent yet as output tensors, one element per sequence; marks it as sent.
 
     Args:
-        prompt_logprobs: one entry a prompt token on the response that carries them, else None.
+        prompt_logprobs: one entry per prompt token for the response that carries them, else None.
     """
     returns = request.returns
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
@@ -136,7 +161,7 @@ def response_outputs(
             [_logprobs_json(tokenizer, entry) if request.shows_logprobs else "null" for entry in entries]
         )
     if "return_num_input_tokens" in returns:
-        outputs["num_input_tokens"] = np.array([len(request.prompt_token_ids)], dtype=np.uint32)
+        outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
     new_token_ids = [sequence.take_token_ids() for sequence in sequences]
     counts = np.array([len(ids) for ids in new_token_ids], dtype=np.uint32)
     if "return_num_output_tokens" in returns:
@@ -154,7 +179,7 @@ def _texts(values: list[str]) -> np.ndarray:
 
 
 def _logprobs_json(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> str:
-    """vllm_backend's form: per token an object of id -> logprob, rank, text; null where there is none."""
+    """vllm_backend's format: per token an object of id -> logprob, rank, text; null for a token without any."""
     rows: list[dict[str, Any] | None] = []
     for entry in entries:
         row = {

@@ -1,4 +1,4 @@
-"""Which device the engine of a Triton model instance runs on."""
+"""The device that the engine of a Triton model instance runs on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def placement(
     """Apply a model instance's kind to the configuration.
 
     Args:
-        kind: "GPU", "CPU" or "MODEL", as Triton's `instance_group` has it.
-        device_id: Triton's number of the GPU; it counts the devices this process sees.
+        kind: "GPU", "CPU" or "MODEL", from Triton's `instance_group`.
+        device_id: Triton's number of the GPU, counted among the devices that this process sees.
         visible_devices: `CUDA_VISIBLE_DEVICES` of this process.
 
     Returns:
-        The configuration ("auto" becomes "cpu" for KIND_CPU) and the environment of the engine.
+        The configuration ("auto" becomes "cpu" for KIND_CPU) and the environment of the engine process.
     """
     if kind == "CPU" and config.device == "auto":
         return msgspec.structs.replace(config, device="cpu"), {}

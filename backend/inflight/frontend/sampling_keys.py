@@ -1,7 +1,7 @@
 """Sampling keys as clients write them -> `SamplingParams`.  No torch, no Triton.
 
-vLLM's names are the canonical ones; TensorRT-LLM's and OpenAI's are aliases.  Values may come as
-JSON values, as text ("temperature": "0", which vllm_backend accepts too) or from typed tensors.
+vLLM's names are canonical; TensorRT-LLM's and OpenAI's are aliases.  Values may be JSON values,
+strings ("temperature": "0", which vllm_backend accepts too) or elements of typed tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def to_float(value: Any) -> float:
 
 
 def to_bool(value: Any) -> bool:
-    """True or false from a boolean, 0, 1 or such a text."""
+    """True or false from a boolean, 0, 1 or one of these as a string."""
     known = {"true": True, "false": False, "1": True, "0": False}
     try:
         return known[str(value).strip().lower()]
@@ -50,15 +50,15 @@ def to_bool(value: Any) -> bool:
 
 
 def to_text(value: Any) -> str:
-    """A text, which UTF-8 can write."""
+    """A string that UTF-8 can encode."""
     if not isinstance(value, str):
         raise ValueError
-    value.encode("utf-8")  # a lone surrogate out of JSON is a UnicodeEncodeError, which is a ValueError
+    value.encode("utf-8")  # JSON can contain unpaired surrogates: UnicodeEncodeError, which is a ValueError
     return value
 
 
 def to_texts(value: Any) -> list[str]:
-    """Texts, "" left out; a single text stands for a list of one."""
+    """Strings without the empty ones; a single string counts as a list of one."""
     texts = [to_text(entry) for entry in ([value] if isinstance(value, str) else value)]
     texts = list(dict.fromkeys(filter(None, texts)))
     longest = max(map(len, texts), default=0)
@@ -68,7 +68,7 @@ def to_texts(value: Any) -> list[str]:
 
 
 def to_ids(value: Any) -> list[int]:
-    """Token ids; a text holds them as a JSON list."""
+    """Token ids from a list, or from a string that is a JSON list."""
     if isinstance(value, str):
         value = json.loads(value)
     ids = [to_int(entry) for entry in (value if isinstance(value, list) else [value])]
@@ -78,7 +78,7 @@ def to_ids(value: Any) -> list[int]:
 
 
 def to_logit_bias(value: Any) -> dict[int, float]:
-    """Token id -> bias, clamped to [-100, 100]; a text holds it as a JSON object."""
+    """Token id -> bias, clamped to [-100, 100], from an object, or from a string that is a JSON object."""
     if isinstance(value, str):
         value = json.loads(value)
     if not isinstance(value, Mapping):
@@ -88,17 +88,17 @@ def to_logit_bias(value: Any) -> dict[int, float]:
 
 
 class _TooLong(ValueError):
-    """A list beyond the bounds; the text says how long it is."""
+    """A list beyond the bounds; the message says how long it is."""
 
 
 _TEXTS = (
-    f"a text or a list of texts, at most {MAX_STOP_ENTRIES} of at most {MAX_STOP_CHARS} characters, "
-    f"{MAX_STOP_TOTAL} together"
+    f"a string or a list of at most {MAX_STOP_ENTRIES} strings, of at most {MAX_STOP_CHARS} characters each "
+    f"and {MAX_STOP_TOTAL} in total"
 )
 _INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
 _IDS = (to_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
 
-# Canonical key -> (conversion, what is allowed).
+# Canonical key -> (conversion, what the value must be).
 SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "n": _INT,
     "temperature": _FLOAT,
@@ -108,7 +108,7 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "repetition_penalty": _FLOAT,
     "presence_penalty": _FLOAT,
     "frequency_penalty": _FLOAT,
-    "logit_bias": (to_logit_bias, "an object of token id -> number"),
+    "logit_bias": (to_logit_bias, "an object that maps token ids to numbers"),
     "bad_words": (to_texts, _TEXTS),
     "stop": (to_texts, _TEXTS),
     "stop_token_ids": _IDS,
@@ -123,8 +123,9 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "skip_special_tokens": _BOOL,
 }
 
-# An alias yields to the key itself where both are given, except `max_completion_tokens`: LiteLLM
-# adds a default `max_tokens` to requests that say only that.  Stop texts are joined.
+# A key wins over its alias if both are given, except that `max_completion_tokens` wins over
+# `max_tokens`: LiteLLM adds a default `max_tokens` to requests that give only the former.  Stop
+# strings are joined.
 _ALIASES = {
     "stop_words": "stop",
     "random_seed": "seed",
@@ -133,7 +134,7 @@ _ALIASES = {
     "num_return_sequences": "n",
 }
 
-# Keys of features that are not here: accepted while they ask for nothing.
+# Keys of features that do not exist here, and the values that ask for nothing: only these are accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "best_of": (1,),
@@ -151,13 +152,15 @@ _IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
 
 def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, default_max_tokens: int) -> SamplingParams:
-    """Merge and check what a request says about sampling; `seed` stays None when it names none.
+    """Merge and convert a request's sampling keys; `seed` stays None if not given.
+
+    Ranges are checked by `SamplingParams.validate`.
 
     Args:
-        layers: key -> value as it came, weakest first.
+        layers: key -> value as received; later layers win.
 
     Raises:
-        RequestError: INVALID_ARG; unknown key, wrong type or value.
+        RequestError: INVALID_ARG; an unknown key, or a value of the wrong type.
     """
     values: dict[str, Any] = {"max_tokens": default_max_tokens}
     for layer in layers:
@@ -170,7 +173,7 @@ def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, defau
             values["ignore_eos"] = True
         else:
             values["stop_token_ids"] = [*values.get("stop_token_ids", []), end_id]
-    if values.get("seed") == -1:  # vLLM: a seed of -1 is none
+    if values.get("seed") == -1:  # vLLM: -1 means no seed
         del values["seed"]
     return SamplingParams(**values)
 
@@ -197,7 +200,7 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(key: str) -> int:
-    """Order in which keys of one layer apply: a later one replaces an earlier one."""
+    """Keys of one layer apply in this order, and a later one replaces an earlier one."""
     return 2 if key == "max_completion_tokens" else 0 if key in _ALIASES else 1
 
 
@@ -206,9 +209,9 @@ def _convert(key: str, name: str, value: Any) -> Any:
     try:
         return convert(value)
     except _TooLong as error:
-        raise RequestError("INVALID_ARG", f"{key} is too long ({error}): allowed is {allowed}") from None
+        raise RequestError("INVALID_ARG", f"{key} is too long ({error}): must be {allowed}") from None
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise RequestError("INVALID_ARG", f"{key}={shown(value)}: allowed is {allowed}") from None
+        raise RequestError("INVALID_ARG", f"{key}={shown(value)}: must be {allowed}") from None
 
 
 def _check_neutral(key: str, value: Any) -> None:
@@ -218,12 +221,10 @@ def _check_neutral(key: str, value: Any) -> None:
     except (ValueError, TypeError, OverflowError):
         given = value
     if given not in allowed:
-        raise RequestError(
-            "INVALID_ARG", f"{key}={shown(value)} is not supported: leave it out or set it to {allowed[0]}"
-        )
+        raise RequestError("INVALID_ARG", f"{key}={shown(value)} is not supported: omit it or set it to {allowed[0]}")
 
 
 def _nearest(key: str) -> str:
     known = [*SAMPLING_KEYS, *_ALIASES]
     near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(known))}"
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"

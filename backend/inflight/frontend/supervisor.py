@@ -2,9 +2,10 @@
 
     start() -> STARTING -> UP -> (died) -> DOWN -> STARTING ... -> stop()
 
-Requests are queued and written by a thread of their own, so `submit` never blocks.  When the
-process dies, the requests it had taken fail at once; those still queued, and new ones, wait for
-the next process.  After several failed starts in a row they are refused until a start succeeds.
+Requests and questions are queued and written by a separate thread, so `submit` and `ask` never block.
+When the engine process dies, what it had been sent fails at once; what is still queued, and what
+arrives meanwhile, waits for the next process.  After several failed starts in a row both are refused
+until a start succeeds.
 """
 
 from __future__ import annotations
@@ -13,41 +14,43 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
-    DumpTrace,
+    Answer,
     EngineReady,
+    Question,
     RequestFailed,
     StepMessage,
-    TraceDump,
     encode,
 )
-from inflight.frontend.contract import GenerationRequest
 from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
+from inflight.frontend.questions import Questions
 
 __all__ = ["EngineEvents", "RestartPolicy", "Supervisor"]
 
+_UNLOADING = "the model is being unloaded"
+
 
 class EngineEvents(Protocol):
-    """Who hears of the engine; called by the supervisor's thread."""
+    """Receives what becomes of requests.  Called by the supervisor's thread; must not block."""
 
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
-    def on_trace(self, message: TraceDump) -> None: ...
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None: ...
 
 
 class RestartPolicy:
-    """When to start again after a death, and when to refuse requests meanwhile.
+    """When to restart a dead engine process, and when to refuse requests meanwhile.
 
     Args:
-        first_delay, longest_delay: seconds; the delay doubles from one to the other.
-        healthy_seconds: a process that lived as long starts the count anew.
+        first_delay, longest_delay: seconds; the delay doubles from the first to the longest.
+        healthy_seconds: a process that lived this long resets the delay.
         refuse_after: failed starts in a row after which requests are refused.
     """
 
@@ -64,7 +67,7 @@ class RestartPolicy:
         self.refuse_after = refuse_after
 
     def delay(self, deaths: int) -> float:
-        """Seconds before the start that follows the `deaths`-th death or failed start in a row."""
+        """Seconds to wait after the `deaths`-th death or failed start in a row."""
         return min(self.longest_delay, self.first_delay * 2 ** min(deaths - 1, 30))
 
 
@@ -73,13 +76,14 @@ def _unexpected(error: Exception) -> EngineStartError:
 
 
 class Supervisor:
-    """Starts the engine process, feeds it, watches it, starts it again.
+    """Starts the engine process, feeds it, watches it and restarts it.
 
     Args:
-        config: sent to the engine as its first frame.
+        config: sent to the engine process as its first frame.
         log: takes (level, line) with level "info", "warn" or "error".
-        command: command line of the engine less `--fd N`; None takes the real one.
-        env: environment variables for the engine on top of this process's.
+        command: command line of the engine process without `--fd N`; None means the real one.
+        env: environment variables for it, added to this process's.
+        restart: when to restart it.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class Supervisor:
         self._restart = restart or RestartPolicy()
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
-        self._process: EngineProcess | None = None
+        self._engine_process: EngineProcess | None = None
         self._up = False
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
@@ -106,6 +110,7 @@ class Supervisor:
         self._queued: OrderedDict[int, bytes] = OrderedDict()
         self._aborts: deque[bytes] = deque()
         self._in_engine: set[int] = set()
+        self._questions = Questions()
         self._threads = [
             threading.Thread(target=self._run, name="supervisor", daemon=True),
             threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
@@ -114,10 +119,10 @@ class Supervisor:
     # -- any thread ------------------------------------------------------------------------
 
     def start(self) -> EngineReady:
-        """Start the engine and wait until it has loaded the model.
+        """Start the engine process and wait until it has loaded the model.
 
         Raises:
-            EngineStartError: with the engine's own message; nothing is left running.
+            EngineStartError: with the engine's message; nothing is left running.
         """
         self._threads[0].start()
         with self._changed:
@@ -129,50 +134,60 @@ class Supervisor:
         raise self._first
 
     def connect(self, events: EngineEvents) -> None:
-        """Name who hears of the engine, and let messages flow; after `start`, once."""
+        """Set the receiver and let messages flow; once, after `start`."""
         with self._changed:
             self._events = events
             self._changed.notify_all()
         self._threads[1].start()
 
-    def submit(self, request_id: int, request: GenerationRequest) -> None:
+    def submit(self, request: AddRequest) -> None:
         """Queue a request for the engine.
 
         Raises:
-            RequestError: UNAVAILABLE; the engine cannot be started, or too many wait for it.
+            RequestError: UNAVAILABLE; the engine cannot be started or is being stopped, or too many
+                requests wait for it.
         """
-        frame = encode(
-            AddRequest(
-                request_id=request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                params=request.params,
-                priority=request.priority,
-                tenant=request.tenant,
-                deadline=request.deadline,
-                cache_salt=request.cache_salt,
-                arrival=request.arrival,
-            )
-        )
-        self._enqueue(request_id, frame)
-
-    def dump_trace(self, request_id: int) -> None:
-        """Ask the engine for its step trace; raises as `submit` does."""
-        self._enqueue(request_id, encode(DumpTrace(request_id)))
-
-    def _enqueue(self, request_id: int, frame: bytes) -> None:
-        most = self._config.max_queue_size
+        frame = encode(request)
         with self._changed:
-            if self._refusal is not None:
-                raise RequestError("UNAVAILABLE", self._refusal)
-            if most and not self._up and len(self._queued) >= most:
-                raise RequestError(
-                    "UNAVAILABLE", f"the engine is being restarted and {most} requests (max_queue_size) wait for it"
-                )
-            self._queued[request_id] = frame
+            self._check_open()
+            self._queued[request.request_id] = frame
             self._changed.notify_all()
 
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine, which answers it between two steps.
+
+        The supervisor's thread resolves the future: callbacks must not block.  Cancelling the future
+        withdraws the question.
+
+        Returns:
+            The answer, or a RequestError: what the engine says, or UNAVAILABLE if it dies before it
+            answers, cannot be started or is being stopped, or if too much waits for it.
+        """
+        with self._changed:
+            try:
+                self._check_open()
+            except RequestError as error:
+                refused: Future[Any] = Future()
+                refused.set_exception(error)
+                return refused
+            future = self._questions.add(question)
+            self._changed.notify_all()
+        return future
+
+    def _check_open(self) -> None:
+        """Raise RequestError if nothing more may be queued.  Called with the lock held."""
+        if self._stopping:
+            raise RequestError("UNAVAILABLE", _UNLOADING)
+        if self._refusal is not None:
+            raise RequestError("UNAVAILABLE", self._refusal)
+        limit = self._config.max_queue_size
+        if limit and not self._up and len(self._queued) + self._questions.num_queued >= limit:
+            raise RequestError(
+                "UNAVAILABLE", f"the engine is being restarted and {limit} requests (max_queue_size) wait for it"
+            )
+
     def abort(self, request_id: int, index: int | None = None) -> None:
-        """Stop a request (`index` None) or one of its sequences; unknown ones are ignored."""
+        """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
         with self._changed:
             if self._queued.pop(request_id, None) is not None or request_id not in self._in_engine:
                 return
@@ -188,19 +203,20 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine that is up, else None."""
+        """Process id of the engine process if it is up, else None."""
         with self._changed:
-            return self._process.pid if self._process is not None and self._up else None
+            return self._engine_process.pid if self._engine_process is not None and self._up else None
 
     def stop(self) -> None:
-        """End the engine process and the threads; safe to repeat."""
+        """Fail open questions, end the engine process and the threads; safe to repeat."""
         with self._changed:
             self._stopping = True
-            process, was_up = self._process, self._up
+            engine_process, was_up = self._engine_process, self._up
             self._up = False
             self._changed.notify_all()
-        if process is not None:
-            process.stop(polite=was_up)  # one that is loading reads no messages
+        self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
+        if engine_process is not None:
+            engine_process.stop(polite=was_up)  # while it loads it reads no messages
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
@@ -208,13 +224,12 @@ class Supervisor:
     # -- supervisor thread -----------------------------------------------------------------
 
     def _run(self) -> None:
-        """One process after another, until stopped or the first one fails."""
+        """Run one engine process after another, until stopped or the first one fails."""
         deaths = failed_starts = 0
         while not self._is_stopping():
             try:
-                process, ready = self._start_process()
-            # Of any kind: without this thread `start` and every request would wait for good.
-            except Exception as caught:
+                engine_process, ready = self._start_process()
+            except Exception as caught:  # of any kind: without this thread `start` and every request would hang
                 error = caught if isinstance(caught, EngineStartError) else _unexpected(caught)
                 if self._first is None:
                     return self._report_first(error)
@@ -223,33 +238,33 @@ class Supervisor:
             else:
                 self._report_first(ready)
                 failed_starts, born = 0, time.monotonic()
-                self._read(process)
+                self._read(engine_process)
                 lived = time.monotonic() - born
                 deaths = 1 if lived >= self._restart.healthy_seconds else deaths + 1
-                self._bury(process)
+                self._bury(engine_process)
             self._pause(self._restart.delay(deaths))
 
     def _start_process(self) -> tuple[EngineProcess, EngineReady]:
-        process = EngineProcess(self._config, self._command, self._env)
+        engine_process = EngineProcess(self._config, self._command, self._env)
         with self._changed:
-            self._process = process
+            self._engine_process = engine_process
             stopping = self._stopping
         try:
-            if stopping:  # stop() may have come before it could see this process
-                raise EngineStartError("the model is being unloaded")
-            ready = process.wait_ready(self._config.engine_start_timeout)
+            if stopping:  # stop() may have run before it could see this process
+                raise EngineStartError(_UNLOADING)
+            ready = engine_process.wait_ready(self._config.engine_start_timeout)
         except Exception:
             with self._changed:
-                self._process = None
-            process.stop(polite=False)
-            process.close()
+                self._engine_process = None
+            engine_process.stop(polite=False)
+            engine_process.close()
             raise
         with self._changed:
             self._up, self._refusal = True, None
             self._changed.notify_all()
-        return process, ready
+        return engine_process, ready
 
-    def _read(self, process: EngineProcess) -> None:
+    def _read(self, engine_process: EngineProcess) -> None:
         """Pass messages on until the pipe closes."""
         with self._changed:
             self._changed.wait_for(lambda: self._events is not None or self._stopping)
@@ -258,30 +273,31 @@ class Supervisor:
             return
         try:
             while True:
-                message = process.receive()
+                message = engine_process.receive()
                 if isinstance(message, StepMessage):
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):
                     events.on_request_failed(message)
-                elif isinstance(message, TraceDump):
-                    events.on_trace(message)
+                elif isinstance(message, Answer):
+                    self._questions.resolve(message)
         except (EOFError, OSError):
             pass
 
-    def _bury(self, process: EngineProcess) -> None:
+    def _bury(self, engine_process: EngineProcess) -> None:
         """Fail what died with the process."""
         with self._changed:
             self._up = False
-            self._process = None
+            self._engine_process = None
             victims, self._in_engine = self._in_engine, set()
             self._aborts.clear()
             stopping = self._stopping
-        cause = process.exit_text()
-        process.close()
+        cause = engine_process.exit_text()
+        engine_process.close()
         if stopping:
             return
         reason = f"the engine process died ({cause}); it is being restarted"
         self._log("error", f"{reason}; {len(victims)} open requests failed")
+        self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
         self._events.on_engine_down(victims, reason)
 
@@ -294,6 +310,7 @@ class Supervisor:
             self._refusal = refusal
             waiting = list(self._queued)
             self._queued.clear()
+        self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
         assert self._events is not None
         self._events.on_engine_down(waiting, refusal)
 
@@ -314,20 +331,28 @@ class Supervisor:
     # -- writer thread ---------------------------------------------------------------------
 
     def _write_loop(self) -> None:
-        """Write aborts before new requests: they free what the new ones need."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._up and (self._aborts or self._queued)))
+                self._changed.wait_for(lambda: self._stopping or (self._up and self._has_frames()))
                 if self._stopping:
                     return
-                process = self._process
-                if self._aborts:
-                    frame = self._aborts.popleft()
-                else:
-                    request_id, frame = self._queued.popitem(last=False)
-                    self._in_engine.add(request_id)
-            assert process is not None
+                engine_process, frame = self._engine_process, self._next_frame()
+            if engine_process is None or frame is None:  # the asker withdrew the question meanwhile
+                continue
             try:
-                process.send(frame)
-            except OSError:  # it died: the supervisor thread will see that and fail the request
+                engine_process.send(frame)
+            except OSError:  # it died: the supervisor thread will notice, and fail the request
                 time.sleep(0.01)
+
+    def _has_frames(self) -> bool:
+        return bool(self._aborts or self._questions.num_queued or self._queued)
+
+    def _next_frame(self) -> bytes | None:
+        """Aborts go first: they free what new requests need."""
+        if self._aborts:
+            return self._aborts.popleft()
+        frame = self._questions.take_frame()
+        if frame is None and self._queued:
+            request_id, frame = self._queued.popitem(last=False)
+            self._in_engine.add(request_id)
+        return frame

@@ -1,8 +1,8 @@
 """Text of a request: tokenising, incremental detokenisation, stop strings.  No torch, no Triton.
 
-`Tokenizer` reads a checkpoint's `tokenizer.json` with the `tokenizers` library.  Checkpoints
-without one (a slow tokenizer) go through `transformers.AutoTokenizer`, which is imported only
-then, as it pulls torch in where torch is installed.
+`Tokenizer` reads a checkpoint's `tokenizer.json` with the `tokenizers` library.  A checkpoint
+without one (a slow tokenizer) goes through `transformers.AutoTokenizer`, which is imported only
+then, because it imports torch if torch is installed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError
 
 _REPLACEMENT = "\ufffd"
 _PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
-_MOST_PENDING = 16  # tokens without text that are kept
+_MAX_PENDING = 16  # tokens without text that are kept
 
 
 class TokenizerError(ValueError):
-    """The checkpoint's tokenizer cannot be used; the message says what is missing."""
+    """The checkpoint's tokenizer cannot be used; the message says why."""
 
 
 def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path | None:
-    """Path of one file of a checkpoint directory or hub repository; None when it has none."""
+    """Path of one file of a checkpoint directory or hub repository; None if it has no such file."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -32,7 +32,7 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
 
     try:
         return Path(hf_hub_download(source, name, revision=revision))
-    except LocalEntryNotFoundError as error:  # offline and not cached: not the same as "has none"
+    except LocalEntryNotFoundError as error:  # offline and not cached: the hub may have it
         raise TokenizerError(f"{source}: cannot get {name} from the hub: {error}") from None
     except EntryNotFoundError:
         return None
@@ -41,7 +41,7 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
 
 
 def read_text(path: Path) -> str:
-    """A checkpoint's text file.
+    """A text file of a checkpoint.
 
     Raises:
         TokenizerError: it cannot be read, or is not UTF-8.
@@ -106,8 +106,8 @@ class Tokenizer:
 
     Attributes:
         size: entries of the vocabulary, added tokens included.
-        longest_token: characters of the longest entry; a text of more than n times that is
-            more than n tokens.
+        longest_token: characters of the longest entry; a text of more than n times as many
+            characters has more than n tokens.
     """
 
     def __init__(self, backend: _Backend) -> None:
@@ -115,7 +115,7 @@ class Tokenizer:
         self.size = backend.size()
         self.longest_token = backend.longest_token()
         self._token_texts: dict[int, str] = {}
-        # Some decoders drop the space before the first token; a plain letter in front keeps it.
+        # Some decoders drop the space in front of the first token; a letter before it keeps it.
         self._anchor = backend.encode("a", False)
         self._anchor_text = backend.decode(self._anchor, False)
 
@@ -145,15 +145,15 @@ class Tokenizer:
         return cls(_Slow(slow) if fast is None else _Fast(fast))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens as the checkpoint's post-processor adds them."""
+        """Token ids; the checkpoint's post-processor adds special tokens."""
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
+        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it stands inside a sentence, special tokens spelt out."""
+        """Text of one token inside a sentence; special tokens are spelt out."""
         text = self._token_texts.get(token_id)
         if text is None:
             whole = self._backend.decode([*self._anchor, token_id], False)
@@ -162,7 +162,7 @@ class Tokenizer:
         return text
 
     def bad_words_ids(self, words: Iterable[str]) -> list[list[int]]:
-        """Token id sequences that spell each word at the start of a text and after a space."""
+        """Token id sequences that spell each word, at the start of a text and after a space."""
         found: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
@@ -175,14 +175,14 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Text of one output sequence, token by token.
 
-    The chunks joined are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
+    The chunks, joined, are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
     ends inside a character: bytes wait until they are complete or `flush()` gives them up.
-    The window scheme is that of `tokenizers.decoders.DecodeStream`; that class can neither
-    give up what it holds back nor serve slow tokenizers, and fails for good on an output whose
-    bytes change the text before them ("invalid prefix").
+    The window scheme is that of `tokenizers.decoders.DecodeStream`, which can neither give up
+    what it holds back nor serve slow tokenizers, and fails for good on an output whose bytes
+    change the text before them ("invalid prefix").
 
     Args:
-        prompt_token_ids: context for the first chunk, so that a leading space comes out right.
+        prompt_token_ids: context for the first chunk, so that its leading space is right.
         skip_special_tokens: leave special tokens out.
     """
 
@@ -199,7 +199,7 @@ class IncrementalDetokenizer:
         for length in (6, 32, len(prompt)):
             tail = list(prompt[-length:]) if length else []
             text = self._decode(tail, self._skip)
-            # A tail that ends inside a character gives no stable prefix: start afresh.
+            # A tail that ends inside a character has no stable text: begin without context.
             if text.endswith(_REPLACEMENT):
                 break
             if text or length >= len(prompt):
@@ -219,26 +219,26 @@ class IncrementalDetokenizer:
         return self._emit(text, held)
 
     def flush(self) -> str:
-        """Text of the bytes still held back, U+FFFD where they are no character."""
+        """Text of the bytes still held back; those that are no character become U+FFFD."""
         return self._emit(self._decode(self._window + self._pending, self._skip), 0)
 
     def _emit(self, text: str, held: int) -> str:
-        """Show `text`, which is that of all but the last `held` tokens."""
+        """Show `text`, the text of all but the last `held` tokens."""
         chunk = text[len(self._prefix) :]
         if chunk:
             split = len(self._pending) - held
             self._window, self._pending = self._pending[:split], self._pending[split:]
             self._prefix = self._decode(self._window, self._skip)
-        elif len(self._pending) > _MOST_PENDING:  # a run of skipped special tokens
+        elif len(self._pending) > _MAX_PENDING:  # a run of skipped special tokens
             self._pending = self._pending[-_PARTIAL_TOKENS:]
         return chunk
 
 
 class StopChecker:
-    """Finds the first stop string in a growing text and holds back what may become one.
+    """Finds the first stop string in a growing text, and holds back text that may become one.
 
-    The first to *end* wins, and among those the longest, so that the result does not depend on
-    how the text was cut into chunks.
+    The first to *end* wins, and of those the longest, so the result does not depend on how the
+    text is cut into chunks.
 
     Args:
         stop: non-empty strings.
@@ -265,13 +265,13 @@ class StopChecker:
         return text[:cut], None
 
     def flush(self) -> str:
-        """The held-back text, when the sequence ended without a match."""
+        """The text held back, for a sequence that ended without a match."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _possible_start(text: str, stop: str) -> int:
-        """First index of `text` from which on it is the beginning of `stop`; its length if none."""
+        """First index from which the rest of `text` is a prefix of `stop`; `len(text)` if none."""
         at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while at >= 0:
             if stop.startswith(text[at:]):

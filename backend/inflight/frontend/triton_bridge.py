@@ -1,4 +1,4 @@
-"""Triton's side of the frontend: the only module, beside `model.py`, that sees `pb_utils`."""
+"""Triton's side of the frontend: the only module besides `model.py` that sees `pb_utils`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-# Responses up to here fit what a shared memory that is all but full still has (it grows by 1 MiB at a time).
+# A response up to this size fits into shared memory that is nearly full (it grows by 1 MiB at a time).
 _SMALL_BYTES = 64 * 1024
 
 
@@ -34,14 +34,14 @@ def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
 
 
 class TritonResponder:
-    """A Triton response sender.  FINAL goes with the last response, but behind one that is large.
+    """A Triton response sender.  FINAL goes with the last response, or after it if that one is large.
 
-    A sender is closed by a response with FINAL even if the shared memory had no room for it, and
-    then takes no error response either: the client would wait for good (Triton 24.10, seen).
+    A response with FINAL closes the sender even if the shared memory had no room for it.  No error
+    response can follow, and the client would wait forever (observed with Triton 24.10).
 
-    The server deletes a request's response factory when FINAL arrives, and looks into the factory
-    when it is asked whether the request is cancelled: a question that meets FINAL on its way ends
-    the server with SIGSEGV (Triton 24.10, `ProcessIsRequestCancelled`).  The lock keeps them apart.
+    The server deletes a request's response factory when FINAL arrives, and reads the factory when it
+    is asked whether the request is cancelled.  If the two overlap, the server dies of SIGSEGV
+    (Triton 24.10, `ProcessIsRequestCancelled`), so a lock keeps them apart.
     """
 
     def __init__(self, sender: Any) -> None:
@@ -50,7 +50,7 @@ class TritonResponder:
         self._finished = False
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
-        """Send the outputs; raises when Triton does not take them."""
+        """Send the outputs; raises if Triton does not take them."""
         response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
         whole = final and _num_bytes(outputs) <= _SMALL_BYTES
         if not whole:
@@ -59,12 +59,12 @@ class TritonResponder:
             self._send_final(response if whole else None)
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        """Send an error, which is final."""
+        """Send an error; it is final."""
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
         self._send_final(pb_utils.InferenceResponse(error=error))
 
     def is_cancelled(self) -> bool:
-        """Asks the server process (about 0.15 ms), unless FINAL went out."""
+        """Ask the server process (about 0.15 ms), unless FINAL was sent."""
         with self._lock:
             return not self._finished and self._sender.is_cancelled()
 
@@ -79,16 +79,16 @@ class TritonResponder:
 
 
 def check_numpy() -> None:
-    """See that arrays come through Triton's stub as they are.
+    """Check that arrays pass through Triton's stub unchanged.
 
-    Stubs built before numpy 2 (24.10's is) read the size of an item where numpy 2 has something else: all
-    elements of an array are its first one then, and a text ends the stub.
+    A stub built for numpy 1 (that of 24.10 is) reads the item size from a field that numpy 2 has moved:
+    every element of an array then reads as the first one, and strings crash the stub.
 
     Raises:
         ConfigError: they do not.
     """
     sent = np.arange(1, 4)
-    # By way of the stub's own DLPack capsule: it takes one of numpy 1 for its own, and dies of it.
+    # Through the stub's own DLPack capsule: it takes one of numpy 1 for its own, and crashes.
     received = pb_utils.Tensor.from_dlpack("check", pb_utils.Tensor("check", sent)).as_numpy()
     if received.tolist() != sent.tolist():
         raise ConfigError(
@@ -107,10 +107,10 @@ def read_request(request: Any) -> WireRequest:
 
 
 def complete_config(config: Any) -> Any:
-    """Declare inputs, outputs, no Triton batching and the decoupled policy; what `config.pbtxt` names stays.
+    """Declare inputs, outputs, no Triton batching and the decoupled policy; keep what `config.pbtxt` declares.
 
     Raises:
-        ConfigError: it declares an input or output with another data type than the wire contract.
+        ConfigError: it declares an input or output with a data type other than the wire contract's.
     """
     given = config.as_dict()
     inputs, outputs = ({tensor["name"]: tensor["data_type"] for tensor in given[kind]} for kind in ("input", "output"))
@@ -118,7 +118,7 @@ def complete_config(config: Any) -> Any:
         for name, data_type, _ in specs:
             if declared.get(name, data_type) != data_type:
                 raise ConfigError(
-                    f"config.pbtxt: {name} is declared as {declared[name]}, but is {data_type}; leave it out: inputs "
+                    f"config.pbtxt: {name} is declared as {declared[name]} but must be {data_type}; remove it: inputs "
                     "and outputs are completed at load"
                 )
     for spec in INPUTS:
@@ -135,13 +135,13 @@ def complete_config(config: Any) -> Any:
 
 
 def log(level: str, line: str) -> None:
-    """One line in the server's log; level is "info", "warn" or "error"."""
+    """Write one line to the server's log; level is "info", "warn" or "error"."""
     write = {"info": pb_utils.Logger.log_info, "warn": pb_utils.Logger.log_warn, "error": pb_utils.Logger.log_error}
     write[level](f"[inflight] {line}")
 
 
 class _Metric:
-    """A Triton metric that keeps its family: a family that is collected takes its metrics along."""
+    """A Triton metric that keeps its family alive: collecting a family destroys its metrics."""
 
     def __init__(self, family: Any, metric: Any) -> None:
         self._family = family
@@ -151,16 +151,16 @@ class _Metric:
 
 
 def wants_metrics(model_config: dict[str, Any], config: EngineConfig) -> bool:
-    """On unless `REPORT_CUSTOM_METRICS` is "false" in `config.pbtxt` or `disable_log_stats` is set.
+    """True unless `REPORT_CUSTOM_METRICS` is "false" in `config.pbtxt` or `disable_log_stats` is set.
 
-    vllm_backend's parameter; there it must be "true" to turn metrics on.
+    The parameter is vllm_backend's, where it must be "true" to turn metrics on.
     """
     parameter = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {})
     return not config.disable_log_stats and parameter.get("string_value", "true").lower() != "false"
 
 
 def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:
-    """Register the metric families; `NoMetrics` when the server runs with `--allow-metrics=false`."""
+    """Register the metric families; `NoMetrics` if the server runs with `--allow-metrics=false`."""
 
     def create(spec: MetricSpec, buckets: list[float] | None) -> Any:
         kind = getattr(pb_utils.MetricFamily, spec.kind)

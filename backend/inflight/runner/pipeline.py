@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.runner.model_runner import ModelRunner
 
 __all__ = ["ThreadedRunner", "make_runner"]
 
@@ -44,7 +45,5 @@ def make_runner(config: EngineConfig) -> Any:
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
-    from inflight.runner.model_runner import ModelRunner  # needs torch
-
     runner = ModelRunner(config)
     return ThreadedRunner(runner) if config.async_scheduling else runner

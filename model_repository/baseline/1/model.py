@@ -1,16 +1,16 @@
 """The baseline: a completion-locked batch.  Triton's dynamic batcher, then a padded `generate()`.
 
 `execute()` gets up to eight requests, pads their prompts on the left and decodes until the longest
-is done; nobody gets an answer before that, and nobody joins meanwhile.  It is written to be as good
-as that design gets: sdpa attention, the checkpoint's dtype, no token decoded after the last request
-of the batch is done, each request's output cut at its own `max_tokens` and end of sequence.
+output is complete; no request gets its response before that, and none joins meanwhile.  Within that
+design it is as good as it gets: sdpa attention, the checkpoint's dtype, no decoding after the last
+request of the batch is complete, each output cut at its request's `max_tokens` and end of sequence.
 
-`model.json` names the Inflight model to take the checkpoint, dtype and threads from:
+`model.json` names an Inflight model whose checkpoint, dtype and threads to use:
 
     {"like": "../../demo/1/model.json"}
 
-or says them itself: `model` (required), `dtype`, `device`, `cpu_threads`, `max_model_len`,
-`default_max_tokens`, with the meaning they have for the `inflight` backend.
+or sets them itself: `model` (required), `dtype`, `device`, `cpu_threads`, `max_model_len` and
+`default_max_tokens`, with the same meaning as for the `inflight` backend.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SAMPLING = {"max_tokens": int, "temperature": float, "top_k": int, "top_p": flo
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """The options of a `model.json`, those of the model it is `like` included.
+    """The options of a `model.json`, including those of the model it is `like`.
 
-    A `model` that is a folder beside the file that names it becomes absolute.
+    A `model` that is a folder beside its `model.json` becomes an absolute path.
     """
     values = json.loads(path.read_text(encoding="utf-8"))
     options: dict[str, Any] = {}
@@ -47,8 +47,8 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class Job:
-    """One request of a batch; `answer` is set when it is refused or done."""
+class BatchMember:
+    """One request of a batch; `response` is set once it is rejected or complete."""
 
     prompt: list[int]
     text: str
@@ -57,16 +57,16 @@ class Job:
     top_k: int
     top_p: float
     ignore_eos: bool
-    answer: Any = None
+    response: Any = None
 
     @property
     def settings(self) -> tuple[float, int, float, bool]:
-        """What `generate()` takes once for a whole batch."""
+        """Options that `generate()` takes once for a whole batch."""
         return (self.temperature, self.top_k, self.top_p, self.ignore_eos)
 
 
-class OwnLength(StoppingCriteria):
-    """Ends each row at its own number of new tokens, so that a batch ends with its longest."""
+class LengthPerRow(StoppingCriteria):
+    """Ends each row at its number of new tokens, so that the batch ends with its longest row."""
 
     def __init__(self, width: int, limits: torch.Tensor) -> None:
         self.width, self.limits = width, limits
@@ -101,54 +101,54 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        jobs = [self._parse(request) for request in requests]
-        waiting = sorted((job for job in jobs if job.answer is None), key=lambda job: job.settings)
-        for settings, alike in groupby(waiting, key=lambda job: job.settings):
+        members = [self._parse(request) for request in requests]
+        waiting = sorted((member for member in members if member.response is None), key=lambda member: member.settings)
+        for settings, alike in groupby(waiting, key=lambda member: member.settings):
             batch = list(alike)
             try:
                 self._generate(batch, settings)
             except Exception as error:
-                for job in batch:
-                    job.answer = _error(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
-        return [job.answer for job in jobs]
+                for member in batch:
+                    member.response = _error(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+        return [member.response for member in members]
 
-    def _parse(self, request: Any) -> Job:
+    def _parse(self, request: Any) -> BatchMember:
         values = {name: _value(request, name) for name in ("text_input", "input_ids", "stream", "sampling_parameters")}
-        job = Job([], values["text_input"] or "", self._default_max_tokens, 1.0, 0, 1.0, False)
+        member = BatchMember([], values["text_input"] or "", self._default_max_tokens, 1.0, 0, 1.0, False)
         try:
             if values["stream"]:
-                raise ValueError("stream=true: a completion-locked batch answers once, at its end; set it to false")
+                raise ValueError("stream=true: a completion-locked batch responds once, at its end; set it to false")
             if (values["text_input"] is None) == (values["input_ids"] is None):
                 raise ValueError("give exactly one of text_input and input_ids")
             ids = values["input_ids"]
-            job.prompt = ids.tolist() if ids is not None else self._tokenizer(job.text).input_ids
+            member.prompt = ids.tolist() if ids is not None else self._tokenizer(member.text).input_ids
             given = _sampling_parameters(values["sampling_parameters"])
             given.update({name: value for name in _SAMPLING if (value := _value(request, name)) is not None})
             for name, value in given.items():
                 if name in _SAMPLING:
-                    setattr(job, name, _SAMPLING[name](value))
-            if not job.prompt or len(job.prompt) + job.max_tokens > self._max_model_len:
+                    setattr(member, name, _SAMPLING[name](value))
+            if not member.prompt or len(member.prompt) + member.max_tokens > self._max_model_len:
                 raise ValueError(
-                    f"{len(job.prompt)} prompt tokens and max_tokens={job.max_tokens}: allowed is at least one "
-                    f"prompt token, and {self._max_model_len} tokens together"
+                    f"{len(member.prompt)} prompt tokens and max_tokens={member.max_tokens}: must be at least one "
+                    f"prompt token, and at most {self._max_model_len} tokens together"
                 )
             if ids is not None or _value(request, "exclude_input_in_output"):
-                job.text = ""
+                member.text = ""
         except (ValueError, TypeError) as error:
-            job.answer = _error(str(error), pb_utils.TritonError.INVALID_ARG)
-        return job
+            member.response = _error(str(error), pb_utils.TritonError.INVALID_ARG)
+        return member
 
     @torch.inference_mode()
-    def _generate(self, batch: list[Job], settings: tuple[float, int, float, bool]) -> None:
-        """Decode one batch of equal settings and answer its jobs."""
+    def _generate(self, batch: list[BatchMember], settings: tuple[float, int, float, bool]) -> None:
+        """Decode one batch with equal settings and set the responses of its members."""
         temperature, top_k, top_p, ignore_eos = settings
-        width = max(len(job.prompt) for job in batch)
+        width = max(len(member.prompt) for member in batch)
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, job in enumerate(batch):
-            ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
-            mask[row, width - len(job.prompt) :] = 1
-        limits = torch.tensor([job.max_tokens for job in batch], device=self._device)
+        for row, member in enumerate(batch):
+            ids[row, width - len(member.prompt) :] = torch.tensor(member.prompt)
+            mask[row, width - len(member.prompt) :] = 1
+        limits = torch.tensor([member.max_tokens for member in batch], device=self._device)
         stops = [] if ignore_eos else self._eos
         sampled = {"do_sample": True, "temperature": temperature, "top_k": max(top_k, 0), "top_p": top_p}
         out = self._model.generate(
@@ -157,21 +157,21 @@ class TritonPythonModel:
             max_new_tokens=int(limits.max()),
             eos_token_id=stops or None,
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([OwnLength(width, limits)]),
+            stopping_criteria=StoppingCriteriaList([LengthPerRow(width, limits)]),
             **(sampled if temperature > 0 else {"do_sample": False}),
         )
-        for job, row in zip(batch, out[:, width:].tolist()):
-            job.answer = self._answer(job, row[: job.max_tokens], stops)
+        for member, row in zip(batch, out[:, width:].tolist()):
+            member.response = self._response(member, row[: member.max_tokens], stops)
 
-    def _answer(self, job: Job, tokens: list[int], stops: list[int]) -> Any:
+    def _response(self, member: BatchMember, tokens: list[int], stops: list[int]) -> Any:
         end = next((at for at, token in enumerate(tokens) if token in stops), None)
         if end is not None:
             tokens = tokens[: end + 1]
-        text = job.text + self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = member.text + self._tokenizer.decode(tokens, skip_special_tokens=True)
         outputs = {
             "text_output": np.array([[text.encode()]], dtype=object),
             "finish_reason": np.array([[b"length" if end is None else b"stop"]], dtype=object),
-            "num_input_tokens": np.array([[len(job.prompt)]], dtype=np.uint32),
+            "num_input_tokens": np.array([[len(member.prompt)]], dtype=np.uint32),
             "num_output_tokens": np.array([[len(tokens)]], dtype=np.uint32),
         }
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in outputs.items()])
@@ -183,12 +183,12 @@ def _sampling_parameters(text: str | None) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise ValueError(f"sampling_parameters={text!r}: give a JSON object")
+        raise ValueError(f"sampling_parameters={text!r}: must be a JSON object")
     return values
 
 
 def _value(request: Any, name: str) -> Any:
-    """An input: the prompt's ids as an array, anything else as one Python value; None when absent."""
+    """An input: the prompt's ids as an array, anything else as one Python value; None if absent."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None

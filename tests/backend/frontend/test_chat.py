@@ -21,7 +21,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_renders_as_transformers_does(template: str) -> None:
+def test_it_renders_like_transformers(template: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -29,7 +29,7 @@ def test_renders_as_transformers_does(template: str) -> None:
     assert ChatTemplate(template, tokens).render(MESSAGES) == rendered[0]
 
 
-def test_loaded_from_either_file(tmp_path: Path) -> None:
+def test_the_template_is_loaded_from_either_file(tmp_path: Path) -> None:
     config = {"chat_template": "old {{ bos_token }}", "bos_token": {"content": "<s>"}, "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "old <s>"
@@ -44,21 +44,21 @@ def test_named_templates(tmp_path: Path) -> None:
     assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "plain"
 
 
-def test_no_template_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_template_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ChatTemplateError, match=r"no chat template \(the checkpoint has none\): send text_input, or set chat_template"
     ):
         ChatTemplate.load(str(tmp_path)).render(MESSAGES)
 
 
-def test_a_template_may_refuse() -> None:
-    with pytest.raises(ChatTemplateError, match="refused the messages: roles must alternate"):
+def test_a_template_may_reject_the_messages() -> None:
+    with pytest.raises(ChatTemplateError, match="rejected the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
-    with pytest.raises(ChatTemplateError, match="refused the messages"):
+    with pytest.raises(ChatTemplateError, match="rejected the messages"):
         ChatTemplate("{{ messages[0].content + 1 }}").render(MESSAGES)
 
 
-def test_bad_syntax_is_an_error_of_the_operator_or_else_of_messages_only(tmp_path: Path) -> None:
+def test_bad_syntax_fails_the_load_in_model_json_and_only_messages_in_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="not valid Jinja: line 2"):
         ChatTemplate.load(str(tmp_path), override="\n{% if %}")
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
@@ -69,16 +69,16 @@ def test_bad_syntax_is_an_error_of_the_operator_or_else_of_messages_only(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"chat_template": 5}, "its chat_template is int, not a text"),
+        ({"chat_template": 5}, "its chat_template is int, not a string"),
         ({"chat_template": [5]}, "the checkpoint has none"),
         ({"chat_template": [{"x": 1}]}, "the checkpoint has none"),
         ({"chat_template": "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"}, "nested too deeply"),
-        ({"chat_template": "{{ messages[9].content }}{{ messages[9].x.y }}"}, "refused the messages"),
-        ({"chat_template": "{{ 1 // 0 }}"}, "refused the messages"),
-        ({"chat_template": "{{ range(1000000000) | length }}"}, "refused the messages"),
+        ({"chat_template": "{{ messages[9].content }}{{ messages[9].x.y }}"}, "rejected the messages"),
+        ({"chat_template": "{{ 1 // 0 }}"}, "rejected the messages"),
+        ({"chat_template": "{{ range(1000000000) | length }}"}, "rejected the messages"),
     ],
 )
-def test_a_template_that_is_none_leaves_plain_prompts_alone(tmp_path: Path, settings: dict, says: str) -> None:
+def test_an_unusable_template_does_not_affect_plain_prompts(tmp_path: Path, settings: dict, says: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": {"x": 1}}))
     with pytest.raises(ChatTemplateError, match=says):
         ChatTemplate.load(str(tmp_path)).render(MESSAGES)
@@ -100,5 +100,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
 
 
 def test_templates_are_sandboxed() -> None:
-    with pytest.raises(ChatTemplateError, match="refused"):
+    with pytest.raises(ChatTemplateError, match="rejected"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(MESSAGES)

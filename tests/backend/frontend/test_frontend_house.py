@@ -1,18 +1,26 @@
-"""Rules the frontend keeps: no torch in the stub process, one table of the contract, placement."""
+"""Rules of the frontend: no torch in the stub process, one table of the contract, one home per request field."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 
 from inflight.config import EngineConfig
-from inflight.frontend.contract import INPUTS, OUTPUTS, TensorSpec
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend import streams, supervisor
+from inflight.frontend.contract import INPUTS, OUTPUTS, ParsedRequest, TensorSpec
 from inflight.frontend.metrics import METRICS
 from inflight.frontend.placement import placement
+from inflight.frontend.streams import Streams
+from inflight.frontend.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,8 +46,34 @@ def test_the_stub_process_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+class Extended(AddRequest, array_like=True, tag=1, frozen=True):
+    """A request message with a field that nobody but the engine knows."""
+
+    adapter: str = ""
+
+
+def test_a_new_field_of_the_message_reaches_the_engine_by_itself() -> None:
+    engine = Supervisor(EngineConfig(model="m"), lambda level, line: None)
+    opened = Streams(demo_tokenizer(), engine, RecordingStats(), print)
+    message = Extended(0, [5, 6], SamplingParams(n=2), tenant="t", adapter="poems")
+    for _ in range(2):
+        opened.open(ParsedRequest(message), RecordingClient())
+    frames = [msgspec.msgpack.decode(frame, type=Extended) for frame in engine._queued.values()]
+    assert frames == [msgspec.structs.replace(message, request_id=number) for number in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("module", "needed"), [(supervisor, {"request_id"}), (streams, {"request_id", "params", "arrival"})]
+)
+def test_who_carries_a_request_names_only_the_fields_it_needs(module: object, needed: set[str]) -> None:
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    assert (attributes | keywords) & set(AddRequest.__struct_fields__) == needed
+
+
 def documented(heading: str) -> list[list[str]]:
-    """Rows of the table under a heading of the contract's page, backticks removed."""
+    """Rows of the table under a heading of the wire contract, without backticks."""
     text = (ROOT / "docs" / "wire-contract.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
@@ -47,7 +81,7 @@ def documented(heading: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("heading", "specs"), [("Inputs", INPUTS), ("Outputs", OUTPUTS)])
-def test_the_page_mirrors_the_declared_tensors(heading: str, specs: tuple[TensorSpec, ...]) -> None:
+def test_the_page_lists_the_declared_tensors(heading: str, specs: tuple[TensorSpec, ...]) -> None:
     found = [(name, data_type, dims) for name, data_type, dims, *_ in documented(heading)]
     assert found == [(s.name, s.data_type.removeprefix("TYPE_"), f"[{s.dims[0]}]") for s in specs]
 

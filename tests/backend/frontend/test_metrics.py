@@ -44,17 +44,18 @@ def stats(**changes: Any) -> StepStats:
 
 
 def finished(num_output: int, n: int = 1, seconds: float = 3.0) -> Any:
-    request = SimpleNamespace(arrival=10.0, prompt_token_ids=[1, 2, 3], params=SimpleNamespace(n=n))
+    engine_request = SimpleNamespace(prompt_token_ids=[1, 2, 3], params=SimpleNamespace(n=n))
     return SimpleNamespace(
-        request=request,
+        request=SimpleNamespace(engine_request=engine_request),
+        arrival=10.0,
         num_output_tokens=num_output * n,
-        sequences=[SimpleNamespace(num_tokens=num_output)] * n,
+        sequences=[SimpleNamespace(num_generated_tokens=num_output)] * n,
         first_token_time=11.0,
         end_time=10.0 + seconds,
     )
 
 
-def test_names_and_buckets_of_vllm_backend() -> None:
+def test_vllm_backends_metrics_come_first_with_its_buckets() -> None:
     _, made = recorded()
     assert list(made)[:8] == [
         "vllm:prompt_tokens_total",
@@ -98,7 +99,7 @@ def test_steps_become_gauges_counters_and_histograms() -> None:
     assert made["inflight_step_seconds"].observed == [0.5] * 3
 
 
-def test_counters_go_on_when_a_new_engine_counts_from_zero() -> None:
+def test_counters_continue_when_a_new_engine_counts_from_zero() -> None:
     metrics, made = recorded()
     for total in (10, 12, 3, 4):
         metrics.step(stats(prefix_queries_total=total), 1)
@@ -122,14 +123,14 @@ def test_a_finished_request_is_observed_once() -> None:
     }
 
 
-def test_one_token_has_no_time_per_output_token() -> None:
+def test_a_single_token_has_no_time_per_output_token() -> None:
     metrics, made = recorded()
     metrics.finished(finished(num_output=1))
     metrics.publish()
     assert made["vllm:time_per_output_token_seconds"].observed == []
 
 
-def test_step_histograms_are_sampled_when_there_are_many() -> None:
+def test_step_histograms_sample_when_steps_are_many() -> None:
     metrics, made = recorded()
     for number in range(1000):
         metrics.step(stats(scheduled_tokens=number), 1)
@@ -139,7 +140,7 @@ def test_step_histograms_are_sampled_when_there_are_many() -> None:
     assert observed == list(range(0, 1000, 20))
 
 
-def test_empty_steps_only_update_the_gauges() -> None:
+def test_empty_steps_update_only_the_gauges() -> None:
     metrics, made = recorded()
     metrics.step(stats(batch_size=0, blocks_free=9), 0)
     metrics.publish()
@@ -160,7 +161,7 @@ def test_buckets() -> None:
     assert buckets_1_2_5(1) == [1]
 
 
-def test_what_a_dead_engine_held_is_not_shown_on() -> None:
+def test_gauges_fall_when_the_engine_dies() -> None:
     metrics, made = recorded()
     metrics.engine_down()  # before its first step
     metrics.step(stats(running=30, waiting=4, blocks_used=90, blocks_free=10, host_blocks_used=3, preempted_total=5), 1)

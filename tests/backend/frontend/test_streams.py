@@ -3,17 +3,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from frontend_rig import Client, Stats, demo_tokenizer
+from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.contract import GenerationRequest
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.streams import Streams
 
@@ -25,18 +23,18 @@ PROMPT = TOKENIZER.encode("Return")
 
 
 class EngineStub:
-    """Records what streams ask for; a test plays the engine itself."""
+    """Records the calls of the streams; the test plays the engine."""
 
     def __init__(self) -> None:
-        self.submitted: dict[int, GenerationRequest] = {}
+        self.submitted: dict[int, AddRequest] = {}
         self.aborted: list[tuple[int, int | None]] = []
         self.released: list[int] = []
         self.refuse: RequestError | None = None
 
-    def submit(self, request_id: int, request: GenerationRequest) -> None:
+    def submit(self, request: AddRequest) -> None:
         if self.refuse:
             raise self.refuse
-        self.submitted[request_id] = request
+        self.submitted[request.request_id] = request
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
@@ -48,28 +46,27 @@ class EngineStub:
 class Rig:
     def __init__(self, **options: Any) -> None:
         self.engine = EngineStub()
-        self.stats = Stats()
+        self.stats = RecordingStats()
         self.errors: list[str] = []
         options.setdefault("sweep_seconds", 0.01)
         self.streams = Streams(TOKENIZER, self.engine, self.stats, self.errors.append, **options)
         self.streams.start()
 
-    def open(self, *returns: str, timeout: float | None = None, stream: bool = True, **params: Any) -> Client:
-        client = Client()
-        request = GenerationRequest(
-            prompt_token_ids=PROMPT,
-            params=SamplingParams(**params),
-            stream=stream,
-            returns=frozenset(returns),
-            shows_logprobs=params.get("logprobs") is not None,
-            prepend_text="" if stream else "Return",
-            timeout=timeout,
-        )
+    def open(self, *returns: str, stream: bool = True, **options: Any) -> RecordingClient:
+        client = RecordingClient()
+        prepend_text = "" if stream else "Return"
+        request = make_request(PROMPT, returns=returns, stream=stream, prepend_text=prepend_text, **options)
         self.streams.open(request, client)
         return client
 
-    def step(self, *deltas: SequenceDelta) -> None:
-        self.streams.on_step(StepMessage(list(deltas), STATS))
+    def step(self, *deltas: SequenceDelta, failed: Sequence[RequestFailed] = ()) -> None:
+        self.streams.on_step(StepMessage(list(deltas), STATS, failed=list(failed)))
+
+    def settle(self) -> None:
+        """Wait until the sender has handled all that came so far."""
+        handled = threading.Event()
+        self.streams._events.put(handled.set)
+        assert handled.wait(10)
 
     def feed(self, ids: list[int], finish: str | None = "length", request_id: int = 1) -> None:
         for position, token in enumerate(ids):
@@ -87,7 +84,7 @@ def rig() -> Iterator[Rig]:
 def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "waited for nothing"
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)
 
 
@@ -107,23 +104,22 @@ def test_streaming_text_and_one_final(rig: Rig) -> None:
     assert rig.stats.num_tokens == len(IDS)
 
 
-def test_an_interval_gathers_tokens_after_the_first_response() -> None:
+def test_with_an_interval_responses_after_the_first_wait_for_more_tokens() -> None:
     rig = Rig(interval=3)
     client = rig.open("return_num_output_tokens", max_tokens=40)
     ids = TOKENIZER.encode(4 * TEXT, add_special_tokens=False)
     for position, token in enumerate(ids):
-        before = rig.stats.num_tokens
         rig.step(SequenceDelta(1, 0, [token], "length" if position == len(ids) - 1 else None))
-        wait_for(lambda seen=before: rig.stats.num_tokens > seen)  # else the sender gathers them itself
+        rig.settle()  # else the sender coalesces them itself
     client.wait()
     rig.streams.stop("test over")
     first, *more, _ = [int(response["num_output_tokens"][0]) for response in client.responses]
-    assert first < 3, "the first text is not kept back"
+    assert first < 3, "the first text is not held back"
     assert more and all(count >= 3 for count in more)
     assert client.texts() == [4 * TEXT]
 
 
-def test_not_streaming_is_exactly_one_response_with_the_prompt(rig: Rig) -> None:
+def test_without_streaming_there_is_one_response_with_the_prompt(rig: Rig) -> None:
     client = rig.open("return_token_ids", stream=False)
     rig.feed(IDS)
     client.wait()
@@ -133,7 +129,7 @@ def test_not_streaming_is_exactly_one_response_with_the_prompt(rig: Rig) -> None
     assert client.responses[0]["token_counts"].tolist() == [len(IDS)]
 
 
-def test_a_lagging_stream_gets_its_text_in_one_response(rig: Rig) -> None:
+def test_a_stream_that_falls_behind_gets_its_text_in_one_response(rig: Rig) -> None:
     gate = threading.Event()
     client = rig.open("return_token_ids")
     rig.streams._events.put(lambda: gate.wait(10) and None)
@@ -145,7 +141,7 @@ def test_a_lagging_stream_gets_its_text_in_one_response(rig: Rig) -> None:
     assert client.responses[0]["token_ids"].tolist() == IDS
 
 
-def test_tokens_without_text_make_no_response(rig: Rig) -> None:
+def test_tokens_without_text_cause_no_response(rig: Rig) -> None:
     ids = TOKENIZER.encode("😀", add_special_tokens=False)
     client = rig.open()
     rig.feed(ids, finish=None)
@@ -155,7 +151,7 @@ def test_tokens_without_text_make_no_response(rig: Rig) -> None:
     assert client.responses[0]["text_output"][0].decode().endswith("😀")
 
 
-def test_stop_string_ends_the_stream_and_the_sequence_in_the_engine(rig: Rig) -> None:
+def test_a_stop_string_ends_the_stream_and_aborts_the_sequence(rig: Rig) -> None:
     client = rig.open("return_finish_reason", "return_token_ids", stop=["st of"], stream=True)
     rig.feed(IDS, finish=None)
     client.wait()
@@ -170,7 +166,7 @@ def test_stop_string_ends_the_stream_and_the_sequence_in_the_engine(rig: Rig) ->
     assert not rig.errors
 
 
-def test_stop_string_met_in_the_last_token_needs_no_abort(rig: Rig) -> None:
+def test_a_stop_string_in_the_last_token_needs_no_abort(rig: Rig) -> None:
     client = rig.open("return_finish_reason", stop=["names"], include_stop_str_in_output=True)
     rig.feed(IDS, finish="length")
     client.wait()
@@ -185,7 +181,7 @@ def test_stop_strings_wait_for_min_tokens(rig: Rig) -> None:
     assert client.wait().texts() == [" the list of "]
 
 
-def test_stop_token_is_counted_and_hidden(rig: Rig) -> None:
+def test_a_stop_token_counts_but_is_not_shown(rig: Rig) -> None:
     for include in (False, True):
         client = rig.open("return_token_ids", include_stop_str_in_output=include)
         request_id = 1 + include
@@ -196,13 +192,13 @@ def test_stop_token_is_counted_and_hidden(rig: Rig) -> None:
         assert sum(response["token_counts"].sum() for response in client.responses) == 2
 
 
-def test_held_back_text_comes_with_the_end(rig: Rig) -> None:
+def test_text_held_back_comes_at_the_end(rig: Rig) -> None:
     client = rig.open(stop=["names of"])
     rig.feed(IDS)
     assert client.wait().texts() == [TEXT]
 
 
-def test_n_sequences_in_every_response(rig: Rig) -> None:
+def test_every_response_has_all_n_sequences(rig: Rig) -> None:
     client = rig.open("return_finish_reason", "return_token_ids", n=2)
     rig.step(SequenceDelta(1, 0, [IDS[0]]), SequenceDelta(1, 1, [IDS[1]]))
     rig.step(SequenceDelta(1, 0, [IDS[1]], "stop"), SequenceDelta(1, 1, [IDS[2]]))
@@ -215,7 +211,7 @@ def test_n_sequences_in_every_response(rig: Rig) -> None:
         assert int(response["token_counts"].sum()) == len(response["token_ids"])
 
 
-def test_logprobs_in_vllm_backends_form(rig: Rig) -> None:
+def test_logprobs_have_vllm_backends_format(rig: Rig) -> None:
     client = rig.open("return_logprobs", "return_cumulative_logprob", logprobs=1)
     entry = [(IDS[0], -1.5, 2), (7, -0.25, 1)]
     rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, [entry]))
@@ -230,13 +226,13 @@ def test_logprobs_in_vllm_backends_form(rig: Rig) -> None:
     assert client.responses[0]["cumulative_logprob"].tolist() in ([-1.5], [float("-inf")])
 
 
-def test_logprobs_are_null_unless_asked_for(rig: Rig) -> None:
+def test_logprobs_are_null_unless_requested(rig: Rig) -> None:
     client = rig.open("return_logprobs")
     rig.feed(IDS)
     assert {response["logprobs"][0] for response in client.wait().responses} == {b"null"}
 
 
-def test_prompt_logprobs_come_whole_on_the_first_response_only(rig: Rig) -> None:
+def test_prompt_logprobs_come_complete_with_the_first_response_only(rig: Rig) -> None:
     client = rig.open("return_prompt_logprobs", prompt_logprobs=0)
     rest = [[(token, -1.0, 1)] for token in PROMPT[1:]]
     rig.step(SequenceDelta(1, 0, [], None, None, None, [[]]))
@@ -251,7 +247,7 @@ def test_prompt_logprobs_come_whole_on_the_first_response_only(rig: Rig) -> None
     assert not any("prompt_logprobs" in response for response in others)
 
 
-def test_cancel_aborts_at_once_and_ends_with_cancelled(rig: Rig) -> None:
+def test_a_cancelled_stream_is_aborted_at_once_and_ends_with_cancelled(rig: Rig) -> None:
     client = rig.open()
     rig.feed(IDS[:1], finish=None)
     client.cancelled = True
@@ -263,7 +259,7 @@ def test_cancel_aborts_at_once_and_ends_with_cancelled(rig: Rig) -> None:
     assert client.finals == 1
 
 
-def test_deadline_ends_with_the_tokens_so_far_already_sent(rig: Rig) -> None:
+def test_a_deadline_ends_a_stream_after_its_tokens_so_far_were_sent(rig: Rig) -> None:
     client = rig.open(timeout=0.2)
     rig.feed(IDS[:2], finish=None)
     client.wait()
@@ -284,7 +280,7 @@ def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
         rig.streams.stop("test over")
 
 
-def test_engine_refusal_and_engine_death(rig: Rig) -> None:
+def test_the_engines_refusal_and_its_death_end_the_streams_they_concern(rig: Rig) -> None:
     one, two, three = rig.open(), rig.open(), rig.open()
     rig.streams.on_request_failed(RequestFailed(1, "UNAVAILABLE", "full"))
     rig.step(SequenceDelta(2, 0, [IDS[0]]))
@@ -296,12 +292,12 @@ def test_engine_refusal_and_engine_death(rig: Rig) -> None:
     assert three.wait().texts() == [TEXT]
 
 
-def test_refusal_by_the_supervisor(rig: Rig) -> None:
+def test_a_refusal_by_the_supervisor_ends_the_stream(rig: Rig) -> None:
     rig.engine.refuse = RequestError("UNAVAILABLE", "down")
     assert rig.open().wait().error == ("UNAVAILABLE", "down")
 
 
-def test_capacity_is_refused_at_once_and_comes_back() -> None:
+def test_requests_beyond_the_capacity_are_refused_until_there_is_room() -> None:
     rig = Rig(max_sequences=3)
     try:
         first = rig.open(n=2)
@@ -321,18 +317,18 @@ def test_capacity_is_refused_at_once_and_comes_back() -> None:
         rig.streams.stop("test over")
 
 
-def test_more_sequences_than_can_ever_be_open() -> None:
+def test_a_request_that_can_never_be_opened_is_invalid() -> None:
     rig = Rig(max_sequences=3)
     try:
         assert rig.open(n=4).wait().error == (
             "INVALID_ARG",
-            "n=4 is more than the 3 sequences that may be open at all",
+            "n=4 is more than the 3 sequences that may be open at once",
         )
     finally:
         rig.streams.stop("test over")
 
 
-def test_a_client_that_cannot_be_reached_harms_nobody(rig: Rig) -> None:
+def test_an_unreachable_client_affects_no_other_stream(rig: Rig) -> None:
     broken, fine = rig.open(), rig.open()
     broken.broken = True
     rig.step(SequenceDelta(1, 0, [IDS[0]]), SequenceDelta(2, 0, [IDS[0]]))
@@ -344,10 +340,10 @@ def test_a_client_that_cannot_be_reached_harms_nobody(rig: Rig) -> None:
 
 
 class Panic(BaseException):
-    """As Rust's in the tokenizers library: no `Exception`."""
+    """Like a Rust panic in the tokenizers library, not an `Exception`."""
 
 
-def test_a_panic_of_the_tokenizer_harms_nobody_else(rig: Rig) -> None:
+def test_a_tokenizer_panic_affects_no_other_stream(rig: Rig) -> None:
     broken, fine = rig.open(), rig.open()
     rig.step(SequenceDelta(1, 0, IDS[:1]), SequenceDelta(2, 0, IDS[:1]))
     assert fine.arrived.wait(10)
@@ -362,10 +358,10 @@ def test_a_panic_of_the_tokenizer_harms_nobody_else(rig: Rig) -> None:
     assert fine.wait().texts() == [TEXT]
 
 
-def test_a_stream_that_cannot_be_made_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_creation_fails_takes_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(max_sequences=1)
     with monkeypatch.context() as broken:
-        broken.setattr("inflight.frontend.streams.Stream", lambda *_: 1 / 0)
+        broken.setattr("inflight.frontend.streams.OpenStream", lambda *_: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 rig.open()
@@ -373,6 +369,85 @@ def test_a_stream_that_cannot_be_made_takes_no_place(monkeypatch: pytest.MonkeyP
     rig.feed(IDS, request_id=4)
     assert client.wait().error is None
     rig.streams.stop("over")
+
+
+def test_a_request_that_the_engine_gives_up_ends_with_its_error_after_its_tokens(rig: Rig) -> None:
+    given_up, other = rig.open("return_token_ids"), rig.open()
+    failed = [RequestFailed(1, "UNAVAILABLE", "the adapter was not loaded in time; try again later")]
+    rig.step(SequenceDelta(1, 0, IDS[:1]), SequenceDelta(2, 0, IDS[:1]), failed=failed)
+    assert given_up.wait().error == ("UNAVAILABLE", "the adapter was not loaded in time; try again later")
+    assert [response["token_ids"].tolist() for response in given_up.responses] == [IDS[:1]]
+    assert (1, None) in rig.engine.aborted
+    rig.feed(IDS[1:], request_id=2)
+    assert other.wait().texts() == [TEXT]
+
+
+def test_a_run_of_tokens_counts_as_one_step(rig: Rig) -> None:
+    """Accepted drafts come as several tokens at once: a response for the run, one first token, logprobs for each."""
+    client = rig.open("return_token_ids", "return_logprobs", "return_cumulative_logprob", logprobs=0)
+    for run, finish in ((IDS[:3], None), (IDS[3:], "length")):
+        rig.step(SequenceDelta(1, 0, run, finish, None, [[(token, -0.5, 1)] for token in run]))
+    client.wait()
+    assert client.texts() == [TEXT]
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS
+    rows = [row for response in client.responses for row in json.loads(response["logprobs"][0])]
+    assert [list(row) for row in rows] == [[str(token)] for token in IDS]
+    assert client.responses[-1]["cumulative_logprob"].tolist() == [-0.5 * len(IDS)]
+    wait_for(lambda: rig.stats.streams)
+    assert len(rig.stats.first_tokens) == 1
+    assert rig.stats.num_tokens == len(IDS)
+
+
+def test_a_stop_string_inside_a_run_cuts_its_tokens_and_logprobs(rig: Rig) -> None:
+    wanted = ("return_token_ids", "return_logprobs", "return_cumulative_logprob")
+    client = rig.open(*wanted, stop=["st of"], logprobs=0)
+    rig.step(SequenceDelta(1, 0, IDS, None, None, [[(token, -0.5, 1)] for token in IDS]))
+    (response,) = client.wait().responses
+    assert client.texts() == [" the li"]
+    kept = response["token_ids"].tolist()
+    assert kept == IDS[: len(kept)] and TOKENIZER.decode(kept).startswith(" the list of") and len(kept) < len(IDS)
+    assert len(json.loads(response["logprobs"][0])) == len(kept)
+    assert response["cumulative_logprob"].tolist() == [-0.5 * len(kept)]
+    assert rig.engine.aborted == [(1, 0)]
+
+
+def test_an_interval_counts_tokens_of_runs() -> None:
+    rig = Rig(interval=4)
+    client = rig.open("return_num_output_tokens", max_tokens=40)
+    for run in (1, 3, 2, 2):
+        rig.step(SequenceDelta(1, 0, (4 * IDS)[:run]))
+        rig.settle()
+    rig.step(SequenceDelta(1, 0, [], "length"))
+    client.wait()
+    rig.streams.stop("test over")
+    assert [int(response["num_output_tokens"][0]) for response in client.responses] == [1, 5, 2]
+
+
+def test_a_stream_that_begins_with_output_sends_only_what_comes_after_it(rig: Rig) -> None:
+    given = {"output_token_ids": [IDS[:3], None]}
+    wanted = ("return_token_ids", "return_cumulative_logprob", "return_finish_reason", "return_num_output_tokens")
+    client = rig.open(*wanted, n=2, logprobs=0, fields=given, cumulative_logprobs=[-7.0, -2.0])
+    assert rig.engine.submitted[1].output_token_ids == [IDS[:3], None]
+    rig.step(SequenceDelta(1, 0, [IDS[3]], None, None, [[(IDS[3], -1.0, 1)]]))
+    rig.settle()
+    assert len(rig.stats.first_tokens) == 1
+    rig.step(SequenceDelta(1, 0, IDS[4:], "length", None, [[(token, -1.0, 1)] for token in IDS[4:]]))
+    client.wait()
+    assert client.texts() == [TEXT.removeprefix(TOKENIZER.decode(IDS[:3])), ""]
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[3:]
+    last = client.responses[-1]
+    assert last["cumulative_logprob"].tolist() == [-7.0 - len(IDS[3:]), -2.0]
+    assert last["finish_reason"].tolist() == [b"length", b"None"], "the other one ended elsewhere"
+    wait_for(lambda: rig.stats.streams)
+    assert rig.stats.streams[0].num_output_tokens == len(IDS[3:])
+
+
+def test_a_stop_string_in_the_given_output_ends_the_sequence_with_its_first_delta(rig: Rig) -> None:
+    client = rig.open("return_token_ids", stop=["st of"], fields={"output_token_ids": [IDS]})
+    rig.step(SequenceDelta(1, 0, [5]))
+    (response,) = client.wait().responses
+    assert (client.texts(), response["token_ids"].tolist()) == ([""], [])
+    assert rig.engine.aborted == [(1, 0)]
 
 
 def test_stop_fails_what_is_open() -> None:

@@ -1,21 +1,30 @@
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import signal
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import echo
-from frontend_rig import FAKE_ENGINE, Client, Stats, demo_tokenizer
+from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_tokenizer, make_request
 
 from inflight.config import EngineConfig
-from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.contract import GenerationRequest
+from inflight.engine.messages import DumpTrace
+from inflight.frontend.control import relay
 from inflight.frontend.engine_process import EngineStartError, engine_command
+from inflight.frontend.errors import RequestError
+from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import RestartPolicy, Supervisor
 
@@ -33,7 +42,7 @@ def alive(pid: int) -> bool:
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited for nothing"
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
     return value
 
@@ -51,7 +60,7 @@ class Rig:
             env={"FAKE_ENGINE_CONTROL": str(control)},
             restart=RestartPolicy(first_delay=0.01, longest_delay=0.05, refuse_after=2),
         )
-        self.stats = Stats()
+        self.stats = RecordingStats()
         self.streams = Streams(TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01)
 
     def start(self) -> Rig:
@@ -60,20 +69,23 @@ class Rig:
         self.supervisor.connect(self.streams)
         return self
 
-    def order(self, **start: str) -> None:
-        self.control.write_text(json.dumps(start))
+    def order(self, **orders: str) -> None:
+        self.control.write_text(json.dumps(orders))
 
-    def open(self, tenant: str = "", stream: bool = True, **params: Any) -> Client:
-        client = Client()
-        request = GenerationRequest(
-            PROMPT, SamplingParams(**params), stream, tenant=tenant, returns=frozenset({"return_token_ids"})
+    def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
+        client = RecordingClient()
+        fields = {"tenant": orders, **params.pop("fields", {})}
+        self.streams.open(
+            make_request(PROMPT, returns={"return_token_ids"}, stream=stream, fields=fields, **params), client
         )
-        self.streams.open(request, client)
         return client
 
+    def ask(self) -> Future[Any]:
+        return self.supervisor.ask(DumpTrace())
+
     def stop(self) -> None:
-        self.streams.stop("over")
         self.supervisor.stop()
+        self.streams.stop("over")
 
 
 @pytest.fixture
@@ -83,11 +95,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.stop()
 
 
-def tokens(client: Client) -> list[int]:
+def tokens(client: RecordingClient) -> list[int]:
     return [token for response in client.responses for token in response["token_ids"].tolist()]
 
 
-def test_requests_of_many_kinds_get_their_tokens(rig: Rig) -> None:
+def test_requests_get_their_tokens(rig: Rig) -> None:
     assert rig.ready.attention_backend == "fake"
     clients = [rig.open(stream=k % 2 == 0, max_tokens=k + 1) for k in range(30)]
     for k, client in enumerate(clients):
@@ -99,7 +111,7 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "control.json").start()
     pid = rig.supervisor.pid
     assert pid is not None
-    client = rig.open(tenant="delay=0.01", max_tokens=500)
+    client = rig.open(orders="delay=0.01", max_tokens=500)
     assert client.arrived.wait(10)
     rig.stop()
     assert not alive(pid)
@@ -107,11 +119,11 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
     rig.supervisor.stop()  # again
 
 
-def test_a_death_fails_what_was_in_the_engine_and_a_new_one_serves(rig: Rig) -> None:
+def test_when_the_engine_dies_its_requests_fail_and_a_new_one_serves(rig: Rig) -> None:
     old = rig.supervisor.pid
-    slow = rig.open(tenant="delay=0.01", max_tokens=1000)
+    slow = rig.open(orders="delay=0.01", max_tokens=1000)
     assert slow.arrived.wait(10)
-    crash = rig.open(tenant="crash=3", max_tokens=100)
+    crash = rig.open(orders="crash=3", max_tokens=100)
     reason = "the engine process died (signal 9, SIGKILL); it is being restarted"
     assert crash.wait().error == ("UNAVAILABLE", reason)
     assert slow.wait().error == ("UNAVAILABLE", reason)
@@ -122,41 +134,62 @@ def test_a_death_fails_what_was_in_the_engine_and_a_new_one_serves(rig: Rig) -> 
     assert any("open requests failed" in line for line in rig.lines)
 
 
-def test_an_engine_that_says_why_it_dies(rig: Rig) -> None:
-    error = rig.open(tenant="fail=2").wait().error
+def test_an_engine_that_reports_why_it_exits(rig: Rig) -> None:
+    error = rig.open(orders="fail=2").wait().error
     assert error == ("UNAVAILABLE", "the engine process died (engine step failed: told to); it is being restarted")
 
 
-def test_an_engine_that_talks_nonsense_is_replaced(rig: Rig) -> None:
-    error = rig.open(tenant="nonsense=1").wait().error
+def test_an_engine_that_sends_an_invalid_frame_is_replaced(rig: Rig) -> None:
+    error = rig.open(orders="nonsense=1").wait().error
     assert error is not None
-    assert "the engine process died (it sent a frame that is no message" in error[1]
+    assert "the engine process died (it sent an invalid frame" in error[1]
     assert tokens(rig.open(max_tokens=2).wait()) == echo(PROMPT, 2)
 
 
-def test_refusal_by_the_engine(rig: Rig) -> None:
-    assert rig.open(tenant="refuse=UNAVAILABLE").wait().error == ("UNAVAILABLE", "refused with UNAVAILABLE")
+def test_a_refusal_by_the_engine_reaches_the_client(rig: Rig) -> None:
+    assert rig.open(orders="refuse=UNAVAILABLE").wait().error == ("UNAVAILABLE", "refused with UNAVAILABLE")
     assert rig.supervisor._in_engine == set()
 
 
-def test_cancel_frees_the_engine(rig: Rig) -> None:
-    client = rig.open(tenant="delay=0.01", max_tokens=2000)
+def test_cancelling_frees_the_engine(rig: Rig) -> None:
+    client = rig.open(orders="delay=0.01", max_tokens=2000)
     assert client.arrived.wait(10)
     client.cancelled = True
     client.wait()
     wait_for(lambda: rig.stats.steps and rig.stats.steps[-1].running == 0)
 
 
-def test_stop_string_of_one_sequence_aborts_only_that(rig: Rig) -> None:
-    client = Client()
-    params = SamplingParams(n=2, max_tokens=40, stop=["list of n"])
-    rig.streams.open(GenerationRequest(PROMPT, params, True, tenant="delay=0.005"), client)
-    client.wait()
+def test_a_request_that_the_engine_gives_up_ends_with_its_error(rig: Rig) -> None:
+    bystander = rig.open(orders="delay=0.002", max_tokens=50)
+    client = rig.open(orders="giveup=3", max_tokens=100).wait()
+    assert client.error == ("UNAVAILABLE", "waited too long")
+    assert tokens(client) == echo(PROMPT, 3)
+    assert tokens(bystander.wait()) == echo(PROMPT, 50)
+    assert rig.supervisor._in_engine == set()
+
+
+@pytest.mark.parametrize("run", [2, 3, 7])
+def test_several_tokens_a_step_arrive_like_single_ones(rig: Rig, run: int) -> None:
+    whole = rig.open(max_tokens=40, stop=["namesthe l"]).wait()
+    runs = rig.open(orders=f"run={run}", max_tokens=40, stop=["namesthe l"]).wait()
+    assert (runs.texts(), tokens(runs)) == (whole.texts(), tokens(whole))
+    assert len(tokens(runs)) < 40
+
+
+def test_a_request_that_begins_with_output_gets_the_rest(rig: Rig) -> None:
+    whole = rig.open(max_tokens=20).wait()
+    rest = rig.open(max_tokens=20, fields={"output_token_ids": [echo(PROMPT, 7)]}).wait()
+    assert tokens(rest) == tokens(whole)[7:]
+    assert TOKENIZER.decode(PROMPT + tokens(whole)[:7]) + rest.texts()[0] == TOKENIZER.decode(PROMPT + tokens(whole))
+
+
+def test_a_stop_string_aborts_only_the_sequence_it_ends(rig: Rig) -> None:
+    client = rig.open(orders="delay=0.005", n=2, max_tokens=40, stop=["list of n"]).wait()
     assert [text.rstrip() for text in client.texts()] == ["the", "the"]
     wait_for(lambda: rig.stats.steps[-1].running == 0)
 
 
-def test_requests_that_wait_for_a_restart_are_bounded(tmp_path: Path) -> None:
+def test_the_number_of_requests_that_wait_for_a_restart_is_limited(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "control.json", max_queue_size=2).start()
     try:
         rig.order(start="hang")
@@ -173,7 +206,7 @@ def test_requests_that_wait_for_a_restart_are_bounded(tmp_path: Path) -> None:
         assert waiting[0].wait().error == ("CANCELLED", "Request was cancelled")
         wait_for(lambda: len(rig.supervisor._queued) == 1)
         rig.control.unlink()
-        hanging = wait_for(lambda: rig.supervisor._process)
+        hanging = wait_for(lambda: rig.supervisor._engine_process)
         os.kill(hanging.pid, signal.SIGKILL)
         assert tokens(waiting[1].wait()) == echo(PROMPT, 2)
     finally:
@@ -190,7 +223,7 @@ def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(r
     assert error is not None
     assert error[0] == "UNAVAILABLE"
     assert "cannot be restarted (" in error[1]
-    assert "ended while it loaded the model (exit status 7)" in error[1]
+    assert "exited while loading the model (exit status 7)" in error[1]
     rig.control.unlink()
     wait_for(lambda: rig.supervisor.pid)
     assert tokens(rig.open(max_tokens=2).wait()) == echo(PROMPT, 2)
@@ -201,39 +234,37 @@ def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(r
     [
         ("fatal", "told to fatal"),
         ("fail", "told to fail"),
-        ("exit", "the engine process ended while it loaded the model (exit status 7)"),
-        ("hang", "the engine was not ready after 1 s: raise engine_start_timeout in model.json"),
+        ("exit", "the engine process exited while loading the model (exit status 7)"),
+        ("hang", "the engine process was not ready after 1 s: raise engine_start_timeout in model.json"),
     ],
 )
-def test_a_first_start_that_fails_raises_and_leaves_nothing(tmp_path: Path, order: str, says: str) -> None:
+def test_a_failed_first_start_raises_and_leaves_nothing_running(tmp_path: Path, order: str, says: str) -> None:
     rig = Rig(tmp_path / "control.json", engine_start_timeout=1.0)
     rig.order(start=order)
     with pytest.raises(EngineStartError) as caught:
         rig.supervisor.start()
     assert str(caught.value) == says
-    assert rig.supervisor._process is None
+    assert rig.supervisor._engine_process is None
     assert not [thread for thread in rig.supervisor._threads if thread.is_alive()]
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"python_executable": "/nonexistent/python"}, "no program '/nonexistent/python'; mend python_executable"),
+        ({"python_executable": "/nonexistent/python"}, "'/nonexistent/python' not found; fix python_executable"),
         ({"python_executable": "a\0b"}, "cannot start the engine process"),
         ({"seed": 10**40}, "cannot start the engine process: OverflowError"),
         ({"engine_start_timeout": 1e300}, "cannot start the engine process: OverflowError"),
     ],
 )
-def test_what_cannot_even_be_started_is_an_error_and_no_endless_wait(config: dict[str, Any], says: str) -> None:
+def test_a_program_that_cannot_be_started_raises_at_once(config: dict[str, Any], says: str) -> None:
     supervisor = Supervisor(EngineConfig(model="m", **config), lambda level, line: None)
     with pytest.raises(EngineStartError, match=says):
         supervisor.start()
-    assert supervisor._process is None
+    assert supervisor._engine_process is None
 
 
-def test_stop_while_the_engine_loads(tmp_path: Path) -> None:
-    import threading
-
+def test_stop_while_the_engine_is_loading(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "control.json")
     rig.order(start="hang")
     failed: list[BaseException] = []
@@ -246,7 +277,7 @@ def test_stop_while_the_engine_loads(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=start)
     thread.start()
-    process = wait_for(lambda: rig.supervisor._process)
+    process = wait_for(lambda: rig.supervisor._engine_process)
     rig.supervisor.stop()
     thread.join(10)
     assert failed
@@ -256,7 +287,6 @@ def test_stop_while_the_engine_loads(tmp_path: Path) -> None:
 def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     """Even one that is loading and reads no pipe."""
     import subprocess
-    import sys
 
     control = tmp_path / "control.json"
     control.write_text('{"start": "hang"}')
@@ -267,8 +297,8 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
         f"s = Supervisor(EngineConfig(model='m'), print, command={FAKE_ENGINE!r},"
         f" env={{'FAKE_ENGINE_CONTROL': {str(control)!r}}})\n"
         "threading.Thread(target=s.start, daemon=True).start()\n"
-        "while s._process is None: time.sleep(0.01)\n"
-        "print(s._process.pid, flush=True)\n"
+        "while s._engine_process is None: time.sleep(0.01)\n"
+        "print(s._engine_process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -289,3 +319,135 @@ def test_delays_double_up_to_the_longest() -> None:
 def test_the_real_engine_is_a_module_of_the_package() -> None:
     assert engine_command(EngineConfig(model="m"))[1:] == ["-m", "inflight.worker"]
     assert engine_command(EngineConfig(model="m", python_executable="p"))[0] == "p"
+
+
+# -- questions ---------------------------------------------------------------------------------
+
+
+def open_questions(rig: Rig) -> dict[int, Future[Any]]:
+    return rig.supervisor._questions._open
+
+
+def failure(future: Future[Any]) -> tuple[str, str]:
+    error = future.exception(timeout=20)
+    assert isinstance(error, RequestError)
+    return error.code, error.message
+
+
+def test_questions_are_answered_each_for_itself_beside_requests(rig: Rig) -> None:
+    client = rig.open(orders="delay=0.002", max_tokens=50)
+    asked = [rig.ask() for _ in range(20)]
+    assert [future.result(timeout=20) for future in asked] == [f"answer {k}".encode() for k in range(1, 21)]
+    assert tokens(client.wait()) == echo(PROMPT, 50)
+    assert not open_questions(rig)
+
+
+def test_a_question_that_the_engine_refuses_fails_with_its_words(rig: Rig) -> None:
+    rig.order(answer="error")
+    assert failure(rig.ask()) == ("INVALID_ARG", "told to refuse")
+    assert not open_questions(rig)
+
+
+def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(rig: Rig) -> None:
+    rig.order(answer="never")
+    future = rig.ask()
+    with pytest.raises(futures.TimeoutError):  # the built-in one from Python 3.11 on
+        future.result(timeout=0.05)
+    assert future.cancel()
+    assert not open_questions(rig)
+    with pytest.raises(CancelledError):
+        future.result()
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # the next question is cancelled while it is on its way
+    try:
+        late = rig.ask()
+        wait_for(lambda: not rig.supervisor._questions.num_queued)
+        assert late.cancel()
+        rig.control.unlink()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert rig.ask().result(timeout=20) == b"answer 3"
+    assert not open_questions(rig)
+
+
+def test_questions_fail_with_the_engine_that_was_sent_them(rig: Rig) -> None:
+    rig.order(answer="never")
+    silent = rig.ask()
+    wait_for(lambda: not rig.supervisor._questions.num_queued)
+    rig.order(answer="crash")
+    reason = "the engine process died (signal 9, SIGKILL); it is being restarted"
+    assert failure(rig.ask()) == ("UNAVAILABLE", reason)
+    assert failure(silent) == ("UNAVAILABLE", reason)
+    rig.control.unlink()
+    assert rig.ask().result(timeout=20).startswith(b"answer"), "the next engine answers"
+    assert not open_questions(rig)
+
+
+def test_questions_wait_for_a_restart_and_fail_if_there_is_none(rig: Rig) -> None:
+    rig.order(start="hang")
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: rig.supervisor.pid is None)
+    waiting = rig.ask()
+    withdrawn = rig.ask()
+    assert withdrawn.cancel()
+    assert list(open_questions(rig).values()) == [waiting]
+    rig.order(start="exit")
+    with contextlib.suppress(ProcessLookupError):  # unless it read the order
+        os.kill(wait_for(lambda: rig.supervisor._engine_process).pid, signal.SIGKILL)
+    code, message = failure(waiting)
+    assert (code, "the engine process cannot be restarted (2 attempts failed)" in message) == ("UNAVAILABLE", True)
+    assert failure(rig.ask()) == (code, message), "refused at once from now on"
+    rig.control.unlink()
+    wait_for(lambda: rig.supervisor.pid)
+    assert rig.ask().result(timeout=20).startswith(b"answer")
+
+
+def test_stop_fails_open_questions_and_refuses_new_ones(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "control.json").start()
+    rig.order(answer="never")
+    future = rig.ask()
+    rig.stop()
+    unloaded = ("UNAVAILABLE", "the model is being unloaded")
+    assert failure(future) == unloaded
+    assert failure(rig.ask()) == unloaded
+    assert not open_questions(rig)
+
+
+@pytest.fixture
+def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`TritonPythonModel` without Triton."""
+    names = ("inflight.model", "inflight.frontend.triton_bridge")
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", types.ModuleType("pb_utils"))
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module("inflight.model").TritonPythonModel()
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
+    rig = Rig(tmp_path / "control.json").start()
+    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    rig.order(answer="never")
+    client = RecordingClient()
+    relay(rig.ask(), rig.streams, client)
+    open_request = rig.open(orders="delay=0.01", max_tokens=1000)
+    triton_model.finalize()
+    for one in (client, open_request):
+        assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
+
+
+def test_callbacks_of_a_question_may_ask_again(rig: Rig) -> None:
+    answers: list[bytes] = []
+    asked = threading.Event()
+
+    def again(first: Future[Any]) -> None:
+        answers.append(first.result())
+        rig.ask().add_done_callback(lambda second: (answers.append(second.result()), asked.set()))
+
+    rig.ask().add_done_callback(again)
+    assert asked.wait(20)
+    assert answers == [b"answer 1", b"answer 2"]

@@ -18,7 +18,7 @@ BYTE_LEVEL = demo_tokenizer()
 
 
 def sentencepiece_like() -> Tokenizer:
-    """As Llama 2's: "▁" for spaces, bytes spelt <0x..>, the first space dropped when decoding."""
+    """Like Llama 2's: "▁" for spaces, bytes spelt <0x..>, the first space dropped when decoding."""
     specials = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = RustTokenizer(models.BPE(unk_token=None, byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
@@ -57,15 +57,15 @@ def test_chunks_joined_are_the_whole_text(tokenizer: Tokenizer, prompt: str, out
 
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(3, BYTE_LEVEL.size - 1), max_size=60), cuts=st.lists(st.integers(0, 200), max_size=20))
-def test_random_tokens_too(ids: list[int], cuts: list[int]) -> None:
-    """Output of a random model is seldom valid UTF-8; only the flush may show an unfinished character."""
+def test_chunks_of_random_tokens_are_the_whole_text_too(ids: list[int], cuts: list[int]) -> None:
+    """A random model's output is seldom valid UTF-8; only the flush may show an incomplete character."""
     prompt = BYTE_LEVEL.encode("a prompt")
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, prompt)
     text = "".join(detokenizer.push(chunk) for chunk in chunks_of(ids, cuts)) + detokenizer.flush()
     assert text == BYTE_LEVEL.decode(prompt + ids)[len("a prompt") :]
 
 
-def test_half_a_character_waits_and_is_given_up_at_the_end() -> None:
+def test_an_incomplete_character_is_held_back_until_the_flush() -> None:
     ids = BYTE_LEVEL.encode("x 😀", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids[:1])
     shown = [detokenizer.push([token]) for token in ids[1:-1]]
@@ -74,7 +74,7 @@ def test_half_a_character_waits_and_is_given_up_at_the_end() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_leading_space_survives_a_decoder_that_strips_it() -> None:
+def test_a_leading_space_survives_a_decoder_that_strips_it() -> None:
     ids = SPACED.encode("the quick", add_special_tokens=False)
     prompt = SPACED.encode("the", add_special_tokens=False)
     assert IncrementalDetokenizer(SPACED, prompt).push(ids[len(prompt) :]) == " quick"
@@ -89,7 +89,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert IncrementalDetokenizer(BYTE_LEVEL, prompt, skip_special_tokens=False).push(ids) == " b<|im_end|>"
 
 
-def test_a_long_run_of_skipped_tokens_is_not_kept() -> None:
+def test_a_long_run_of_skipped_tokens_takes_no_memory() -> None:
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, BYTE_LEVEL.encode("a"))
     for _ in range(100):
         assert detokenizer.push([2]) == ""
@@ -98,7 +98,7 @@ def test_a_long_run_of_skipped_tokens_is_not_kept() -> None:
 
 
 def stopped(text: str, stop: list[str], include: bool) -> tuple[str, str | None]:
-    """Reference: character by character over the whole text."""
+    """Reference: searches the whole text, character by character."""
     for end in range(1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -126,21 +126,21 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stop: list[str], cuts
         expected_hold = next(
             (k for k in range(3, 0, -1) if any(s[:k] == text[:b][-k:] and k < len(s) for s in stop)), 0
         )
-        assert len(shown) >= b - expected_hold, "more is held back than may become a stop string"
+        assert len(shown) >= b - expected_hold, "more is held back than can become a stop string"
     assert (shown + ("" if match else checker.flush()), match) == stopped(text, stop, include)
 
 
-def test_bad_words_are_spelt_with_and_without_a_space() -> None:
+def test_bad_words_are_encoded_with_and_without_a_space() -> None:
     found = BYTE_LEVEL.bad_words_ids(["the", "the"])
     assert [BYTE_LEVEL.decode(ids) for ids in found] == ["the", " the"]
 
 
-def test_encode_adds_what_the_post_processor_says() -> None:
+def test_encode_adds_the_post_processors_special_tokens() -> None:
     assert BYTE_LEVEL.encode("the")[0] == 0
     assert 0 not in BYTE_LEVEL.encode("the", add_special_tokens=False)
 
 
-def test_no_tokenizer_says_where_it_looked(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=str(tmp_path)):
         Tokenizer.load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -148,7 +148,7 @@ def test_no_tokenizer_says_where_it_looked(tmp_path: Path) -> None:
         Tokenizer.load(str(tmp_path))
 
 
-def test_slow_tokenizer_goes_through_transformers(tmp_path: Path) -> None:
+def test_a_slow_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     tokenizer = Tokenizer.load(str(tmp_path))
     ids = tokenizer.encode("a é你", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The responder over a stand-in for Triton's response sender (the real one: tests/e2e)."""
+"""The bridge on stand-ins for Triton's objects (with the real ones: tests/e2e)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def bridge(monkeypatch):
 
 
 @pytest.mark.parametrize("stride", [8, 0])
-def test_a_stub_that_cannot_read_this_numpy_is_refused(bridge, stride):
-    """Without strides, as a stub built for numpy 1 makes arrays under numpy 2, all elements are the first one."""
+def test_a_stub_that_cannot_read_this_numpy_is_rejected(bridge, stride):
+    """Under numpy 2, a stub built for numpy 1 creates arrays without strides: every element is the first one."""
 
     class Tensor:
         def __init__(self, name, array):
@@ -49,7 +49,7 @@ def test_a_stub_that_cannot_read_this_numpy_is_refused(bridge, stride):
 
 
 class Server:
-    """The server's side of a request: its response factory is gone once FINAL came."""
+    """The server's side of a request, whose response factory is deleted when FINAL arrives."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -68,7 +68,7 @@ class Server:
 
 
 class FullServer(Server):
-    """One whose shared memory has no room for large responses; as Triton's, it is closed by a FINAL that failed."""
+    """Has no shared memory for large responses; like Triton, a FINAL that failed closes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class FullServer(Server):
 
 
 @pytest.mark.parametrize("end", ["send", "fail"])
-def test_final_waits_for_a_question_that_is_on_its_way(bridge, end):
+def test_final_waits_for_a_cancellation_check_in_flight(bridge, end):
     server = Server()
     responder = bridge.TritonResponder(server)
     question = threading.Thread(target=responder.is_cancelled)
     question.start()
     assert server.asked.wait(10)
     outputs = {"text_output": np.array([b"x"], dtype=np.object_)}
-    responder.send(outputs, final=False)  # the factory lives on: nothing to wait for
+    responder.send(outputs, final=False)  # the factory stays: nothing to wait for
     final = threading.Thread(
         target=lambda: responder.send(outputs, True) if end == "send" else responder.fail("CANCELLED", "gone")
     )
@@ -106,7 +106,7 @@ def test_final_waits_for_a_question_that_is_on_its_way(bridge, end):
     assert not server.asked_after_final
 
 
-def test_nobody_asks_after_final(bridge):
+def test_no_cancellation_check_follows_final(bridge):
     server = Server()
     server.answer.set()
     responder = bridge.TritonResponder(server)
@@ -115,7 +115,7 @@ def test_nobody_asks_after_final(bridge):
     assert not server.asked.is_set()
 
 
-def test_a_response_that_the_shared_memory_cannot_hold_leaves_the_way_open_for_its_error(bridge):
+def test_after_a_response_too_large_for_the_shared_memory_the_error_still_gets_through(bridge):
     server = FullServer()
     responder = bridge.TritonResponder(server)
     with pytest.raises(RuntimeError, match="shared memory"):
@@ -125,7 +125,7 @@ def test_a_response_that_the_shared_memory_cannot_hold_leaves_the_way_open_for_i
     assert server.flags == [0, 1]
 
 
-def test_final_goes_behind_a_large_response_and_with_a_small_one(bridge):
+def test_final_follows_a_large_response_and_goes_with_a_small_one(bridge):
     for size, flags in ((10, [1]), (2**20, [0, 1])):
         server = Server()
         bridge.TritonResponder(server).send({"token_ids": np.zeros(size // 8 + 1, dtype=np.int64)}, final=True)
@@ -133,7 +133,7 @@ def test_final_goes_behind_a_large_response_and_with_a_small_one(bridge):
 
 
 class ModelConfig:
-    """Triton's object of a `config.pbtxt`."""
+    """Triton's object for a `config.pbtxt`."""
 
     def __init__(self, **declared: str) -> None:
         self.input = [{"name": name, "data_type": data_type} for name, data_type in declared.items()]
@@ -155,9 +155,9 @@ class ModelConfig:
         assert policy == {"decoupled": True}
 
 
-def test_what_config_pbtxt_declares_stays_when_it_fits_the_contract(bridge):
+def test_declarations_in_config_pbtxt_are_kept_if_they_fit_the_contract(bridge):
     config = bridge.complete_config(ModelConfig(text_input="TYPE_STRING"))
     names = [tensor["name"] for tensor in config.input]
     assert names.count("text_input") == 1 and "stream" in names and config.output
-    with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32, but is TYPE_STRING; leave it out"):
+    with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32 but must be TYPE_STRING; remove it"):
         bridge.complete_config(ModelConfig(text_input="TYPE_INT32"))

@@ -1,0 +1,119 @@
+"""One request under way: what came of it so far, and the way back to its client."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+
+from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.frontend.contract import ParsedRequest
+from inflight.frontend.errors import ErrorCode, RequestError
+from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.text import Tokenizer
+
+__all__ = ["OpenStream", "Responder"]
+
+
+class Responder(Protocol):
+    """The way back to one client."""
+
+    def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
+        """Send one response; `final` is the FINAL flag.  Raises if the client cannot be reached."""
+
+    def fail(self, code: ErrorCode, message: str) -> None:
+        """Send one error response with the FINAL flag."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave up; once true, always true."""
+
+
+class OpenStream:
+    """A request and its way back.  Owned by the sender thread.
+
+    Attributes:
+        request_id: the engine's id of the request.
+        sequences: its n outputs.
+        inbox: deltas that `sequences` have not taken yet.
+        prompt_logprobs: those that came so far, until they are sent; None if not requested.
+        closed: its FINAL flag was sent.
+        dropped: the sweep thread gave it up; its end is on the way.
+        arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
+        first_token_time, end_time: `time.monotonic()` seconds, None until then.
+    """
+
+    def __init__(self, request: ParsedRequest, responder: Responder, tokenizer: Tokenizer, interval: int) -> None:
+        message = request.engine_request
+        self.request = request
+        self.request_id = message.request_id
+        self.responder = responder
+        self.arrival = time.monotonic() if message.arrival is None else message.arrival
+        self.deadline = message.deadline
+        self.sequences = [SequenceOutput(request, tokenizer, index) for index in range(message.params.n)]
+        self.inbox: list[SequenceDelta] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.closed = False
+        self.dropped = False
+        self.first_token_time: float | None = None
+        self.end_time: float | None = None
+        self._num_prompt_tokens = len(message.prompt_token_ids)
+        self._interval = interval
+        self._num_sent_tokens = 0
+        # Token ids and logprobs are worth a response even if they complete no text.
+        self._sends_tokens = bool({"return_token_ids", "return_logprobs"} & request.returns)
+        self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated for this stream, all sequences together; those it began with are not among them."""
+        return sum(sequence.num_generated_tokens for sequence in self.sequences)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.ended for sequence in self.sequences)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a streaming client should get a response now."""
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
+            return False  # they go with the first response, complete
+        if self._num_sent_tokens and self.num_output_tokens - self._num_sent_tokens < self._interval:
+            return False
+        return any(s.text or (self._sends_tokens and s.new_token_ids) for s in self.sequences)
+
+    def take_inbox(self) -> list[int]:
+        """Process the deltas that came.
+
+        Returns:
+            Indices of the sequences that a stop string ended and that still run in the engine; each once.
+        """
+        inbox, self.inbox = self.inbox, []
+        stopped = []
+        for delta in inbox:
+            if self.prompt_logprobs is not None and delta.prompt_logprobs:
+                self.prompt_logprobs += delta.prompt_logprobs
+            sequence = self.sequences[delta.index]
+            sequence.advance(delta)
+            if sequence.ended_by_stop and delta.index not in self._stopped:
+                self._stopped.add(delta.index)
+                if delta.finish_reason is None:
+                    stopped.append(delta.index)
+        return stopped
+
+    def sent(self) -> None:
+        """Everything so far is on its way to the client."""
+        self._num_sent_tokens = self.num_output_tokens
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """For the first response; None from then on."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return logprobs
+
+    def late_error(self) -> RequestError:
+        """The error of a stream that missed its deadline."""
+        message = (
+            f"deadline exceeded: the request's timeout of {self.request.timeout:g} s ran out "
+            f"after {self.num_output_tokens} output tokens"
+        )
+        return RequestError("CANCELLED", message)

@@ -1,0 +1,77 @@
+"""`cp -r backend/inflight` into a bare backends folder is all that Triton needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import site
+from pathlib import Path
+
+import pytest
+from wire import post
+
+from inflight_tools.installation import lay_out_interpreter
+from inflight_tools.launcher import TritonServer
+
+ROOT = Path(__file__).parents[2]
+OURS = ("inflight", "_editable_impl_inflight", "__editable__")
+
+# Appended to the copy: each process that imports the package records where it found it.
+REPORT = """
+
+def _report() -> None:
+    import importlib.util
+    import json
+    import os
+    import sys
+
+    others = ("inflight_tools", "inflight_client", "loadtest", "bench")
+    line = {
+        "package": os.path.dirname(os.path.realpath(__file__)),
+        "engine": "inflight.worker" in sys.orig_argv,
+        "others": [name for name in others if importlib.util.find_spec(name)],
+    }
+    with open(os.environ["IMPORT_REPORT"], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\\n")
+
+
+_report()
+"""
+
+
+def bare_interpreter(folder: Path) -> Path:
+    """An environment for the stub with the packages that this one has, except ours."""
+    programs = lay_out_interpreter(folder)
+    library = next((folder / "lib").glob("python3.*/site-packages"))
+    shutil.rmtree(library)
+    library.mkdir()
+    for packages in map(Path, site.getsitepackages()):
+        for entry in packages.iterdir():
+            if not entry.name.startswith(OURS):
+                (library / entry.name).symlink_to(entry)
+    return programs
+
+
+def test_a_copy_of_the_backend_alone_serves_the_demo(
+    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "backends" / "inflight"
+    shutil.copytree(ROOT / "backend" / "inflight", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "__init__.py").open("a", encoding="utf-8") as file:
+        file.write(REPORT)
+    report = tmp_path / "report"
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("inflight_tools.launcher.lay_out_interpreter", bare_interpreter)
+    request = {"text_input": "Return a list of", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    with TritonServer(
+        ROOT / "model_repository", model_control_mode="explicit", load_models=["demo"], exit_timeout=5,
+        backend_dir=copy, env={"IMPORT_REPORT": str(report)},
+    ) as copied:  # fmt: skip
+        status, answer = post(f"http://{copied.http_address}/v2/models/demo/generate", request)
+    assert status == 200, answer
+    assert (200, answer) == post(f"http://{server.http_address}/v2/models/demo/generate", request)
+    imports = [json.loads(line) for line in report.read_text().splitlines()]
+    assert {line["engine"] for line in imports} == {False, True}, "both the stub and the engine process imported it"
+    assert {line["package"] for line in imports} == {str(copy.resolve())}
+    assert [line["others"] for line in imports] == [[]] * len(imports)
