@@ -39,20 +39,20 @@ def test_times_are_those_of_the_steps():
 
 
 def test_the_host_waits_for_the_device_unless_steps_overlap():
-    device, host = StepCost(fixed=1.0), StepCost(fixed=0.25)
+    device, host = StepCost.linear(fixed=1.0), StepCost.linear(fixed=0.25)
     jobs = [job(0, 1, 10)]
     apart = simulate([engine(device, host)], jobs)
     overlapped = simulate([engine(device, host, async_scheduling=True)], jobs)
     assert apart.seconds == 10 * 1.25
     assert overlapped.seconds == 0.25 + 10
-    slow_host = simulate([engine(device, StepCost(fixed=2.0), async_scheduling=True)], jobs)
+    slow_host = simulate([engine(device, StepCost.linear(fixed=2.0), async_scheduling=True)], jobs)
     assert 2.0 * 10 <= slow_host.seconds <= 2.0 * 11 + 1.0, "the slower of the two sets the pace"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_latency_target_holds_on_the_virtual_clock(overlap):
     """Streams of 20 ms a step and a long prompt beside them, 1 ms a token: chunks grow to what the target allows."""
-    device, host = StepCost(fixed=0.020, per_prefill_token=0.001), StepCost(fixed=0.001)
+    device, host = StepCost.linear(fixed=0.020, per_prefill_token=0.001), StepCost.linear(fixed=0.001)
     jobs = [*(job(i, 4, 400, 0.0) for i in range(4)), job(4, 3000, 2, 2.0)]
     options = {"max_num_batched_tokens": 512, "async_scheduling": overlap}
     static = simulate([engine(device, host, **options)], jobs)

@@ -25,10 +25,10 @@ import numpy as np
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.policies.cost_model import StepLoad, step_load
+from inflight.engine.policies.cost_model import StepCost, StepLoad, step_load
 from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight_tools.simulator.cost import MeasuredCost, fit_cost
+from inflight_tools.simulator.fit import fit_cost
 from inflight_tools.simulator.profile import FitError, Profile
 
 __all__ = ["calibrate", "describe_machine", "load_engine"]
@@ -221,7 +221,7 @@ def _measure(core: EngineCore, point: _Point) -> list[tuple[StepLoad, float, flo
     return [(load, seconds, max(1e-6, total - seconds)) for (load, seconds), total in zip(steps.noted, wall)]
 
 
-def _fit(measured: dict[StepLoad, list[float]]) -> tuple[MeasuredCost, FitError]:
+def _fit(measured: dict[StepLoad, list[float]]) -> tuple[StepCost, FitError]:
     """Costs fitted to the means."""
     means = [(load, statistics.fmean(times)) for load, times in measured.items()]
     cost = fit_cost(means)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig, parse_bytes
-from inflight_tools.simulator.cost import MeasuredCost
+from inflight.engine.policies.cost_model import StepCost
 
 __all__ = ["FORMAT", "FitError", "Profile", "find_profile", "shipped_profiles"]
 
@@ -53,9 +54,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     bytes_per_block: int
     swap_seconds_per_block: float = 0.0
-    device: MeasuredCost
-    host: MeasuredCost
+    device: StepCost
+    host: StepCost
     fit: FitError
+
+    def __post_init__(self) -> None:
+        for cost in (self.device, self.host):
+            knots = cost.tokens
+            if not len(knots) == len(cost.seconds_at) > 0 or any(a >= b for a, b in itertools.pairwise(knots)):
+                raise ValueError("a cost needs increasing `tokens` and as many `seconds_at`")
 
     def config(self, values: dict[str, Any], source: str = "command line") -> EngineConfig:
         """The engine's options: those of the measurement, then `values`.

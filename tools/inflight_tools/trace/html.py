@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from inflight_tools.trace.static_baseline import Job, StaticSchedule, fit_step_cost, schedule_static
+from inflight_tools.trace.static_baseline import StaticRequest, fit_step_cost, schedule_static
 from inflight_tools.trace.timeline import Row, Timeline
 
-__all__ = ["static_jobs", "timeline_html"]
+__all__ = ["static_requests", "timeline_html"]
 
 _PAGE = Path(__file__).with_name("page.html")
 _KINDS = {"waiting": 0, "prefill": 1, "decode": 2, "preempted": 3}
@@ -39,20 +39,20 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
     return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
-def static_jobs(timeline: Timeline) -> list[Job]:
+def static_requests(timeline: Timeline) -> list[StaticRequest]:
     """The sequences that the static baseline serves: those the trace holds from arrival to end."""
     return [
-        Job(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
+        StaticRequest(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
         for row in timeline.rows
         if row.whole and row.request.finish_reason in ("stop", "length") and (output := row.request.num_output_tokens)
     ]
 
 
 def _static(timeline: Timeline) -> dict[str, Any] | None:
-    jobs = static_jobs(timeline)
-    if not jobs:
+    requests = static_requests(timeline)
+    if not requests:
         return None
-    schedule: StaticSchedule = schedule_static(jobs, fit_step_cost(timeline))
+    schedule = schedule_static(requests, fit_step_cost(timeline))
     batches = [
         [
             _round(batch.start),
@@ -65,10 +65,10 @@ def _static(timeline: Timeline) -> dict[str, Any] | None:
     ]
     return {
         "size": schedule.batch_size,
-        "requests": len(jobs),
+        "requests": len(requests),
         "end": _round(schedule.end),
         "idle": schedule.idle_share,
-        "arrivals": {job.label: _round(job.arrival) for job in jobs},
+        "arrivals": {request.label: _round(request.arrival) for request in requests},
         "batches": batches,
     }
 
