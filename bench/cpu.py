@@ -32,7 +32,7 @@ from cpu_engines import ENGINES, RunFailed
 
 
 @dataclass(frozen=True)
-class Workload:
+class CpuWorkload:
     """Requests of `workload_NAME.json`; `kv_gib` holds the KV of all that run at once, in bf16."""
 
     name: str
@@ -41,7 +41,7 @@ class Workload:
     kv_gib: int
 
 
-WORKLOADS = {"a": Workload("a", "qwen3-0.6b-rand", 16, 4), "b": Workload("b", "llama-60m-rand", 32, 1)}
+WORKLOADS = {"a": CpuWorkload("a", "qwen3-0.6b-rand", 16, 4), "b": CpuWorkload("b", "llama-60m-rand", 32, 1)}
 
 
 @dataclass
@@ -86,7 +86,7 @@ def checkpoint(name: str, weights: str) -> Path:
     return path
 
 
-def make_task(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+def make_task(workload: CpuWorkload, args: argparse.Namespace) -> dict[str, Any]:
     """What every engine is told; `cpu_engines.run` adds what is one run's own."""
     requests = common.workload(args.requests, workload.name)
     warm_up = [{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]]
@@ -104,7 +104,7 @@ def make_task(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
 class Comparison:
     """One workload at one precision; `record` is what is stored."""
 
-    def __init__(self, workload: Workload, args: argparse.Namespace) -> None:
+    def __init__(self, workload: CpuWorkload, args: argparse.Namespace) -> None:
         self.args = args
         self.key = f"{workload.name} {args.weights}/{args.kv}"
         self.folder = checkpoint(workload.checkpoint, args.weights)

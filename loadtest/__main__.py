@@ -14,7 +14,7 @@ import typer
 from inflight_tools.installation import LauncherError
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import SCENARIOS, Scenario
-from loadtest.analysis import SLO
+from inflight_tools.workload.slo import SLO
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions
 from loadtest.report import render

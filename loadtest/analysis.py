@@ -10,24 +10,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SLO", "Phase", "cdf", "knee", "percentiles", "read_phase", "summary"]
+from inflight_tools.workload.slo import SLO
+
+__all__ = ["Phase", "cdf", "is_good", "knee", "percentiles", "read_phase", "summary"]
 
 _CDF_POINTS = 120
-
-
-@dataclass(frozen=True)
-class SLO:
-    """What a good request is: first text within `ttft` seconds, then at most `tpot` seconds per token."""
-
-    ttft: float = 2.0
-    tpot: float = 0.25
-
-    def met(self, row: dict[str, Any]) -> bool:
-        """Whether a request was answered in full and in time."""
-        if row["error"] is not None or not row["arrivals"]:
-            return False
-        tpot = row_tpot(row)
-        return row["arrivals"][0][0] <= self.ttft and (tpot is None or tpot <= self.tpot)
 
 
 @dataclass
@@ -36,7 +23,7 @@ class Phase:
 
     Attributes:
         model: its name.
-        rows: one object per request that ended, as `users.Load` writes them.
+        rows: one object per request that ended, as `users.RequestFeed` writes them.
         expected: requests that were sent or should have been; None when nobody counted.
         begun: `time.time()` of the start, to which the rows' times relate.
         samples: what `Monitor` saw.
@@ -97,12 +84,12 @@ class Phase:
 
     def goodput(self, slo: SLO) -> float:
         """Requests per second that met the SLO."""
-        return sum(map(slo.met, self.rows)) / self.seconds if self.seconds else 0.0
+        return sum(is_good(row, slo) for row in self.rows) / self.seconds if self.seconds else 0.0
 
     def attainment(self, slo: SLO) -> float:
         """Share of the requests that met the SLO."""
         sent = max(len(self.rows), self.expected or 0)
-        return sum(map(slo.met, self.rows)) / sent if sent else 0.0
+        return sum(is_good(row, slo) for row in self.rows) / sent if sent else 0.0
 
     def mean(self, key: str) -> float | None:
         """Mean of a sampled value between the first and the last request; None where it was not sampled."""
@@ -133,6 +120,11 @@ def read_phase(path: Path, model: str, expected: int | None = None, **fields: An
         else:
             rows.append(row)
     return Phase(model, rows, expected, begun, **fields)
+
+
+def is_good(row: dict[str, Any], slo: SLO) -> bool:
+    """Whether a request was answered in full and met the SLO."""
+    return row["error"] is None and bool(row["arrivals"]) and slo.met(row["arrivals"][0][0], row_tpot(row))
 
 
 def row_tpot(row: dict[str, Any]) -> float | None:

@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.errors import LoadTestError
 
-__all__ = ["Client", "Exchange", "GrpcClient", "SseClient", "connect"]
+__all__ = ["Exchange", "GrpcClient", "LoadClient", "SseClient", "connect"]
 
 _PROBE_SECONDS = 5.0
 _MAX_MESSAGE = 64 * 2**20
@@ -68,7 +68,7 @@ class Exchange:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
 
-class Client(Protocol):
+class LoadClient(Protocol):
     """What both protocols offer."""
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class Client(Protocol):
         """Send one greedy request that ignores the end of sequence; never raises for what the server does."""
 
 
-def connect(protocol: str, address: str, model: str) -> Client:
+def connect(protocol: str, address: str, model: str) -> LoadClient:
     """A client for "grpc" or "http"; nothing is sent yet."""
     address = address.split("://", 1)[-1].rstrip("/")
     return GrpcClient(address, model) if protocol == "grpc" else SseClient(address, model)

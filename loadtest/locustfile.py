@@ -23,7 +23,7 @@ from inflight_tools.workload.errors import WorkloadError
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions, add_arguments
-from loadtest.users import GrpcUser, Load, SseUser, StreamingUser
+from loadtest.users import GrpcUser, RequestFeed, SseUser, StreamingUser
 
 __all__ = ["GrpcUser", "SseUser"]
 
@@ -49,7 +49,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
                 raise LoadTestError("no address: give --host HOST:8001 for GrpcUser, --host HOST:8000 for SseUser")
             user.triton = connect(user.protocol, environment.host, parsed.model)
             options.check(user.triton, parsed.model)
-        StreamingUser.load = Load(options, environment, Path(parsed.record) if parsed.record else None)
+        StreamingUser.feed = RequestFeed(options, environment, Path(parsed.record) if parsed.record else None)
     except WorkloadError as error:
         print(f"loadtest: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -57,9 +57,9 @@ def _prepare(environment: Environment, **_: Any) -> None:
 
 @events.quitting.add_listener
 def _close(**_: Any) -> None:
-    StreamingUser.load.close()
+    StreamingUser.feed.close()
 
 
 @events.test_start.add_listener
 def _start(**_: Any) -> None:
-    StreamingUser.load.start()
+    StreamingUser.feed.start()

@@ -10,7 +10,7 @@ from typing import Any
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import Client
+from loadtest.clients import LoadClient
 from loadtest.errors import LoadTestError
 from loadtest.prompts import TextPrompts, load_tokenizer
 
@@ -44,7 +44,7 @@ class LoadOptions(Load):
             raise LoadTestError(f"prompt {self.prompt!r}: allowed are ids and text")
         return IdPrompts(tokenizer.get_vocab_size() if tokenizer else self.vocab_size, self.seed + seed_shift)
 
-    def check(self, client: Client, model: str) -> None:
+    def check(self, client: LoadClient, model: str) -> None:
         """Refuse what cannot work before any load starts; one request warms the connection up.
 
         Raises:

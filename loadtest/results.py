@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from inflight_tools.workload.scenarios import Scenario
-from loadtest.analysis import SLO, Phase, knee, summary, values_of
+from inflight_tools.workload.slo import SLO
+from loadtest.analysis import Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
 
 __all__ = ["build", "write"]

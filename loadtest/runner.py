@@ -16,7 +16,8 @@ from typing import Any
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.workload.scenarios import Scenario
-from loadtest.analysis import SLO, Phase, read_phase
+from inflight_tools.workload.slo import SLO
+from loadtest.analysis import Phase, read_phase
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.monitor import Monitor, scrape

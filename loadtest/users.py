@@ -18,16 +18,16 @@ from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import Client, Exchange
+from loadtest.clients import Exchange, LoadClient
 from loadtest.options import LoadOptions
 
-__all__ = ["GrpcUser", "Load", "SseUser", "StreamingUser"]
+__all__ = ["GrpcUser", "RequestFeed", "SseUser", "StreamingUser"]
 
 _PREPARED = 512  # prompts made before the load starts; more are made on the way
 _IDLE_SECONDS = 0.2
 
 
-class Load:
+class RequestFeed:
     """The requests of a run, handed out one by one, and its record.
 
     Args:
@@ -131,23 +131,23 @@ class StreamingUser(User):
     abstract = True
     protocol: ClassVar[str]
     request_type: ClassVar[str]
-    load: ClassVar[Load]
+    feed: ClassVar[RequestFeed]
     # One for all users: each gRPC channel keeps one of gevent's ten native threads busy while it waits, so
     # that with a channel per user the eleventh would wait for the others.
-    triton: ClassVar[Client]
+    triton: ClassVar[LoadClient]
 
     @task
     def request(self) -> None:
-        taken = self.load.take()
+        taken = self.feed.take()
         if taken is None:
-            self.load.wait_for_end()
+            self.feed.wait_for_end()
             return
         job, prompt = taken
         if job.due is None:
-            self.load.run(self, job, prompt)
+            self.feed.run(self, job, prompt)
         else:
-            gevent.sleep(max(0.0, self.load.begun + job.due - time.time()))
-            gevent.spawn(self.load.run, self, job, prompt)
+            gevent.sleep(max(0.0, self.feed.begun + job.due - time.time()))
+            gevent.spawn(self.feed.run, self, job, prompt)
 
 
 class GrpcUser(StreamingUser):

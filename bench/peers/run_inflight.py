@@ -22,7 +22,7 @@ PARTS = ("schedule", "forward", "sample", "update")
 
 
 @dataclass
-class Engine:
+class LoadedEngine:
     """The core, how long its parts took to load, and how many steps came before the last `generate`."""
 
     core: EngineCore
@@ -50,7 +50,7 @@ def options(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load(task: dict[str, Any]) -> Engine:
+def load(task: dict[str, Any]) -> LoadedEngine:
     # As the engine process does for itself, before torch is imported.
     gc.disable()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -66,10 +66,10 @@ def load(task: dict[str, Any]) -> Engine:
     core = EngineCore(config, ModelRunner(config))
     settle_garbage_collector()
     parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
-    return Engine(core, parts)
+    return LoadedEngine(core, parts)
 
 
-def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
+def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[int]]:
     from inflight.engine.messages import AddRequest
     from inflight.engine.request import SamplingParams
 
@@ -85,7 +85,7 @@ def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
     return outputs
 
 
-def steps(engine: Engine) -> dict[str, Any]:
+def steps(engine: LoadedEngine) -> dict[str, Any]:
     """What each step computed, for the floor, and the time of its parts summed over the steps."""
     made = engine.steps
     return {

@@ -58,7 +58,7 @@ def _triton_error(error: InferenceServerException, address: str) -> InflightErro
     return error_for(code, message)
 
 
-class _Progress:
+class _CallProgress:
     """What is known of a call so far; shared by the blocking and the asyncio call."""
 
     def __init__(self, address: str) -> None:
@@ -82,7 +82,7 @@ class _Progress:
         return _rpc_error(error, self._address, self._received)
 
 
-class GrpcCall(_Progress):
+class GrpcCall(_CallProgress):
     """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
 
     def __init__(self, call: Any, address: str) -> None:
@@ -167,7 +167,7 @@ class GrpcTransport:
         self._client.close()
 
 
-class AsyncGrpcCall(_Progress):
+class AsyncGrpcCall(_CallProgress):
     """Async iterator over the outputs of one request.
 
     Args:

@@ -13,8 +13,9 @@ import pytest
 from load_records import row
 from typer.testing import CliRunner
 
+from inflight_tools.workload.slo import SLO
 from loadtest.__main__ import app
-from loadtest.analysis import SLO, Phase, cdf, knee, percentiles, read_phase
+from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
 from loadtest.charts import Series, chart, ticks
 from loadtest.monitor import gauges
 from loadtest.report import render
@@ -98,7 +99,7 @@ def test_lost_requests_are_counted_and_do_not_meet_the_slo() -> None:
     [([(0.5, 1), (0.6, 1)], True), ([(1.5, 1), (1.6, 1)], False), ([(0.5, 1), (0.9, 1)], False), ([(0.5, 9)], True)],
 )
 def test_slo_holds_for_first_text_and_for_the_rest(arrivals: list[tuple[float, int]], met: bool) -> None:
-    assert SLO(ttft=1.0, tpot=0.2).met(row(0, 0.0, arrivals)) is met
+    assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
 
 
 def test_knee_is_where_the_lines_cross() -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 from inflight_client import AsyncClient
 from inflight_tools.launcher import LauncherError, TritonServer
 
-__all__ = ["Row", "call_commands", "run_demo", "show"]
+__all__ = ["DemoRequest", "call_commands", "run_demo", "show"]
 
 _MODEL = "demo"
 _TEXT_WIDTH = 60  # characters of a row's text that are shown
@@ -31,7 +31,7 @@ _STATE_STYLES = {"": "dim", "waiting": "yellow", "running": "bold green", "done"
 
 
 @dataclass
-class Row:
+class DemoRequest:
     """One request of the show.
 
     Attributes:
@@ -68,19 +68,19 @@ class Row:
         return self.tokens / ((self.finished or time.perf_counter()) - self.submitted)
 
 
-def show() -> list[Row]:
+def show() -> list[DemoRequest]:
     """The requests of the show: short and long, overlapping."""
     return [
-        Row("This module provides a class that", 400, 0),
-        Row("Return a new list containing", 60, 40),
-        Row("Raise ValueError if the argument is not", 200, 80),
-        Row("The following functions read and write files. Each of them takes a path and", 240, 120),
-        Row("Create a socket and", 40, 150),
-        Row("If the optional argument is true, then", 120, 250),
+        DemoRequest("This module provides a class that", 400, 0),
+        DemoRequest("Return a new list containing", 60, 40),
+        DemoRequest("Raise ValueError if the argument is not", 200, 80),
+        DemoRequest("The following functions read and write files. Each of them takes a path and", 240, 120),
+        DemoRequest("Create a socket and", 40, 150),
+        DemoRequest("If the optional argument is true, then", 120, 250),
     ]
 
 
-def run_demo(server: TritonServer, console: Console | None = None) -> list[Row]:
+def run_demo(server: TritonServer, console: Console | None = None) -> list[DemoRequest]:
     """Stream the show through gRPC, drawing it as it happens, then print how to call the server.
 
     Without a terminal each event is a plain line instead of a table that redraws itself.
@@ -128,27 +128,27 @@ def _program(name: str) -> str:
 
 
 # What happened to a row: "joined", "first token", "token", "left".
-_OnEvent = Callable[[Row, str], None]
+_OnEvent = Callable[[DemoRequest, str], None]
 
 
-async def _play(address: str, rows: list[Row], on_event: _OnEvent) -> None:
+async def _play(address: str, rows: list[DemoRequest], on_event: _OnEvent) -> None:
     async with AsyncClient(address, model=_MODEL) as client:
         followers = [(row, asyncio.Event()) for row in rows[1:]]
 
-        def on_first(row: Row, event: str) -> None:
+        def on_first(row: DemoRequest, event: str) -> None:
             on_event(row, event)
             for follower, go in followers:
                 if row.tokens >= follower.arrives_after or event == "left":
                     go.set()
 
-        async def follow(row: Row, go: asyncio.Event) -> None:
+        async def follow(row: DemoRequest, go: asyncio.Event) -> None:
             await go.wait()
             await _stream(client, row, on_event)
 
         await asyncio.gather(_stream(client, rows[0], on_first), *(follow(row, go) for row, go in followers))
 
 
-async def _stream(client: AsyncClient, row: Row, on_event: _OnEvent) -> None:
+async def _stream(client: AsyncClient, row: DemoRequest, on_event: _OnEvent) -> None:
     row.state, row.submitted = "waiting", time.perf_counter()
     on_event(row, "joined")
     # No row may end by itself: the lengths are the plan's, whatever the model would say.
@@ -165,12 +165,12 @@ async def _stream(client: AsyncClient, row: Row, on_event: _OnEvent) -> None:
 
 
 @contextmanager
-def _table(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
+def _table(console: Console, rows: list[DemoRequest]) -> Iterator[_OnEvent]:
     """One live row per request, redrawn at most every `_REDRAW_SECONDS`."""
     drawn = 0.0
     with Live(_draw(rows), console=console, auto_refresh=False) as live:
 
-        def redraw(row: Row, event: str) -> None:
+        def redraw(row: DemoRequest, event: str) -> None:
             nonlocal drawn
             if event != "token" or time.perf_counter() - drawn > _REDRAW_SECONDS:
                 live.update(_draw(rows), refresh=True)
@@ -180,7 +180,7 @@ def _table(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
         live.update(_draw(rows), refresh=True)
 
 
-def _draw(rows: list[Row]) -> Table:
+def _draw(rows: list[DemoRequest]) -> Table:
     running = sum(row.state in ("waiting", "running") for row in rows)
     table = Table(title=f"in the batch: {running}", title_justify="left", expand=True, box=None, pad_edge=False)
     for header in ("prompt", "state", "tokens", "TTFT ms", "tok/s"):
@@ -201,11 +201,11 @@ def _draw(rows: list[Row]) -> Table:
 
 
 @contextmanager
-def _lines(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
+def _lines(console: Console, rows: list[DemoRequest]) -> Iterator[_OnEvent]:
     """One plain line per request that joins, gets its first token, or leaves."""
     start = time.perf_counter()
 
-    def line(row: Row, event: str) -> None:
+    def line(row: DemoRequest, event: str) -> None:
         if event == "token":
             return
         running = sum(other.state in ("waiting", "running") for other in rows)

@@ -7,8 +7,9 @@ from simulated import PROFILE, engine, job, simulate
 
 from inflight.config import ConfigError
 from inflight_tools.simulator.engine import SimulatedEngine
-from inflight_tools.simulator.report import SLO, summarise
+from inflight_tools.simulator.report import summarise
 from inflight_tools.simulator.router import LeastLoaded, PrefixAffinity, RoundRobin, make_router
+from inflight_tools.workload.slo import SLO
 
 
 def where(router, jobs, count=3):

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.cli import app
-from inflight_tools.simulator.report import SLO, summarise
+from inflight_tools.simulator.report import summarise
 from inflight_tools.simulator.sweep import Trial, highest_rate, parse_sweep
+from inflight_tools.workload.slo import SLO
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from simulated import PROFILE, engine, job, simulate
 from inflight.config import ConfigError
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine
-from inflight_tools.simulator.report import SLO, summarise, table
+from inflight_tools.simulator.report import summarise, table
+from inflight_tools.workload.slo import SLO
 
 
 def test_the_known_case_of_static_against_continuous_batching():

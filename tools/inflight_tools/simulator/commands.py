@@ -16,13 +16,14 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.repository import parse_setting, resolve_model
 from inflight_tools.simulator.profile import Profile, find_profile
-from inflight_tools.simulator.report import SLO, Report, summarise, table
+from inflight_tools.simulator.report import Report, summarise, table
 from inflight_tools.simulator.router import ROUTERS
 from inflight_tools.simulator.scene import Scene
 from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.scenarios import SCENARIOS
+from inflight_tools.workload.slo import SLO
 
 __all__ = ["calibrate", "simulate"]
 

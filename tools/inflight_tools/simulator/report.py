@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from inflight_tools.simulator.simulation import Outcome, Served
+from inflight_tools.simulator.simulation import Outcome
+from inflight_tools.workload.slo import SLO
 
-__all__ = ["SLO", "Percentiles", "Report", "summarise", "table"]
-
-
-@dataclass(frozen=True)
-class SLO:
-    """What a good request is, and how many of them must be good.
-
-    Attributes:
-        ttft: seconds to the first token.
-        tpot: mean seconds of each further token.
-        attainment: share of the requests that must meet both.
-    """
-
-    ttft: float = 2.0
-    tpot: float = 0.25
-    attainment: float = 0.9
-
-    def met(self, request: Served) -> bool:
-        """Whether a request was answered in full and in time."""
-        ttft, tpot = request.ttft, request.tpot
-        return ttft is not None and ttft <= self.ttft and (tpot is None or tpot <= self.tpot)
+__all__ = ["Percentiles", "Report", "summarise", "table"]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -91,7 +71,7 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
     """The report of a simulation."""
     requests = outcome.requests
     served = [request for request in requests if request.first is not None]
-    seconds, good = outcome.seconds, sum(map(slo.met, requests))
+    seconds, good = outcome.seconds, sum(slo.met(request.ttft, request.tpot) for request in requests)
     tokens, steps = sum(request.tokens for request in served), sum(replica.steps for replica in outcome.replicas)
     per_second = 1.0 / seconds if seconds else 0.0
     pools = [replica.pool for replica in outcome.replicas]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.config import ConfigError, EngineConfig
-from inflight_tools.simulator.report import SLO, Report
+from inflight_tools.simulator.report import Report
+from inflight_tools.workload.slo import SLO
 
 __all__ = ["Trial", "best", "highest_rate", "parse_sweep", "settings"]
 

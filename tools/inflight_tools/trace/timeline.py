@@ -77,7 +77,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _SequenceState:
     """Where the sweep over the steps stands with one sequence."""
 
     row: Row
@@ -96,7 +96,9 @@ def build_timeline(trace: Trace) -> Timeline:
     arrivals = [request.arrival for request in trace.requests]
     origin = ring_start if whole_from else min([ring_start, *arrivals])
     end = max([steps[-1].end - origin, *(a - origin for a in arrivals)]) if steps else 0.0
-    progress = {request.key: _Progress(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests}
+    progress = {
+        request.key: _SequenceState(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests
+    }
     prefill, decode = [0] * len(steps), [0] * len(steps)
     for index, step in enumerate(steps):
         for key in step.preempted:
@@ -113,7 +115,7 @@ def build_timeline(trace: Trace) -> Timeline:
     return Timeline(trace, origin, end, rows, prefill, decode)
 
 
-def _preempt(state: _Progress, step: StepRecord, index: int, origin: float) -> None:
+def _preempt(state: _SequenceState, step: StepRecord, index: int, origin: float) -> None:
     now = step.start - origin
     if state.last_step != index - 1:
         _fill(state, now)
@@ -124,7 +126,7 @@ def _preempt(state: _Progress, step: StepRecord, index: int, origin: float) -> N
 
 
 def _advance(
-    state: _Progress, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
+    state: _SequenceState, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
 ) -> Kind:
     row, prompt = state.row, state.row.request.num_prompt_tokens
     start, end = step.start - origin, step.end - origin
@@ -140,14 +142,14 @@ def _advance(
     return kind
 
 
-def _fill(state: _Progress, until: float) -> None:
+def _fill(state: _SequenceState, until: float) -> None:
     """Close the stretch in which the sequence sat out."""
     if until > state.free_from:
         state.row.slices.append(Slice(state.idle, state.free_from, until))
     state.free_from = until
 
 
-def _close(state: _Progress, end: float, origin: float) -> None:
+def _close(state: _SequenceState, end: float, origin: float) -> None:
     """What a sequence does behind its last step: nothing if it ended there, else wait."""
     ended = state.row.request.end
     until = end if ended is None else min(ended - origin, end)

@@ -11,7 +11,7 @@ from pathlib import Path
 from inflight_tools.workload.arrivals import arrival_times
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import Job, Scenario, find_scenario
-from inflight_tools.workload.traces import Trace, read_trace
+from inflight_tools.workload.traces import TrafficTrace, read_trace
 
 __all__ = ["Load"]
 
@@ -42,14 +42,16 @@ class Load:
     cv: float = 2.0
     context: int = 0
 
-    def load(self) -> Scenario | Trace:
+    def load(self) -> Scenario | TrafficTrace:
         """The scenario or trace, scaled.
 
         Raises:
             WorkloadError: an option that cannot be used.
         """
         if self.trace:
-            source: Scenario | Trace = read_trace(Path(self.trace), max(self.requests, 0) or None).at_speed(self.speed)
+            source: Scenario | TrafficTrace = read_trace(Path(self.trace), max(self.requests, 0) or None).at_speed(
+                self.speed
+            )
         else:
             source = find_scenario(self.scenario)
         return source.scaled(self.context) if self.context else source
@@ -69,7 +71,7 @@ class Load:
             WorkloadError: as `load` and `arrival_times`.
         """
         source, process = self.load(), self.process()
-        if isinstance(source, Trace):
+        if isinstance(source, TrafficTrace):
             count: int | None = len(source.jobs)
             rate, burst = self.rate or 1.0, 1
         else:

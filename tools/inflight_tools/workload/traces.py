@@ -23,7 +23,7 @@ from typing import Any
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Trace", "read_trace"]
+__all__ = ["TrafficTrace", "read_trace"]
 
 # Arrival column, prompt column, output column, seconds in one unit of the arrival column.
 _FORMATS = (
@@ -36,7 +36,7 @@ _HASH_BLOCK = 512  # tokens that one of Mooncake's hash ids stands for
 
 
 @dataclass(frozen=True)
-class Trace:
+class TrafficTrace:
     """Recorded requests in order of arrival; what a `Scenario` is for a run."""
 
     name: str
@@ -53,14 +53,14 @@ class Trace:
     def job(self, index: int, seed: int) -> Job:
         return self.jobs[index]
 
-    def at_speed(self, speed: float) -> Trace:
+    def at_speed(self, speed: float) -> TrafficTrace:
         """Arrivals `speed` times as dense."""
         if not speed > 0:
             raise WorkloadError(f"speed {speed:g}: it must be above 0")
         jobs = (dataclasses.replace(job, due=(job.due or 0.0) / speed) for job in self.jobs)
         return dataclasses.replace(self, jobs=tuple(jobs))
 
-    def scaled(self, context: int) -> Trace:
+    def scaled(self, context: int) -> TrafficTrace:
         """All lengths by one factor, so that the longest request just fits `context` tokens."""
         factor = min(1.0, context / self.longest)
 
@@ -73,7 +73,7 @@ class Trace:
         return dataclasses.replace(self, jobs=tuple(map(scale, self.jobs)))
 
 
-def read_trace(path: Path, limit: int | None = None) -> Trace:
+def read_trace(path: Path, limit: int | None = None) -> TrafficTrace:
     """Read a trace; arrivals count from the first one.
 
     Args:
@@ -103,7 +103,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
         Job(index, _class_of(prompt), prompt, output, due=arrival - first, hash_ids=hashes)
         for index, (arrival, prompt, output, hashes) in enumerate(found)
     ]
-    return Trace(path.name, tuple(jobs))
+    return TrafficTrace(path.name, tuple(jobs))
 
 
 def _json_rows(lines: Any, path: Path) -> Iterator[dict[str, Any]]:
