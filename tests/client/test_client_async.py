@@ -19,7 +19,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
-from inflight_tools.launcher import pick_ports
+from inflight_tools.ports import pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inflight_tools.launcher import pick_ports
+from inflight_tools.ports import pick_ports
 
 # A suite that runs in the background has SIGINT ignored, which children inherit; a terminal has not.
 RUN = (

@@ -24,7 +24,8 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
-from inflight_tools.launcher import TritonServer, pick_ports
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}

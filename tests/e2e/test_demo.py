@@ -18,7 +18,8 @@ import pytest
 from rich.console import Console
 
 from inflight_tools.demo import run_demo, show
-from inflight_tools.launcher import TritonServer, session_members
+from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import session_members
 
 ROOT = Path(__file__).parents[2]
 ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]

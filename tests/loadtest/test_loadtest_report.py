@@ -126,14 +126,16 @@ def test_a_record_that_was_cut_off_loses_its_last_line(tmp_path: Path) -> None:
     assert (phase.begun, len(phase.rows), phase.lost) == (5.0, 1, 1)
 
 
-def test_gauges_are_those_of_the_model() -> None:
+def test_gauges_are_read_for_the_model_under_load() -> None:
     text = (
+        "# TYPE inflight_requests_waiting gauge\n"
         'inflight_requests_waiting{model="inflight",version="1"} 3\n'
         'inflight_requests_waiting{model="other",version="1"} 9\n'
         'nv_inference_pending_request_count{model="inflight",version="1"} 2\n'
         'nv_gpu_utilization{gpu_uuid="a"} 0.5\n'
+        'nv_gpu_utilization{gpu_uuid="b"} 0.7\n'
     )
-    assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": 0.5}
+    assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": pytest.approx(0.6)}
 
 
 def test_charts_stay_inside_their_frame() -> None:

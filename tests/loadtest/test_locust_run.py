@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from inflight_tools.installation import LauncherError, TritonInstallation
-from inflight_tools.launcher import TritonServer, pick_ports
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 from loadtest.server import checkpoint_folder, write_repository
 
 ROOT = Path(__file__).parents[2]
