@@ -146,6 +146,12 @@ async def test_health_and_metadata(aclient: AsyncClient) -> None:
         await aclient.wait_until_ready(timeout=0.2, model="nobody")
 
 
+async def test_a_control_request_is_answered_with_text(aclient: AsyncClient) -> None:
+    assert await aclient.control("step_trace") == "answer to step_trace"
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        await aclient.control("refused")
+
+
 async def test_nobody_at_the_address(protocol: Any) -> None:
     address = f"127.0.0.1:{pick_ports(1)[0]}"
     policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
