@@ -3,7 +3,7 @@
     locust -f loadtest/locustfile.py GrpcUser --host 127.0.0.1:8001 --model demo --scenario lognormal --context 2048
     locust -f loadtest/locustfile.py SseUser --host http://127.0.0.1:8000 --headless --users 8 --csv out ...
 
-Everything else is Locust's: the web UI, `--headless`, `--csv`, `--run-time`.
+The web UI, `--headless`, `--csv`, `--run-time` and the rest are Locust's.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from loadtest.users import GrpcUser, RequestFeed, SseUser, StreamingUser
 
 __all__ = ["GrpcUser", "SseUser"]
 
-grpc_gevent.init_gevent()  # before the first channel: gRPC then waits in gevent's loop
+grpc_gevent.init_gevent()  # before the first channel, so that gRPC waits in gevent's loop
 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="Model on the server.")
-    parser.add_argument("--record", default="", help="Write one JSON line per request there.")
+    parser.add_argument("--record", default="", help="Write one JSON line per request to this file.")
     add_arguments(parser)
 
 
 @events.init.add_listener
 def _prepare(environment: Environment, **_: Any) -> None:
-    """Check everything once, then build the load; wrong input is one line and status 2."""
+    """Check everything once, then prepare the load; wrong input is one line and status 2."""
     parsed: Any = environment.parsed_options
     try:
         options = LoadOptions.from_arguments(parsed)
         users = [user for user in environment.user_classes if issubclass(user, StreamingUser)]
         for user in users:
             if not environment.host:
-                raise LoadTestError("no address: give --host HOST:8001 for GrpcUser, --host HOST:8000 for SseUser")
+                raise LoadTestError("give --host, such as HOST:8001 for GrpcUser or HOST:8000 for SseUser")
             user.triton = connect(user.protocol, environment.host, parsed.model)
             options.check(user.triton, parsed.model)
         StreamingUser.feed = RequestFeed(options, environment, Path(parsed.record) if parsed.record else None)
