@@ -129,7 +129,25 @@ def test_init_writes_an_entry_that_reads_back(tmp_path: Path, checkpoint: Path) 
     assert config == EngineConfig(model=str(checkpoint), max_model_len=64)
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
+
+
+def test_init_writes_paths_that_survive_moving_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, elsewhere = tmp_path / "repository", tmp_path / "far" / "away"
+    for name in ("weights/tiny", "words"):
+        (repository / name).mkdir(parents=True)
+        (repository / name / "config.json").write_text("{}")
+    monkeypatch.chdir(repository)
+    arguments = ["init", ".", "--model", "weights/tiny", "--name", "mine", "--set", "tokenizer=words"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads((repository / "mine" / "1" / "model.json").read_text())
+    assert written == {"model": "../../weights/tiny", "tokenizer": "../../words"}
+    monkeypatch.chdir("/")
+    elsewhere.parent.mkdir()
+    repository.rename(elsewhere)
+    config = EngineConfig.from_file(elsewhere / "mine" / "1" / "model.json")
+    assert (config.model, config.tokenizer) == (str(elsewhere / "weights" / "tiny"), str(elsewhere / "words"))
 
 
 def test_without_the_launchers_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
