@@ -139,7 +139,7 @@ def _fake_installation(tmp_path: Path, *versions: str) -> TritonInstallation:
 
 
 def test_a_python_without_a_stub_lists_those_that_have_one(tmp_path: Path) -> None:
-    with pytest.raises(LauncherError, match=r"no Python stub for Python 3\.\d+ \(there are: 3\.8, 3\.90\)"):
+    with pytest.raises(LauncherError, match=r"no stub for Python 3\.\d+ \(available: 3\.8, 3\.90\)"):
         _fake_installation(tmp_path, "3.90", "3.8").lay_out(tmp_path / "backends", {})
 
 
@@ -150,14 +150,14 @@ def test_a_python_without_a_stub_leaves_no_temporary_files(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(launcher.tempfile, "tempdir", str(temporary))
-    with pytest.raises(LauncherError, match="no Python stub"):
+    with pytest.raises(LauncherError, match="no stub for Python"):
         TritonServer(repository).start()
     assert list(temporary.iterdir()) == []
 
 
 def test_a_missing_libpython_says_which_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation.Path, "is_file", lambda self: False)
-    with pytest.raises(LauncherError, match=r"libpython3\.\d+\.so\.1\.0 is missing.*apt install libpython3\.\d+"):
+    with pytest.raises(LauncherError, match=r"libpython3\.\d+\.so\.1\.0 not found.*apt install libpython3\.\d+"):
         find_libpython()
 
 
@@ -170,7 +170,7 @@ def test_no_tritonserver_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(installation, "find_wheel", lambda: None)
     monkeypatch.setattr(installation, "_OPT", Path("/nowhere"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(LauncherError, match=r"no tritonserver found: .*pip install"):
+    with pytest.raises(LauncherError, match=r"tritonserver not found; .*pip install"):
         TritonInstallation.find()
 
 

@@ -64,13 +64,13 @@ def test_a_profile_is_a_file(tmp_path):
     with pytest.raises(ConfigError, match="no such file, and not one of demo-cpu"):
         find_profile("nowhere")
     path.write_text('{"format": "inflight profile 1"}')
-    with pytest.raises(ConfigError, match=r"not a profile: .*inflight calibrate writes one"):
+    with pytest.raises(ConfigError, match=r"not a profile: .*create one with inflight calibrate"):
         find_profile(str(path))
     path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PROFILE), "host": StepCost(tokens=(1, 2))}))
     with pytest.raises(ConfigError, match="increasing `tokens` and as many `seconds_at`"):
         find_profile(str(path))
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(PROFILE, format="inflight profile 9")))
-    with pytest.raises(ConfigError, match="'inflight profile 9', this version reads 'inflight profile 1'"):
+    with pytest.raises(ConfigError, match="'inflight profile 9', but this version reads 'inflight profile 1'"):
         find_profile(str(path))
 
 

@@ -1,4 +1,4 @@
-"""A step trace as one HTML page that opens from disk: no server, no network, no library."""
+"""A step trace as a single HTML page without scripts from elsewhere, which opens from disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KINDS = {"waiting": 0, "prefill": 1, "decode": 2, "preempted": 3}
 
 
 def timeline_html(timeline: Timeline, title: str | None = None) -> str:
-    """The page.  Its data stand in one JSON object; `page.html` draws them.
+    """The page: `page.html` with the data as a JSON object.
 
     Args:
-        title: what was traced; None takes the checkpoint's name.
+        title: what was traced; None uses the name of the checkpoint.
     """
     trace = timeline.trace
     data = {
@@ -40,7 +40,7 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
 
 
 def static_requests(timeline: Timeline) -> list[StaticRequest]:
-    """The sequences that the static baseline serves: those the trace holds from arrival to end."""
+    """The sequences for the static baseline: those that the trace covers from arrival to end."""
     return [
         StaticRequest(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
         for row in timeline.rows
@@ -106,8 +106,11 @@ def _row(timeline: Timeline, row: Row) -> dict[str, Any]:
 
 
 def _slices(row: Row) -> list[list[float]]:
-    """Waiting and preempted as [kind, start, end]; prefill as [kind, step, tokens, computed before];
-    decodes in steps on end as one [kind, first step, last step, computed before the first]."""
+    """The slices as the page reads them.
+
+    Waiting and preempted: [kind, start, end].  Prefill: [kind, step, tokens, computed before].  Decodes in
+    consecutive steps: one [kind, first step, last step, computed before the first].
+    """
     found: list[list[float]] = []
     for piece in row.slices:
         kind = _KINDS[piece.kind]
