@@ -1,4 +1,4 @@
-"""A traced engine on a clock that ticks once a look: every time in its trace is known."""
+"""A traced engine on a clock that ticks at every reading, so that all times in its trace are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.engine.core import EngineCore
 
 
 class Clock:
-    """Stands in for the module `time` where the engine core looks."""
+    """Replaces the module `time` in the engine core."""
 
     def __init__(self) -> None:
         self.now = 0
