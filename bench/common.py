@@ -1,4 +1,4 @@
-"""What the benchmarks share: checkpoint and workload on disk, one run in a fresh process, a record."""
+"""What the benchmarks share: checkpoint and workload on disk, runs in fresh processes, records."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CHECKPOINT = "llama-60m-rand"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+    """The options of every benchmark."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    result.add_argument("--requests", type=int, default=64, help="of the workload's 128, from the front")
-    result.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    result.add_argument("--requests", type=int, default=64, help="use this many of the workload's 128 requests")
+    result.add_argument("--rounds", type=int, default=3, help="runs of each side, alternating")
     result.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of each side")
-    result.add_argument("--output", type=Path, help="write the record there as JSON")
+    result.add_argument("--output", type=Path, help="write the record to this JSON file")
     return result
 
 
 def checkpoint(dtype: str) -> str:
-    """Directory of the 60 M parameter llama with random weights, made once."""
+    """Directory of the llama with 60 M random parameters, generated once."""
     path = CACHE / (CHECKPOINT if dtype == "bfloat16" else f"{CHECKPOINT}-fp32")
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -50,10 +50,10 @@ def workload(count: int | None, name: str = "b") -> list[dict[str, Any]]:
 
 
 def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run `script --side SIDE` with the arguments as JSON on stdin; its last line is the result.
+    """Run `script --side SIDE` with the arguments as JSON on stdin; its last output line is the result.
 
-    All sides get the wait policy that the engine process sets itself: threads that spin at
-    OpenMP's barriers collapse as soon as anything else runs on the cores.
+    All sides use the wait policy that the engine process sets for itself: with threads that spin at OpenMP's
+    barriers, throughput collapses as soon as anything else runs on the cores.
     """
     done = subprocess.run(
         [sys.executable, script, "--side", side],
@@ -67,7 +67,7 @@ def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> dict[
 
 
 def alternate(script: str, sides: list[str], arguments: dict[str, Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Run the sides in turn, `rounds` times each, so that a machine that drifts drifts for all."""
+    """Alternate between the sides, `rounds` times each, so that drift of the machine affects all alike."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sides:
@@ -82,16 +82,16 @@ def median_rate(runs: list[dict[str, Any]]) -> float:
 
 
 def median_ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    """Median over the rounds of ours / theirs, pair by pair."""
+    """Median over the rounds of the paired ratio ours / theirs."""
     return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs))
 
 
 def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """A benchmark's main: parse options, run the two sides in turn, print and record second / first.
+    """Main function of a benchmark: alternate between two sides, print and record the ratio second / first.
 
     Args:
-        script: the benchmark's file, which calls this with `--side` in its fresh processes, too.
-        sides: name -> one run with the arguments {dtype, requests, threads}; the baseline first.
+        script: the file of the benchmark, which also calls this in its fresh processes, with `--side`.
+        sides: name -> a run with the arguments {dtype, requests, threads}; the baseline first.
     """
     if "--side" in sys.argv:
         print(json.dumps(sides[sys.argv[sys.argv.index("--side") + 1]](json.load(sys.stdin))))
@@ -103,7 +103,7 @@ def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, 
     runs = alternate(script, list(sides), arguments, args.rounds)
     baseline, ours = sides
     ratio = median_ratio(runs[ours], runs[baseline])
-    print(f"\n{machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
+    print(f"\n{machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds} alternating runs")
     for side in sides:
         print(f"  {side:<20} {median_rate(runs[side]):8.1f} tokens/s")
     print(f"  {ours} / {baseline}: {ratio:.3f}")
@@ -111,7 +111,7 @@ def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, 
 
 
 def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], **summary: Any) -> None:
-    """Write the runs with what is needed to repeat them; prints nothing."""
+    """Write the runs and what is needed to repeat them; None writes nothing."""
     if path is None:
         return
     content = {
@@ -129,7 +129,7 @@ def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], *
 
 
 def machine() -> str:
-    """Processor and number of cores that this process may use."""
+    """The CPU model and the number of cores that this process may use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return f"{model}, {len(os.sched_getaffinity(0))} cores"

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Inflight against the CPU engines that are installed: same checkpoint, requests, threads and concurrency.
+"""Compares Inflight with the installed CPU engines: same checkpoint, requests, threads and concurrency.
 
     python bench/cpu.py --workload b --weights bf16 --rounds 3 --budget 1200 [--peer openvino=PYTHON ...]
 
-Workload a is 32 requests to the shape of Qwen3-0.6B, 16 at once; b is 128 to a llama of 60 M parameters, 32 at once;
-all greedy, end of sequence ignored, offered at once. Every run is a fresh process; the engines take turns, so that a
-machine that drifts drifts for all. An engine whose output is not exactly as long as asked for has failed. The record
-(`--output`) is written after each run, and a run that would not fit into the budget is left out and named.
+Workload a is 32 requests to a model with the shape of Qwen3-0.6B, 16 at a time; b is 128 requests to a llama with 60 M
+parameters, 32 at a time; all greedy, ignoring the end of sequence, submitted at once. Every run is a fresh process, and
+the engines alternate, so that drift of the machine affects all alike. An engine fails unless its outputs have exactly
+the requested lengths. The record (`--output`) is written after each run; runs that do not fit the budget are skipped
+and listed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from cpu_engines import ENGINES, RunFailed
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Requests of `workload_NAME.json`; `kv_gib` holds the KV of all that run at once, in bf16."""
+class CpuWorkload:
+    """Requests of `workload_NAME.json`; `kv_gib` is enough for the KV of all concurrent requests in bf16."""
 
     name: str
     checkpoint: str
@@ -41,15 +42,15 @@ class Workload:
     kv_gib: int
 
 
-WORKLOADS = {"a": Workload("a", "qwen3-0.6b-rand", 16, 4), "b": Workload("b", "llama-60m-rand", 32, 1)}
+WORKLOADS = {"a": CpuWorkload("a", "qwen3-0.6b-rand", 16, 4), "b": CpuWorkload("b", "llama-60m-rand", 32, 1)}
 
 
 @dataclass
 class Budget:
-    """Seconds for all runs: who may still run, and for how long.
+    """Time limit for all runs together.
 
-    An engine may take what is left after the rounds that those named before it still have to run, so that a slow
-    one at the end of the list cannot cost a fast one its rounds.
+    An engine may use what the remaining rounds of the engines listed before it leave over, so a slow engine at the end
+    of the list cannot take rounds from a fast one.
     """
 
     seconds: float
@@ -59,7 +60,7 @@ class Budget:
     done: dict[str, int] = field(default_factory=dict)
 
     def limit(self, name: str, now: float) -> float:
-        """Seconds that a run of `name` may take from `now` on."""
+        """Seconds that a run of `name` starting at `now` may take."""
         reserved = 0.0
         for earlier in self.longest:
             if earlier == name:
@@ -68,7 +69,7 @@ class Budget:
         return self.started + self.seconds - now - reserved
 
     def fits(self, name: str, now: float) -> bool:
-        """Whether a run as long as the engine's longest so far fits; an engine yet to run needs 5 s."""
+        """Whether a run as long as the engine's longest so far fits; 5 s for an engine that has not run yet."""
         return self.limit(name, now) >= self.longest.get(name, 5.0)
 
     def ran(self, name: str, seconds: float) -> None:
@@ -77,7 +78,7 @@ class Budget:
 
 
 def checkpoint(name: str, weights: str) -> Path:
-    """Directory of a checkpoint with random weights, made once."""
+    """Directory of a checkpoint with random weights, generated once."""
     path = common.CACHE / (name if weights == "bf16" else f"{name}-fp32")
     if not path.exists():
         common.CACHE.mkdir(parents=True, exist_ok=True)
@@ -86,8 +87,8 @@ def checkpoint(name: str, weights: str) -> Path:
     return path
 
 
-def make_task(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """What every engine is told; `cpu_engines.run` adds what is one run's own."""
+def make_task(workload: CpuWorkload, args: argparse.Namespace) -> dict[str, Any]:
+    """The task for every engine; `cpu_engines.run` adds what differs between runs."""
     requests = common.workload(args.requests, workload.name)
     warm_up = [{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]]
     return {
@@ -102,9 +103,9 @@ def make_task(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Comparison:
-    """One workload at one precision; `record` is what is stored."""
+    """One workload at one precision; `record` is what gets stored."""
 
-    def __init__(self, workload: Workload, args: argparse.Namespace) -> None:
+    def __init__(self, workload: CpuWorkload, args: argparse.Namespace) -> None:
         self.args = args
         self.key = f"{workload.name} {args.weights}/{args.kv}"
         self.folder = checkpoint(workload.checkpoint, args.weights)
@@ -127,7 +128,7 @@ class Comparison:
         }
 
     def find(self, names: list[str]) -> dict[str, tuple[str, str]]:
-        """name -> (interpreter, checkpoint) of the engines that can run; the others are named with the reason."""
+        """name -> (interpreter, checkpoint) of the engines that can run; the others are listed with the reason."""
         found = {name: self._find(name) for name in names}
         return {name: where for name, where in found.items() if where is not None}
 
@@ -147,20 +148,20 @@ class Comparison:
         print(f"left out: {name}: {reason}", flush=True)
 
     def measure_rates(self) -> None:
-        """Measure the machine again; what disturbs a measurement only ever slows it, so the best counts."""
+        """Measure the machine again and keep the best rates, since disturbances only ever slow it down."""
         now = cpu_floor.measure(self.args.weights, self.args.threads)
         self.rates = cpu_floor.Rates(max(self.rates.read, now.read), max(self.rates.multiply, now.multiply))
 
     @property
     def floor(self) -> float | None:
-        """Least seconds of the machine for the steps that we made; None as long as there are none."""
+        """Seconds that the machine needs at least for our steps; None before our first run."""
         if not self.steps:
             return None
         shape = cpu_floor.ModelShape.from_checkpoint(self.folder)
         return cpu_floor.floor_seconds(shape, self.steps, self.args.weights, self.args.kv, self.rates)
 
     def run_rounds(self, engines: dict[str, tuple[str, str]]) -> None:
-        """All rounds of all engines, as far as the budget goes; stored after each run."""
+        """Run all rounds of all engines within the budget; the record is stored after each run."""
         for number in range(1, self.args.rounds + 1):
             for name, (python, path) in engines.items():
                 if name in self.left_out or number > self.budget.rounds[name]:
@@ -174,11 +175,11 @@ class Comparison:
                     self.store()
 
     def _run(self, name: str, python: str, task: dict[str, Any], what: str) -> dict[str, Any] | None:
-        """One run within the budget; None leaves the engine out from here on."""
+        """A run within the budget; None if it failed, which excludes the engine from here on."""
         start = time.monotonic()
         limit = self.budget.limit(name, start)
         if not self.budget.fits(name, start):
-            self.leave_out(name, f"{what} does not fit: {max(0.0, limit):.0f} s of the budget are left for it")
+            self.leave_out(name, f"{what} does not fit into the {max(0.0, limit):.0f} s left of the budget")
             return None
         try:
             result = cpu_engines.run(name, python, task, limit)
@@ -200,14 +201,14 @@ class Comparison:
         self.runs.setdefault(name, []).append(result)
 
     def explain(self, engines: dict[str, tuple[str, str]]) -> None:
-        """Where our step's time goes, over the first quarter of the requests."""
+        """Record where the time of our steps goes, over the first quarter of the requests."""
         name = cpu_report.OURS
         if name not in engines or name in self.left_out:
             return
         python, path = engines[name]
         requests = self.task["requests"][: max(8, len(self.task["requests"]) // 4)]
         task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), "requests": requests}
-        result = self._run(name, python, {**task, "profile": True}, "where our time goes")
+        result = self._run(name, python, {**task, "profile": True}, "breakdown of our time")
         if result is not None:
             self.record["breakdown"] = result["breakdown"]
         self.store()
@@ -239,46 +240,46 @@ def main() -> None:
         comparison.explain(engines)
     comparison.store()
     read, multiply = comparison.rates.read / 1e9, comparison.rates.multiply / 1e9
-    print(f"\n{comparison.key}, {len(comparison.task['requests'])} requests, medians")
+    print(f"\n{comparison.key}, {len(comparison.task['requests'])} requests, medians of alternating runs")
     print(f"the machine reads {read:.1f} GB/s and multiplies {multiply:.0f} GFLOP/s")
     print(cpu_report.table(comparison.record["engines"], comparison.left_out))
     if "breakdown" in comparison.record:
-        print(f"\nwhere our time goes\n{cpu_report.breakdown_lines(comparison.record['breakdown'])}")
+        print(f"\nbreakdown of our time\n{cpu_report.breakdown_lines(comparison.record['breakdown'])}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options, with `peer` as {name: interpreter}, `option` as {name: {key: value}} and `command` for the record."""
+    """Parse options; `peer` is {name: interpreter}, `option` {name: {key: value}}, `command` goes into the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="b")
     parser.add_argument("--weights", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--kv", choices=["bf16", "fp32", "u8"], help="default: as the weights")
+    parser.add_argument("--kv", choices=["bf16", "fp32", "u8"], help="default: like the weights")
     every = ",".join(name for name in ENGINES if name != "inflight-triton")
-    parser.add_argument("--engines", default=every, help=f"default, fastest first: {every}")
-    parser.add_argument("--through-triton", action="store_true", help="Inflight behind a real tritonserver, too")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="a peer's interpreter")
+    parser.add_argument("--engines", default=every, help=f"default, in order of expected speed: {every}")
+    parser.add_argument("--through-triton", action="store_true", help="also run Inflight behind a real tritonserver")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="interpreter of a peer")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME:KEY=JSON", help="an option of one engine alone"
+        "--option", action="append", default=[], metavar="NAME:KEY=JSON", help="option for a single engine"
     )
-    parser.add_argument("--requests", type=int, help="of the workload, from the front; default: all")
+    parser.add_argument("--requests", type=int, help="use only this many requests of the workload")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--once", default="", metavar="NAME,...", help="engines that run in the first round only")
+    parser.add_argument("--once", default="", metavar="NAME,...", help="engines that run only in the first round")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all runs together")
     parser.add_argument("--no-breakdown", dest="breakdown", action="store_false")
-    parser.add_argument("--output", type=Path, help="record, in which this comparison is replaced; the plot beside it")
+    parser.add_argument("--output", type=Path, help="update this comparison in the record, and the plot beside it")
     args = parser.parse_args(argv)
     args.kv = args.kv or args.weights
     args.engines = args.engines.split(",") + ["inflight-triton"] * args.through_triton
     args.once = args.once.split(",") if args.once else []
     unknown = sorted({*args.engines, *args.once} - set(ENGINES))
     if unknown:
-        parser.error(f"--engines, --once: {unknown[0]!r} is not known: allowed are {', '.join(ENGINES)}")
+        parser.error(f"--engines, --once: unknown engine {unknown[0]!r}; choose from {', '.join(ENGINES)}")
     try:
         args.peer = dict(entry.split("=", 1) for entry in args.peer)
         args.option = _options(args.option)
     except ValueError as error:
         parser.error(f"--peer NAME=PYTHON or --option NAME:KEY=JSON: {error}")
-    # Without the interpreters, which are this machine's alone.
+    # Without the paths of interpreters, which differ between machines.
     words = sys.argv[1:] if argv is None else argv
     args.command = " ".join(
         ["python bench/cpu.py", *(re.sub(r"^(--peer=)?([\w-]+=)/.*", r"\1\2PYTHON", w) for w in words)]

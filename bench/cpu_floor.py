@@ -99,7 +99,7 @@ def floor_seconds(shape: ModelShape, steps: Iterable[Step], weights: str, kv: st
 
 def measure(weights: str, threads: int, seconds: float = 1.5, size: int = 2048) -> Rates:
     """Best of the calls that fit in `seconds` each: torch's sum over 512 MiB, and square products, by torch's matmul
-    and, where torch has oneDNN, with the right side packed by it."""
+    and, where oneDNN supports the dtype on this CPU, with the right side packed by it."""
     import torch
 
     torch.set_num_threads(threads)
@@ -108,7 +108,7 @@ def measure(weights: str, threads: int, seconds: float = 1.5, size: int = 2048) 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[weights]
     left, right = torch.randn(2, size, size).to(dtype).unbind()
     products: list[Callable[[], Any]] = [lambda: left @ right]
-    if torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available() and (weights == "fp32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         packed = torch.ops.mkldnn._reorder_linear_weight(right, size)
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
     with torch.inference_mode():

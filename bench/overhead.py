@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the way through Triton costs: tokens/s over gRPC streaming against the engine in-process.
+"""The cost of serving through Triton: tokens/s over gRPC streaming compared with the engine in-process.
 
     python bench/overhead.py [--requests 64] [--rounds 3] [--output FILE]
 
-Same checkpoint, work and threads; everything offered at once, 32 sequences in a step.  The
-in-process side is `EngineCore.step()` in a loop and nothing else: no text, no process boundary.
-The other side is a real tritonserver on 127.0.0.1, streaming text and token ids of every request to
-one client process on the same machine, whose own work counts against it.
+Same checkpoint, requests and threads; all requests are submitted at once, 32 sequences per step.  The
+in-process side is nothing but `EngineCore.step()` in a loop: no text, no process boundary.  The other side
+is a real tritonserver on 127.0.0.1 that streams text and token ids of every request to a client process
+on the same machine, whose work counts against it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
-    """Offer all requests at once on one bidirectional stream; returns tokens and responses received."""
+    """Submit all requests at once on one bidirectional stream; returns the number of tokens and responses."""
     import numpy as np
     import tritonclient.grpc as triton
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Is the simulator right?  Throughput that it predicts against throughput that the engine then has.
+"""Validates the simulator: predicted throughput compared with measured throughput.
 
     python bench/simulate.py [--rounds 3] [--users 16] [--threads N] [--output FILE]
 
-On the demo checkpoint.  Each round calibrates, predicts a closed loop of the scenario lognormal
-(scaled to the checkpoint's context), and runs it.
+On the demo checkpoint.  Each round calibrates, predicts a closed loop of the scenario lognormal (scaled
+to the checkpoint's context), and runs it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     parser = common.parser(__doc__.splitlines()[0])
     parser.set_defaults(requests=96, dtype="float32")
     parser.add_argument("--users", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of calibration in a round")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of calibration per round")
     args = parser.parse_args()
     arguments = {"threads": args.threads, "requests": args.requests, "users": args.users, "seconds": args.seconds}
     runs = []
@@ -64,7 +64,7 @@ def main() -> None:
             flush=True,
         )
     ratio = statistics.median(one["ratio"] for one in runs)
-    print(f"\n{common.machine()}, demo checkpoint, medians of {args.rounds}\n  predicted / measured: {ratio:.3f}")
+    print(f"\n{common.machine()}, demo checkpoint, median of {args.rounds} rounds\n  predicted / measured: {ratio:.3f}")
     common.record(args.output, {SIDE: runs}, arguments, ratio=ratio)
 
 

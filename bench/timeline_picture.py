@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The picture in the README: a real run of the demo model, drawn by `inflight trace`.
+"""Generates the picture in the README: a real run of the demo model, drawn by `inflight trace`.
 
     python bench/timeline_picture.py [--output docs/images/timeline]
 
-Starts a server with the demo checkpoint and a KV pool that is too small on purpose, so that the
-picture shows preemptions, sends it 48 requests over gRPC (prompts of 4 to 400 tokens, outputs lognormal(4.0, 0.8)
-in 10..370, arrivals over two seconds) and writes OUTPUT.html; with Chromium installed OUTPUT.png, too.
+Starts a server with the demo checkpoint and a KV pool that is deliberately too small, so that the picture
+shows preemptions, sends it 48 requests over gRPC (prompts of 4 to 400 tokens, outputs lognormal(4.0, 0.8)
+in 10..370, arrivals over two seconds) and writes OUTPUT.html and, if Chromium is installed, OUTPUT.png.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ async def send_all(address: str) -> None:
 
 
 def screenshot(page: Path, height: int) -> None:
-    """Both colour schemes: OUTPUT.png and OUTPUT-dark.png."""
+    """Write OUTPUT.png and OUTPUT-dark.png, one for each colour scheme."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        print("no Chromium here: no picture, only the page")
+        print("Chromium not found; wrote only the page")
         return
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     for suffix, dark in (("", []), ("-dark", ["--blink-settings=preferredColorScheme=0"])):
@@ -75,7 +75,7 @@ def main() -> None:
         with TritonServer(repository) as server:
             asyncio.run(send_all(server.grpc_address))
             trace = fetch_trace(server.http_address, "demo")
-    requests = trace.requests[1:]  # less the one that warmed up
+    requests = trace.requests[1:]  # without the warm-up
     keys = {request.key for request in requests}
     trace.steps = [step for step in trace.steps if keys & {*step.keys}]
     trace.requests = requests

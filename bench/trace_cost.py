@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `step_trace` costs: the same requests in-process without it and with it, in turn.
+"""The cost of `step_trace`: the same requests in-process with and without it, in alternating runs.
 
     python bench/trace_cost.py [--requests 64] [--rounds 5] [--dtype bfloat16] [--output FILE]
 
-Whole runs on a busy machine differ by more than the trace costs.  So the second figure times the
-calls into the trace themselves, and states them as a share of the steps they were made in.
+Whole runs on a busy machine vary by more than the trace costs.  A second figure therefore times the calls
+into the trace themselves, as a share of the run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     runs = common.alternate(__file__, list(SIDES), arguments, args.rounds)
     ratio = common.median_ratio(runs["on"], runs["off"])
     share = statistics.median(one["in_trace"] for one in runs["on"])
-    print(f"\n{common.machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds}")
+    print(f"\n{common.machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds} alternating runs")
     print(f"  on / off             {ratio:8.4f} of the tokens/s")
     print(f"  in the trace itself  {100 * share:8.4f} % of the run")
     common.record(args.output, runs, arguments, ratio=ratio, in_trace=share)

@@ -1,10 +1,10 @@
-"""Load for Inflight and for what it replaces: the same requests to both, and a report to look at.
+"""Sends the same load to Inflight and to what it replaces, and reports both.
 
     python -m loadtest run --scenario lognormal      both models on one server, then report.html
-    locust -f loadtest/locustfile.py ...             the users alone, with Locust's web UI
+    locust -f loadtest/locustfile.py ...             only the users, with Locust's web UI
 
-Modules, in the order of the data: `inflight_tools.workload` says which requests, when and with which tokens
-(`options` and `prompts` add what only a server needs); `clients` sends and times one, `users` and the
-locustfiles do so as Locust does; `server`, `monitor` and `runner` make a measured run of it, `analysis`
-numbers, `charts` and `report` a page.
+Modules, in the order of the data: `inflight_tools.workload` defines the requests (`options` and `prompts`
+add what only a server needs); `clients` sends and times a request, `users` and the locustfiles do so
+under Locust; `server`, `monitor` and `runner` perform a measured run; `analysis` turns its records into
+numbers, `charts` and `report` into a page.
 """

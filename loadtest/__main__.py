@@ -1,4 +1,4 @@
-"""`python -m loadtest`.  Exit status: 0 done, 1 failed, 2 wrong input (nothing was run), 130 stopped."""
+"""`python -m loadtest`.  Exit status: 0 success, 1 failure, 2 wrong input (nothing was run), 130 stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from inflight_tools.installation import LauncherError
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import SCENARIOS, Scenario
-from loadtest.analysis import SLO
+from inflight_tools.workload.slo import SLO
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions
 from loadtest.report import render
@@ -23,13 +23,13 @@ from loadtest.runner import Plan, run
 from loadtest.server import BASELINE, DEFAULT_CHECKPOINT, INFLIGHT, Endpoints
 
 app = typer.Typer(
-    help="Load for Inflight and for Triton's dynamic batcher, and a report of both.",
+    help="Load test of Inflight and of Triton's dynamic batcher, with a report of both.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-# The engine's options that a report is made with unless --set says otherwise: 40 users fit one batch.
+# Engine options of a run unless --set overrides them: 40 users fit one batch.
 _ENGINE = {"dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "kv_cache_memory": "2GiB"}
 _SWEEP = "0.4,0.7,1.0,1.5"
 
@@ -40,42 +40,47 @@ def run_(
     trace: Annotated[str, typer.Option(help="Replay this CSV or JSONL file instead.")] = "",
     speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
     checkpoint: Annotated[str, typer.Option(help="demo, llama-60m-rand or a checkpoint folder.")] = DEFAULT_CHECKPOINT,
-    rounds: Annotated[int, typer.Option(help="Turns of each model.", min=1)] = 2,
-    requests: Annotated[int, typer.Option(help="Requests of a round; 0 is the scenario's number.", min=0)] = 0,
-    users: Annotated[int, typer.Option(help="Users of a closed loop; 0 is the scenario's number.", min=0)] = 0,
-    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma, constant; empty is the scenario's own.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of each model.", min=1)] = 2,
+    requests: Annotated[int, typer.Option(help="Requests per round; 0 uses the scenario's number.", min=0)] = 0,
+    users: Annotated[int, typer.Option(help="Users of a closed loop; 0 uses the scenario's number.", min=0)] = 0,
+    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma or constant; empty uses the scenario's.")] = "",
     rate: Annotated[float, typer.Option(help="Requests per second of an open loop.", min=0)] = 0.0,
     cv: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
-    sweep: Annotated[str, typer.Option(help="Offered loads, shares of each model's capacity.")] = _SWEEP,
-    sweep_seconds: Annotated[float, typer.Option(help="Seconds of arrivals in each step.", min=1)] = 12.0,
+    sweep: Annotated[str, typer.Option(help="Offered loads as shares of each model's capacity.")] = _SWEEP,
+    sweep_seconds: Annotated[float, typer.Option(help="Seconds of arrivals per step of the sweep.", min=1)] = 12.0,
     context: Annotated[int, typer.Option(help="Scale the scenario to this many tokens.", min=0)] = 0,
-    prompt: Annotated[str, typer.Option(help="ids, or text of exactly as many tokens.")] = "ids",
-    tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --grpc with --prompt text.")] = "",
-    protocol: Annotated[str, typer.Option(help="grpc, or http for /generate_stream.")] = "grpc",
-    seed: Annotated[int, typer.Option(help="The same seed repeats the run's requests.")] = 1,
+    prompt: Annotated[str, typer.Option(help="ids, or text with exactly as many tokens.")] = "ids",
+    tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --url with --prompt text.")] = "",
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="grpc or http (/generate_stream).", show_default="what --url speaks, else grpc"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 1,
     slo_ttft: Annotated[float, typer.Option(help="SLO: seconds to the first text.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="SLO: seconds per further token.")] = 0.25,
-    grpc: Annotated[str, typer.Option(help="host:port of a server that runs already.")] = "",
-    http: Annotated[str, typer.Option(help="Its HTTP address.")] = "",
-    metrics: Annotated[str, typer.Option(help="Its metrics address.")] = "",
-    models: Annotated[str, typer.Option(help="Inflight's model and the one to compare.")] = f"{INFLIGHT},{BASELINE}",
+    url: Annotated[str, typer.Option(help="gRPC or HTTP address of a running server; by default one is started.")] = "",
+    grpc: Annotated[str, typer.Option(help="Its gRPC address, if not derived from --url.")] = "",
+    http: Annotated[str, typer.Option(help="Its HTTP address, if not derived from --url.")] = "",
+    metrics: Annotated[str, typer.Option(help="Its metrics address, if not derived from --url.")] = "",
+    models: Annotated[str, typer.Option(help="Inflight's model and its baseline.")] = f"{INFLIGHT},{BASELINE}",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of model.json.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds for everything; what does not fit is left out.")] = 570.0,
-    note: Annotated[list[str] | None, typer.Option(help="A sentence for the page; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; loadtest/results/SCENARIO when not given.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds for the whole run; what does not fit is left out.")] = 570.0,
+    note: Annotated[list[str] | None, typer.Option(help="A sentence for the report; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; default: loadtest/results/SCENARIO.")] = None,
 ) -> None:
     """Run a scenario against both models on one server and write report.html and report.json."""
-    # A stop request ends what was started, like Ctrl-C.
+    # SIGTERM stops what was started, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         load = LoadOptions(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
             cv=cv, context=context, prompt=prompt, tokenizer=tokenizer,
         )  # fmt: skip
+        endpoints, spoken = _endpoints(url, grpc, http, metrics)
         plan = Plan(
             load=load,
             models=_two(models),
-            protocol=_one_of("protocol", protocol, ("grpc", "http")),
+            protocol=_one_of("protocol", protocol or spoken, ("grpc", "http")),
             users=users,
             rounds=rounds,
             sweep=_shares(sweep),
@@ -83,7 +88,7 @@ def run_(
             slo=SLO(slo_ttft, slo_tpot),
             checkpoint=checkpoint,
             options=_engine_options(set_ or []),
-            endpoints=_endpoints(grpc, http, metrics),
+            endpoints=endpoints,
             budget=budget,
             output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
         )
@@ -104,11 +109,11 @@ def run_(
 
 @app.command("render")
 def render_(report: Annotated[Path, typer.Argument(help="A report.json.")]) -> None:
-    """Write report.html beside a report.json once more."""
+    """Write report.html again from a report.json."""
     try:
         data = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        _fail(f"{report}: {error}; give a report.json that `run` has written", 2)
+        _fail(f"{report}: {error}; give a report.json that `run` wrote", 2)
     page = report.with_name("report.html")
     page.write_text(render(data), encoding="utf-8")
     typer.echo(f"wrote {page}")
@@ -134,7 +139,7 @@ def _two(text: str) -> tuple[str, str]:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise LoadTestError(f"--{name} {value!r}: allowed are {', '.join(allowed)}")
+        raise LoadTestError(f"--{name} {value!r}: must be one of {', '.join(allowed)}")
     return value
 
 
@@ -161,11 +166,16 @@ def _engine_options(settings: list[str]) -> dict[str, Any]:
     return options
 
 
-def _endpoints(grpc: str, http: str, metrics: str) -> Endpoints | None:
-    if not (grpc or http or metrics):
-        return None
-    host = (grpc or http or metrics).rsplit(":", 1)[0]
-    return Endpoints(grpc or f"{host}:8001", http or f"{host}:8000", metrics or f"{host}:8002")
+def _endpoints(url: str, grpc: str, http: str, metrics: str) -> tuple[Endpoints | None, str]:
+    """Addresses of a running server (None: start one), and the protocol to load it with by default."""
+    if url:
+        endpoints, protocol = Endpoints.at(url)
+    elif given := grpc or http or metrics:
+        host = given.rsplit(":", 1)[0]
+        endpoints, protocol = Endpoints(f"{host}:8001", f"{host}:8000", f"{host}:8002"), "grpc"
+    else:
+        return None, "grpc"
+    return Endpoints(grpc or endpoints.grpc, http or endpoints.http, metrics or endpoints.metrics), protocol
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Numbers from records.  Times are seconds; a percentile is that of all requests of all rounds together."""
+"""Numbers from records.  Times are in seconds; percentiles are over all requests of all rounds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SLO", "Phase", "cdf", "knee", "percentiles", "read_phase", "summary"]
+from inflight_tools.workload.slo import SLO
+
+__all__ = ["Phase", "cdf", "is_good", "knee", "percentiles", "read_phase", "summary"]
 
 _CDF_POINTS = 120
-
-
-@dataclass(frozen=True)
-class SLO:
-    """What a good request is: first text within `ttft` seconds, then at most `tpot` seconds per token."""
-
-    ttft: float = 2.0
-    tpot: float = 0.25
-
-    def met(self, row: dict[str, Any]) -> bool:
-        """Whether a request was answered in full and in time."""
-        if row["error"] is not None or not row["arrivals"]:
-            return False
-        tpot = row_tpot(row)
-        return row["arrivals"][0][0] <= self.ttft and (tpot is None or tpot <= self.tpot)
 
 
 @dataclass
@@ -36,11 +23,11 @@ class Phase:
 
     Attributes:
         model: its name.
-        rows: one object per request that ended, as `users.Load` writes them.
-        expected: requests that were sent or should have been; None when nobody counted.
-        begun: `time.time()` of the start, to which the rows' times relate.
-        samples: what `Monitor` saw.
-        label: for people.
+        rows: one object per request that ended, as `users.RequestFeed` writes them.
+        expected: number of requests that were sent or should have been; None if unknown.
+        begun: `time.time()` at the start, the origin of the rows' times.
+        samples: those of `Monitor`.
+        label: human-readable.
     """
 
     model: str
@@ -72,12 +59,12 @@ class Phase:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole load, its end included, when fewer and fewer requests are open."""
+        """Over the whole load, including its end, when fewer and fewer requests are open."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def offered_tokens_per_second(self) -> float:
-        """Of an open loop: output tokens asked for, over the time in which their requests were due."""
+        """In an open loop, the requested output tokens over the time in which their requests were due."""
         dues = sorted(row["due"] or 0.0 for row in self.rows)
         if len(dues) < 2 or dues[-1] == dues[0]:
             return 0.0
@@ -86,8 +73,8 @@ class Phase:
 
     @property
     def saturated_tokens_per_second(self) -> float:
-        """While every user had a request open: up to the last token that came before the last request
-        was sent.  Up to a token and not up to a time, since a locked batch brings all its tokens at its end."""
+        """While every user had a request open: up to the last token that arrived before the last request
+        was sent.  Up to a token rather than a time, since a locked batch delivers all tokens at its end."""
         last_sent = max((row["start"] for row in self.rows), default=0.0)
         times = [(row["start"] + at, count) for row in self.rows for at, count in row["arrivals"]]
         within = [(at, count) for at, count in times if at <= last_sent]
@@ -97,15 +84,15 @@ class Phase:
 
     def goodput(self, slo: SLO) -> float:
         """Requests per second that met the SLO."""
-        return sum(map(slo.met, self.rows)) / self.seconds if self.seconds else 0.0
+        return sum(is_good(row, slo) for row in self.rows) / self.seconds if self.seconds else 0.0
 
     def attainment(self, slo: SLO) -> float:
-        """Share of the requests that met the SLO."""
+        """Share of the requests that met the SLO, 0 to 1."""
         sent = max(len(self.rows), self.expected or 0)
-        return sum(map(slo.met, self.rows)) / sent if sent else 0.0
+        return sum(is_good(row, slo) for row in self.rows) / sent if sent else 0.0
 
     def mean(self, key: str) -> float | None:
-        """Mean of a sampled value between the first and the last request; None where it was not sampled."""
+        """Mean of a sampled value between the first and the last request; None if it was not sampled."""
         values = [
             sample[key] for sample in self.samples if key in sample and 0 <= sample["time"] - self.begun <= self.seconds
         ]
@@ -113,10 +100,10 @@ class Phase:
 
 
 def read_phase(path: Path, model: str, expected: int | None = None, **fields: Any) -> Phase:
-    """The phase that a record file holds; a file cut off in its last line loses that line.
+    """Read the phase from a record file; an incomplete last line is dropped.
 
     Args:
-        expected: requests that were to be sent; the file may say that there were more.
+        expected: number of requests to be sent, unless the file states a larger one.
         fields: further fields of the phase.
     """
     begun = 0.0
@@ -135,15 +122,20 @@ def read_phase(path: Path, model: str, expected: int | None = None, **fields: An
     return Phase(model, rows, expected, begun, **fields)
 
 
+def is_good(row: dict[str, Any], slo: SLO) -> bool:
+    """Whether a request was answered in full and met the SLO."""
+    return row["error"] is None and bool(row["arrivals"]) and slo.met(row["arrivals"][0][0], row_tpot(row))
+
+
 def row_tpot(row: dict[str, Any]) -> float | None:
-    """Mean seconds per token after the first response; None when everything came at once."""
+    """Mean seconds per token after the first response; None if there was only one."""
     arrivals = row["arrivals"]
     later = sum(count for _, count in arrivals[1:])
     return (arrivals[-1][0] - arrivals[0][0]) / later if later else None
 
 
 def values_of(rows: list[dict[str, Any]], metric: str) -> list[float]:
-    """ "ttft", "latency", "tpot" of each row, or every "itl"."""
+    """The metric "ttft", "latency" or "tpot" of each row, or every "itl"."""
     if metric == "ttft":
         return [row["arrivals"][0][0] for row in rows if row["arrivals"]]
     if metric == "latency":
@@ -154,7 +146,7 @@ def values_of(rows: list[dict[str, Any]], metric: str) -> list[float]:
 
 
 def percentiles(values: list[float]) -> dict[str, float] | None:
-    """Count, p50, p95 and p99; None of nothing."""
+    """Count, p50, p95 and p99; None for no values."""
     if not values:
         return None
     p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
@@ -162,7 +154,7 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
 
 
 def cdf(values: list[float]) -> list[tuple[float, float]]:
-    """Points (value, share of values up to it), at most 120."""
+    """At most 120 points (value, share of the values up to it)."""
     if not values:
         return []
     ordered = np.sort(values)
@@ -175,14 +167,14 @@ def _mean_prompt(rows: list[dict[str, Any]], kind: str) -> float:
 
 
 def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
-    """What the rounds of one model say together.
+    """The combined numbers of a model's rounds.
 
     Args:
-        saturated: the users were constant, so that there is a time at which all had a request open.
+        saturated: whether the number of users was constant, so that at times all had a request open.
     """
     rows = [row for phase in phases for row in phase.done]
     rates = [phase.saturated_tokens_per_second if saturated else phase.tokens_per_second for phase in phases]
-    # Short prompts first, whatever the classes are called.
+    # Classes in the order of their prompt lengths.
     kinds = sorted({row["kind"] for row in rows}, key=lambda kind: _mean_prompt(rows, kind))
 
     def table(some: list[dict[str, Any]]) -> dict[str, Any]:
@@ -212,15 +204,15 @@ def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
 
 
 def knee(points: list[dict[str, float]]) -> float | None:
-    """Offered load at which the delivered load stops following it, in the points' unit.
+    """Offered load beyond which the delivered load stops growing with it, in the unit of the points.
 
-    The first part of the curve is taken as a line through the lowest point, the last as level at the most
-    that was delivered; where they cross is the knee.  None of fewer than three points, or when no point lies past it.
+    The knee is where the line through the origin and the lowest point reaches the highest delivered load.
+    None for fewer than three points, or if no point lies beyond the knee.
     """
     ordered = sorted((point for point in points if point["offered"]), key=lambda point: point["offered"])
     if len(ordered) < 3:
         return None
     slope = ordered[0]["delivered"] / ordered[0]["offered"]
-    most = max(point["delivered"] for point in ordered)
-    found = most / slope if slope else float("inf")
+    peak = max(point["delivered"] for point in ordered)
+    found = peak / slope if slope else float("inf")
     return found if found < 0.97 * ordered[-1]["offered"] else None

@@ -1,4 +1,4 @@
-"""Line and dot charts as inline SVG whose colours are the page's CSS variables: light and dark for free."""
+"""Line and dot charts as inline SVG, coloured by the page's CSS variables so that they follow its theme."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ svg .mark { stroke-dasharray: 4 4; stroke-width: 1.5; }
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour: `line`, `dots`, or `both`.  `colour` is a CSS variable without its dashes."""
+    """Points in one colour.
+
+    Attributes:
+        colour: name of a CSS variable, without the dashes.
+        style: "line", "dots" or "both".
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -63,12 +68,12 @@ def chart(
     marks: Sequence[tuple[float, str, str]] = (),
     diagonal: bool = False,
 ) -> str:
-    """A `<figure>`; empty text when no series has a point.
+    """A `<figure>`; an empty string if no series has a point.
 
     Args:
         log_x: logarithmic x axis; points at or below 0 are drawn at the left edge.
-        y_max: top of the y axis; None takes the data's.
-        percent: y values are shares, shown as percent.
+        y_max: top of the y axis; None fits the data.
+        percent: y values are shares, shown as percentages.
         marks: vertical dashed lines (x, label, colour).
         diagonal: draw y = x.
     """
@@ -105,7 +110,7 @@ def chart(
 
 
 class _Axes:
-    """Data to pixels."""
+    """Maps data to pixels."""
 
     def __init__(self, series: Sequence[Series], log_x: bool, y_max: float | None, marks: Sequence[float]) -> None:
         xs = [x for some in series for x, _ in some.points] + list(marks)
@@ -113,7 +118,7 @@ class _Axes:
         self.log = log_x
         if log_x:
             positive = [x for x in xs if x > 0] or [1.0]
-            # A few tiny values must not push the rest of the picture aside.
+            # A few tiny values must not squeeze the rest of the picture.
             self.x_low = max(min(positive), max(positive) / 1e5)
             self.x_high = max(max(positive), self.x_low * 1.01)
         else:

@@ -1,9 +1,9 @@
-"""One request to a model, timed: over gRPC streaming, and over `/generate_stream`.
+"""Sends and times a request, over gRPC streaming or `/generate_stream`.
 
-Both work under gevent's monkey patching and without it.  `tritonclient`'s own streaming calls hand
-responses to a callback on a thread of the client object; here every request is a call of its own, so that
-a user is a plain loop.  The same clients talk to Inflight and to the baseline: what the model's
-configuration says (a batch dimension, several responses) decides the shapes and whether to stream.
+Both clients work with and without gevent's monkey patching.  The streaming calls of `tritonclient` pass
+responses to a callback on a thread of the client object; here every request is a call of its own, so a
+user is a plain loop.  The same clients serve Inflight and the baseline: the model's configuration (a batch
+dimension, decoupled responses) determines shapes and streaming.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.errors import LoadTestError
 
-__all__ = ["Client", "Exchange", "GrpcClient", "SseClient", "connect"]
+__all__ = ["Exchange", "GrpcClient", "LoadClient", "SseClient", "connect"]
 
 _PROBE_SECONDS = 5.0
 _MAX_MESSAGE = 64 * 2**20
@@ -32,13 +32,13 @@ _MAX_MESSAGE = 64 * 2**20
 
 @dataclass
 class Exchange:
-    """What one request brought.
+    """The outcome of a request.
 
     Attributes:
         start: `time.time()` when it was sent.
         arrivals: (seconds after `start`, new tokens) of every response with tokens.
         latency: seconds to its last token, or to its failure.
-        error: why it failed; None when it was answered in full.
+        error: why it failed; None if the answer is complete.
     """
 
     start: float
@@ -52,7 +52,7 @@ class Exchange:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first text; a model that answers once has its whole latency here."""
+        """Seconds to the first text; for a model that answers in one response, its whole latency."""
         return self.arrivals[0][0] if self.arrivals else None
 
     @property
@@ -63,23 +63,23 @@ class Exchange:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first response; None when everything came at once."""
+        """Mean seconds per token after the first response; None if there was only one."""
         later = sum(count for _, count in self.arrivals[1:])
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
 
-class Client(Protocol):
-    """What both protocols offer."""
+class LoadClient(Protocol):
+    """The interface of both clients."""
 
     def check(self) -> None:
-        """Raises LoadTestError when the server or the model is not there."""
+        """Raise LoadTestError unless server and model are ready."""
 
     def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
-        """Send one greedy request that ignores the end of sequence; never raises for what the server does."""
+        """Send a greedy request that ignores the end of sequence; failures of the server end up in the result."""
 
 
-def connect(protocol: str, address: str, model: str) -> Client:
-    """A client for "grpc" or "http"; nothing is sent yet."""
+def connect(protocol: str, address: str, model: str) -> LoadClient:
+    """A client for protocol "grpc" or "http"; it connects on first use."""
     address = address.split("://", 1)[-1].rstrip("/")
     return GrpcClient(address, model) if protocol == "grpc" else SseClient(address, model)
 
@@ -99,7 +99,7 @@ def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool) -> Iterator[
 
 
 class _Timed:
-    """Runs the exchange and turns whatever goes wrong into its `error`."""
+    """Performs the exchange and turns a failure into its `error`."""
 
     def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
         begun = time.perf_counter()
@@ -110,15 +110,15 @@ class _Timed:
                 if tokens:
                     exchange.arrivals.append((time.perf_counter() - begun, tokens))
                 if exchange.tokens >= max_tokens:
-                    # Triton may close the stream of an answered request seconds later, when it is busy with
-                    # the next batch: its user goes on.  A stream that nobody reads would be cancelled.
+                    # Triton may close the stream of an answered request seconds later, when it is busy with the
+                    # next batch, so the user does not wait.  A stream that nobody reads would be cancelled.
                     threading.Thread(target=_drain, args=(responses,), daemon=True).start()
                     break
         except _Failed as error:
             exchange.error = str(error)
         exchange.latency = time.perf_counter() - begun
         if exchange.error is None and exchange.tokens != max_tokens:
-            exchange.error = f"{exchange.tokens} tokens came where {max_tokens} were asked for"
+            exchange.error = f"{exchange.tokens} tokens arrived, but {max_tokens} were requested"
         return exchange
 
     def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
@@ -142,7 +142,7 @@ def _unreachable(address: str, protocol: str, reason: str) -> LoadTestError:
 
 
 def _no_model(model: str, address: str) -> LoadTestError:
-    return LoadTestError(f"model {model!r} is not ready on {address}; load it there or name another with --model")
+    return LoadTestError(f"model {model!r} is not ready on {address}; load it there or choose another model")
 
 
 _PACK = {"INT64": "q", "INT32": "i", "FP32": "f", "BOOL": "?"}

@@ -1,4 +1,4 @@
-"""What stops a load test before any load starts."""
+"""The error that stops a load test."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["LoadTestError"]
 
 
 class LoadTestError(WorkloadError):
-    """No load can be run: one line that says what came and what to do.  Ends the program with status 2."""
+    """The load test cannot run; the message is one line with the fix.  Exit status 2."""

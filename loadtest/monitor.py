@@ -1,50 +1,58 @@
-"""What the server did meanwhile: processor time, queues and KV blocks, twice a second."""
+"""Samples the server during a load: CPU time, queues and KV blocks, twice a second."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from types import TracebackType
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
-from inflight_tools.launcher import session_members
+from inflight_tools.processes import session_members
 from loadtest.server import Endpoints
 
 __all__ = ["Monitor", "gauges"]
 
 _PERIOD_SECONDS = 0.5
-_GAUGES = {
-    "running": "inflight_requests_running",
-    "waiting": "inflight_requests_waiting",
-    "kv_used": "inflight_kv_blocks_used",
-    "kv_free": "inflight_kv_blocks_free",
-    "pending": "nv_inference_pending_request_count",
-    "gpu": "nv_gpu_utilization",
+_GPU = "nv_gpu_utilization"
+_KEYS = {
+    "inflight_requests_running": "running",
+    "inflight_requests_waiting": "waiting",
+    "inflight_kv_blocks_used": "kv_used",
+    "inflight_kv_blocks_free": "kv_free",
+    "nv_inference_pending_request_count": "pending",
+    _GPU: "gpu",
 }
 
 
 def gauges(text: str, model: str) -> dict[str, float]:
-    """The gauges of `model`, and of the GPUs together, in Prometheus text; absent ones are left out."""
-    found: dict[str, float] = {}
-    for key, name in _GAUGES.items():
-        labelled = r"\{[^}]*\}" if key == "gpu" else rf'\{{[^}}]*model="{re.escape(model)}"[^}}]*\}}'
-        values = [float(value) for value in re.findall(rf"^{name}{labelled} (\S+)$", text, re.MULTILINE)]
-        if values:
-            found[key] = sum(values) / len(values)
-    return found
+    """Read the gauges of `model` and the mean utilisation of all GPUs from Prometheus text.
+
+    Gauges that the text does not have are left out.
+
+    Raises:
+        ValueError: not Prometheus text.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in _KEYS and (sample.name == _GPU or sample.labels.get("model") == model):
+                found[_KEYS[sample.name]].append(sample.value)
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 class Monitor:
-    """Samples in a thread while the context is open; `samples` is the result.
+    """Samples in a thread while the context is open.
 
-    A sample has `time` (of the clock, seconds), the gauges of the model under load, and the cores that were
-    busy: `server_cores` (all processes of the server), `client_cores` (the load generator), `cores` (everything
-    on the machine).
+    Attributes:
+        samples: each has `time` (`time.time()` seconds), the gauges of the model under load, and the number
+            of busy cores: `server_cores` (all processes of the server), `client_cores` (the load generator)
+            and `cores` (the whole machine).
     """
 
     def __init__(self, endpoints: Endpoints, model: str, client_pid: int) -> None:
@@ -95,10 +103,10 @@ def _of_processes(pids: list[int]) -> float:
 
 
 def scrape(address: str, model: str) -> dict[str, float]:
-    """The gauges now; empty when the metrics cannot be read."""
+    """The current gauges; empty if the metrics cannot be read."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"http://{address}/metrics", timeout=2.0) as response:
             return gauges(response.read().decode(), model)
-    except OSError:
+    except (OSError, ValueError):
         return {}

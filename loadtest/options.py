@@ -1,4 +1,4 @@
-"""What a load consists of, as options that Locust and the runner share."""
+"""The options of a load, shared by Locust and the runner."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import Client
+from loadtest.clients import LoadClient
 from loadtest.errors import LoadTestError
 from loadtest.prompts import TextPrompts, load_tokenizer
 
 __all__ = ["LoadOptions", "add_arguments"]
 
-_PROBE_SEED_SHIFT = 1_000_003  # the probe's prompt must not be the prefix of a measured one
+_PROBE_SEED_SHIFT = 1_000_003  # the probe must not share a prefix with a measured prompt
 
 
 @dataclass(frozen=True)
 class LoadOptions(Load):
-    """A load, complete but for where it goes.
+    """A load and how its prompts are made.
 
     Attributes:
         prompt: "ids" or "text".
-        tokenizer: checkpoint folder for "text"; its vocabulary bounds "ids", too.
-        vocab_size: bound of random token ids when there is no tokenizer.
+        tokenizer: checkpoint folder for "text"; its vocabulary also bounds "ids".
+        vocab_size: bound of the random token ids if there is no tokenizer.
     """
 
     prompt: str = "ids"
@@ -34,21 +34,21 @@ class LoadOptions(Load):
     vocab_size: int = 1000
 
     def prompts(self, seed_shift: int = 0) -> IdPrompts | TextPrompts:
-        """The maker of this load's prompts."""
+        """The prompt generator of this load."""
         tokenizer = load_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
         if self.prompt == "text":
             if tokenizer is None:
-                raise LoadTestError("--prompt text needs --tokenizer, the checkpoint folder that the server serves")
+                raise LoadTestError("--prompt text requires --tokenizer, the folder of the served checkpoint")
             return TextPrompts(tokenizer, self.seed + seed_shift)
         if self.prompt != "ids":
-            raise LoadTestError(f"prompt {self.prompt!r}: allowed are ids and text")
+            raise LoadTestError(f"prompt {self.prompt!r}: must be ids or text")
         return IdPrompts(tokenizer.get_vocab_size() if tokenizer else self.vocab_size, self.seed + seed_shift)
 
-    def check(self, client: Client, model: str) -> None:
-        """Refuse what cannot work before any load starts; one request warms the connection up.
+    def check(self, client: LoadClient, model: str) -> None:
+        """Check the server before any load starts; one request warms up the connection.
 
         Raises:
-            LoadTestError: no server, no such model, or a longest request that the model refuses.
+            LoadTestError: no server, no such model, or the model rejects the longest request.
         """
         source = self.load()
         client.check()
@@ -56,12 +56,12 @@ class LoadOptions(Load):
         exchange = client.send(self.prompts(_PROBE_SEED_SHIFT).make(longest), 1)
         if exchange.error is not None:
             raise LoadTestError(
-                f"{source.name} has requests of {source.longest} tokens, which {model} refuses "
+                f"{source.name} has requests of {source.longest} tokens, which {model} rejects "
                 f"({exchange.error}); scale it to the model's context with --context N, or choose another scenario"
             )
 
     def arguments(self) -> list[str]:
-        """The options as command-line arguments, without those at their defaults."""
+        """The options that differ from their defaults, as command-line arguments."""
         given: list[str] = []
         for name, default in vars(LoadOptions()).items():
             if (value := getattr(self, name)) != default:
@@ -70,7 +70,7 @@ class LoadOptions(Load):
 
     @classmethod
     def from_arguments(cls, parsed: Any) -> LoadOptions:
-        """From the namespace of a parser that `add_arguments` has seen."""
+        """From the namespace of a parser that `add_arguments` extended."""
         return cls(**{name: getattr(parsed, name) for name in vars(cls())})
 
 
@@ -79,14 +79,14 @@ _HELP = {
     "trace": "CSV or JSONL file to replay instead of a scenario.",
     "speed": "Replay a trace this many times as fast.",
     "seed": "The same seed repeats lengths, prompts and arrivals.",
-    "requests": "How many requests; 0 is the scenario's number, -1 no end.",
-    "arrivals": "closed, poisson, gamma, constant or trace; empty is the scenario's own.",
-    "rate": "Requests per second of an open loop; 0 is the scenario's.",
+    "requests": "Number of requests; 0 uses the scenario's, -1 is endless.",
+    "arrivals": "closed, poisson, gamma, constant or trace; empty uses the scenario's.",
+    "rate": "Requests per second of an open loop; 0 uses the scenario's.",
     "cv": "Coefficient of variation of the gaps of gamma arrivals.",
     "context": "Scale the scenario to a model of this many tokens.",
-    "prompt": "ids sends token ids, text sends text of exactly as many tokens.",
-    "tokenizer": "Checkpoint folder whose tokenizer counts.",
-    "vocab_size": "Random ids lie below this without a tokenizer.",
+    "prompt": "ids sends token ids, text sends text with exactly as many tokens.",
+    "tokenizer": "Checkpoint folder with the tokenizer.",
+    "vocab_size": "Without a tokenizer, random ids lie below this.",
 }
 
 

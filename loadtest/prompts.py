@@ -1,4 +1,4 @@
-"""Prompts as text that tokenises to exact token counts; those as token ids are `inflight_tools.workload.prompts`."""
+"""Text prompts with exact token counts; for token ids see `inflight_tools.workload.prompts`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_ROUNDS = 64
 
 
 class TextPrompts:
-    """English words that `tokenizer` turns into exactly the wanted number of tokens, special ones included."""
+    """English words that `tokenizer` turns into an exact number of tokens, special tokens included."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
@@ -34,34 +34,34 @@ class TextPrompts:
         self._per_word = self.count(sample) / len(_WORDS)
 
     def count(self, text: str) -> int:
-        """Tokens of `text` as the server counts them."""
+        """Number of tokens in `text` as the server counts them."""
         return len(self._tokenizer.encode(text).ids)
 
     def make(self, job: Job) -> str:
         """Text of exactly `job.prompt_tokens` tokens.
 
         Raises:
-            LoadTestError: no such text was found (fewer tokens than the special ones alone).
+            LoadTestError: no such text was found (such as for fewer tokens than the special ones alone).
         """
         wanted = job.prompt_tokens
         rng = np.random.default_rng([self._seed, job.index, 4])
         words = [_WORDS[at] for at in rng.integers(0, len(_WORDS), wanted + 8)]
-        number = self._most_words(words, wanted)
+        number = self._fitting_words(words, wanted)
         text = " ".join(words[:number])
         for _ in range(_MAX_ROUNDS):
             missing = wanted - self.count(text)
             if missing == 0:
                 return text
             longer = (text + filler for filler in _FILLERS)
-            # Fillers may merge with what stands before them: take the first that adds one token.
+            # A filler may merge with the text before it: take the first one that adds exactly one token.
             found = next((some for some in longer if self.count(some) == wanted - missing + 1), None)
             if found is None:
                 break
             text = found
         raise LoadTestError(f"no text of exactly {wanted} tokens found with this tokenizer; use --prompt ids")
 
-    def _most_words(self, words: list[str], wanted: int) -> int:
-        """The largest number of words from the front that take at most `wanted` tokens."""
+    def _fitting_words(self, words: list[str], wanted: int) -> int:
+        """How many of the first words fit into `wanted` tokens."""
         low, high = 0, min(len(words), int(wanted / self._per_word * 1.5) + 8)
         while low < high:
             middle = (low + high + 1) // 2
@@ -76,13 +76,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The fast tokenizer of a checkpoint folder.
 
     Raises:
-        LoadTestError: there is no `tokenizer.json` in it, or the package is missing.
+        LoadTestError: it has no `tokenizer.json`, or the package tokenizers is missing.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise LoadTestError("--prompt text needs the package tokenizers: pip install tokenizers") from None
+        raise LoadTestError("tokenizers not found; --prompt text needs it: pip install tokenizers") from None
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise LoadTestError(f"{path}: no such file; --tokenizer takes a checkpoint folder with a tokenizer.json")
+        raise LoadTestError(f"{path}: no such file; --tokenizer must be a checkpoint folder with a tokenizer.json")
     return Tokenizer.from_file(str(path))

@@ -1,8 +1,8 @@
-"""Locust's entry point for scenarios with a ramp, such as month-end: use it instead of `locustfile.py`.
+"""Locust's entry point for scenarios with a ramp, such as month-end; replaces `locustfile.py`.
 
     locust -f loadtest/rampfile.py GrpcUser --host 127.0.0.1:8001 --model demo --scenario month-end --context 2048
 
-`--users` is the peak; without it the scenario's.
+`--users` is the peak, by default the scenario's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["GrpcUser", "MonthEnd", "SseUser"]
 
 
 class MonthEnd(LoadTestShape):
-    """Users up, a peak, users down, then the end."""
+    """Ramps the users up, holds the peak, ramps them down and ends."""
 
     use_common_options = True
 

@@ -1,4 +1,4 @@
-"""`report.html` from `report.json`: one file, no script, nothing fetched; the ratio table comes first."""
+"""Renders `report.html` from `report.json`: one file without scripts or external resources, ratios first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NAMES = {"inflight": "Inflight", "baseline": "Baseline"}
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of a report; `data` is what `report.json` holds."""
+    """The page of a report; `data` is the content of `report.json`."""
     scenario = data["scenario"]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -51,10 +51,10 @@ def render(data: dict[str, Any]) -> str:
         f"<title>Inflight load test: {escape(scenario['name'])}</title><style>{_PAGE_CSS}{CSS}</style></head><body>",
         f"<h1>Load test: {escape(scenario['name'])}</h1>",
         f"<p>{escape(scenario['about'])}. One server, one checkpoint ({escape(data['checkpoint'])}), the same requests "
-        "to <span class='inflight'>Inflight</span> and to the <span class='baseline'>baseline</span>: Triton's dynamic "
-        "batcher (preferred batch 8, 100&nbsp;ms queue delay) in front of a padded <code>generate()</code>.</p>",
+        "to <span class='inflight'>Inflight</span> and the <span class='baseline'>baseline</span>: Triton's dynamic "
+        "batcher (preferred batch size 8, 100&nbsp;ms queue delay) in front of a padded <code>generate()</code>.</p>",
         f"<p class='soft'>{escape(data['machine'])} · {escape(data['date'])} · {escape(data['load'])} · "
-        f"{data['rounds']} rounds, in turn</p>",
+        f"{data['rounds']} alternating rounds</p>",
         _ratios(data),
         *(f"<p>{escape(note)}</p>" for note in data["notes"]),
         "<h2>Latency by prompt class</h2>",
@@ -66,7 +66,7 @@ def render(data: dict[str, Any]) -> str:
         f"<p class='soft'>{escape(data['timeline_of'])}</p>",
         _charts(_timelines(data)),
         _sweep(data),
-        "<h2>How it was run</h2>",
+        "<h2>How to reproduce this run</h2>",
         _how(data),
         "</body></html>",
     ]
@@ -137,10 +137,10 @@ def _percentile_cells(values: dict[str, float] | None) -> list[str]:
 def _notes_on_latency(data: dict[str, Any]) -> str:
     slo = data["slo"]
     return (
-        "<p class='soft'>A locked batch cannot stream: the baseline's first text is its whole answer, and it has no "
-        "inter-token latency. Inter-token latency is the gap between two responses with text, as the client saw it. "
-        f"Goodput counts requests whose first text came within {slo['ttft']:g} s and whose further tokens took at most "
-        f"{slo['tpot'] * 1e3:g} ms each on average.</p>"
+        "<p class='soft'>A locked batch cannot stream: the baseline's first text is its complete answer, so it has no "
+        "inter-token latency. Inter-token latency is the gap between two responses with text, as seen by the client. "
+        f"Goodput counts requests with the first text within {slo['ttft']:g} s and at most "
+        f"{slo['tpot'] * 1e3:g} ms per further token on average.</p>"
     )
 
 
@@ -152,7 +152,7 @@ def _distributions(data: dict[str, Any]) -> Iterable[str]:
     for metric, name in _METRICS:
         series = _pair(data, lambda d, model, metric=metric: d["models"][model]["cdf"][metric])
         what = "gaps" if metric == "itl" else "requests"
-        title, y_label = f"{name[0].upper()}{name[1:]}", f"share of {what} up to then"
+        title, y_label = f"{name[0].upper()}{name[1:]}", f"cumulative share of {what}"
         yield chart(title, series, "seconds (log)", y_label, log_x=True, y_max=1.0, percent=True)
 
 
@@ -161,13 +161,13 @@ def _timelines(data: dict[str, Any]) -> Iterable[str]:
         return lambda d, model: d["timeline"][model][key]
 
     yield chart(
-        "Latency of each request, by when it was sent", _pair(data, of("latency"), "dots"), "seconds", "seconds"
+        "Latency of each request, by the time it was sent", _pair(data, of("latency"), "dots"), "seconds", "seconds"
     )
-    yield chart("Requests that have no text yet", _pair(data, of("textless")), "seconds", "requests")
+    yield chart("Requests still waiting for text", _pair(data, of("textless")), "seconds", "requests")
     yield chart("Tokens delivered per second", _pair(data, of("tokens")), "seconds", "tokens/s")
-    yield chart("Queue depth, as the server's metrics have it", _pair(data, of("queue")), "seconds", "requests")
+    yield chart("Queue depth, from the server's metrics", _pair(data, of("queue")), "seconds", "requests")
     yield chart(
-        "Cores that the server kept busy", _pair(data, of("server_cores")), "seconds", "share", y_max=1.0, percent=True
+        "CPU cores busy in the server", _pair(data, of("server_cores")), "seconds", "share", y_max=1.0, percent=True
     )
     kv = [Series("Inflight", data["timeline"]["inflight"]["kv"], "inflight")]
     yield chart("KV blocks in use", kv, "seconds", "share of the pool", percent=True)
@@ -184,13 +184,13 @@ def _sweep(data: dict[str, Any]) -> str:
 
     knees = [(at, f"knee {at:.0f}", model) for model, at in data["knee"].items() if at is not None]
     text = "; ".join(
-        f"{_NAMES[model]} followed the offered load "
-        + (f"up to about {at:.0f} tokens/s" if at is not None else "as far as the sweep went")
+        f"{_NAMES[model]} kept up with the offered load "
+        + (f"to about {at:.0f} tokens/s" if at is not None else "throughout the sweep")
         for model, at in data["knee"].items()
     )
     figures = [
         chart(
-            "Delivered against offered load", _pair(data, of("delivered"), "both"), "offered, output tokens/s",
+            "Delivered and offered load", _pair(data, of("delivered"), "both"), "offered, output tokens/s",
             "delivered, tokens/s", marks=knees, diagonal=True,
         ),
         chart("p95 time to first text", _pair(data, of("ttft_p95"), "both"), "offered, output tokens/s", "seconds"),
@@ -200,11 +200,11 @@ def _sweep(data: dict[str, Any]) -> str:
         ),
     ]  # fmt: skip
     return (
-        f"<h2>Throughput against offered load</h2><p>{escape(text)}.</p>"
-        f"<p class='soft'>Open loop, {escape(data['sweep_process'])} arrivals. Delivered is tokens over the time from "
-        "the start to the last token, so below the knee it stays a little under what was offered: the last requests "
-        "still run when no more arrive. The knee is where the line through the lowest point meets the most that was "
-        "delivered.</p>"
+        f"<h2>Throughput by offered load</h2><p>{escape(text)}.</p>"
+        f"<p class='soft'>Open loop, {escape(data['sweep_process'])} arrivals. The delivered load is all tokens over "
+        "the time from the start to the last token; below the knee it is slightly lower than the offered load, since "
+        "the last requests still run when no more arrive. The knee is where the line through the lowest point reaches "
+        "the highest delivered load.</p>"
     ) + _charts(figures, "three")
 
 
@@ -221,10 +221,10 @@ def _how(data: dict[str, Any]) -> str:
         for row in data["runs"]
     )
     return (
-        f"<pre>{escape(data['command'])}</pre><p class='soft'>{escape(versions)}. Options of the model: "
+        f"<pre>{escape(data['command'])}</pre><p class='soft'>{escape(versions)}. Model options: "
         f"<code>{escape(data['options'])}</code>. {escape(data['threads'])}</p>"
         f"<p class='soft'>{escape(data['throughput_means'])}</p>"
         "<div class='scroll'><table><thead><tr><th>round</th><th></th><th>requests</th><th>lost</th><th>tokens</th>"
-        "<th>until the last token</th><th>tokens/s</th><th>cores of the load generator</th></tr></thead>"
+        "<th>time to last token</th><th>tokens/s</th><th>cores used by the load generator</th></tr></thead>"
         f"<tbody>{rounds}</tbody></table></div>"
     )

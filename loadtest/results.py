@@ -1,4 +1,4 @@
-"""`report.json` from the phases of a run: everything that the page shows, and nothing that it has to compute."""
+"""Builds `report.json` from the phases of a run: all that the page shows, so that it computes nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from inflight_tools.workload.scenarios import Scenario
-from loadtest.analysis import SLO, Phase, knee, summary, values_of
+from inflight_tools.workload.slo import SLO
+from loadtest.analysis import Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
 
 __all__ = ["build", "write"]
 
-_MOST_POINTS = 600  # of a scatter plot
+_MAX_POINTS = 600  # of a scatter plot
 _BINS = 40  # of tokens over time
 _PACKAGES = ("inflight", "torch", "transformers", "tritonclient", "locust", "nvidia-pytriton")
 _MODULES = {"nvidia-pytriton": "pytriton"}
-# What Inflight is held to on CPU cores: tokens/s at saturation, and p95 time to first text at 40 users.
+# Required ratios on CPU cores: tokens/s at saturation, and p95 time to first text at 40 users.
 _TARGETS = {"lognormal": {"tokens_per_second": 3.1}, "month-end": {"ttft_p95": 6.0}}
 
 
@@ -31,8 +32,8 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     """The report of a run as plain values.
 
     Args:
-        command: what repeats the run.
-        notes: sentences for the page, below the ratio table.
+        command: repeats the run.
+        notes: sentences below the ratio table.
     """
     plan, source = results.plan, results.source
     ours, theirs = plan.models
@@ -41,7 +42,7 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
     cores = len(os.sched_getaffinity(0))
     last = {name: results.rounds[model][-1] for name, model in names.items()}
-    # A step's offered load is what its few requests happened to ask for, so the steps may change places.
+    # The offered load of a step depends on its few requests, so steps may change places.
     sweep = {
         name: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[model]), key=lambda p: p["offered"])
         for name, model in names.items()
@@ -72,7 +73,7 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
             for name, model in names.items()
         ],
         "timeline": {name: _timeline(phase, cores) for name, phase in last.items()},
-        "timeline_of": f"The last round of {len(results.rounds[ours])}, each model from the start of its load.",
+        "timeline_of": f"Round {len(results.rounds[ours])}, each model from the start of its load.",
         "sweep": sweep if sweep["inflight"] else None,
         "sweep_process": sweep_process(plan.load),
         "knee": {name: knee(points) for name, points in sweep.items()},
@@ -80,23 +81,23 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
 
 
 _THREADS = (
-    "Threads of both models yield while they wait (OMP_WAIT_POLICY=PASSIVE): the load generator shares their cores."
+    "Waiting threads of both models yield (OMP_WAIT_POLICY=PASSIVE), since the load generator shares their cores."
 )
 _THROUGHPUT = {
-    True: "tokens/s: while every user had a request open, from the start to the last token that came before the last "
-    "request was sent; the median of the rounds. Percentiles are over all requests of all rounds.",
-    False: "tokens/s: all tokens over the time from the start to the last one; the median of the rounds. Percentiles "
-    "are over all requests of all rounds.",
+    True: "tokens/s covers the time in which every user had a request open, from the start to the last token that "
+    "arrived before the last request was sent; median of the rounds. Percentiles are over all requests of all rounds.",
+    False: "tokens/s covers the time from the start to the last token; median of the rounds. Percentiles are over all "
+    "requests of all rounds.",
 }
 
 
 def _load_text(results: Results) -> str:
     plan, source, process = results.plan, results.source, results.plan.load.process()
-    count = f"{len(results.rounds[plan.models[0]][0].rows)} requests a round"
+    count = f"{len(results.rounds[plan.models[0]][0].rows)} requests per round"
     if process == "closed":
         users = plan.users or getattr(source, "users", 40)
         ramp = getattr(source, "ramp", ())
-        return f"{users} users at the peak of a ramp of {sum(ramp):g} s" if ramp else f"{users} users at once, {count}"
+        return f"{users} users at the peak of a ramp of {sum(ramp):g} s" if ramp else f"{users} users, {count}"
     return f"open loop, {process} arrivals, {count}"
 
 
@@ -140,14 +141,14 @@ def _ratios(models: dict[str, Any], targets: dict[str, float]) -> list[dict[str,
 
 
 def _remarks(models: dict[str, Any], cores: int) -> list[str]:
-    """What a reader should know before believing the table."""
+    """What a reader should know to judge the table."""
     remarks = []
     for name, model in models.items():
         who = "Inflight" if name == "inflight" else "The baseline"
         if model["server_cores"] is not None:
             text = f"{who} kept {model['server_cores'] / cores * 100:.0f}% of the {cores} cores busy"
             if model["client_cores"] is not None:
-                text += f", and the load generator beside it {model['client_cores'] / cores * 100:.0f}%"
+                text += f", the load generator beside it {model['client_cores'] / cores * 100:.0f}%"
             if model["gpu"] is not None:
                 text += f"; the GPU was busy {model['gpu'] * 100:.0f}% of the time"
             remarks.append(text + ".")
@@ -157,7 +158,7 @@ def _remarks(models: dict[str, Any], cores: int) -> list[str]:
 
 
 def _sweep_point(phase: Phase, slo: SLO) -> dict[str, float]:
-    """Loads in output tokens per second."""
+    """A point of the sweep; loads in output tokens per second."""
     ttft = sorted(values_of(phase.done, "ttft")) or [0.0]
     return {
         "offered": phase.offered_tokens_per_second,
@@ -182,7 +183,7 @@ def _run_row(number: int, name: str, phase: Phase, constant: bool) -> dict[str, 
 
 
 def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
-    stride = -(-len(phase.rows) // _MOST_POINTS) or 1
+    stride = -(-len(phase.rows) // _MAX_POINTS) or 1
     rows = sorted(phase.done, key=lambda row: row["start"])[::stride]
     width = max(0.5, round(phase.seconds / _BINS, 1))
     bins = [0] * (int(phase.seconds / width) + 1)
@@ -205,7 +206,7 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
         "latency": [(row["start"], row["latency"]) for row in rows],
         "textless": _textless(phase),
         "tokens": [(round((slot + 0.5) * width, 3), count / width) for slot, count in enumerate(bins)],
-        # Inflight takes requests out of Triton's queue at once: what waits, waits in its scheduler.
+        # Inflight takes requests out of Triton's queue at once; they wait in its scheduler.
         "queue": of(lambda sample: sample.get("waiting", sample.get("pending"))),
         "server_cores": of(lambda sample: sample["server_cores"] / cores if "server_cores" in sample else None),
         "kv": of(kv),
@@ -214,7 +215,7 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def _textless(phase: Phase) -> list[tuple[float, int]]:
-    """Over time, how many requests were sent and had no text yet."""
+    """Over time, the number of requests that were sent and had no text yet."""
     sent = np.array([row["start"] for row in phase.rows])
     waits = [row["arrivals"][0][0] if row["arrivals"] else row["latency"] for row in phase.rows]
     times = np.linspace(0, phase.seconds, 200)

@@ -1,4 +1,4 @@
-"""A measured run: both models on one server, round by round in turn, then a sweep of the offered load."""
+"""A measured run: both models on one server in alternating rounds, then a sweep of the offered load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.workload.scenarios import Scenario
-from loadtest.analysis import SLO, Phase, read_phase
+from inflight_tools.workload.slo import SLO
+from loadtest.analysis import Phase, read_phase
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.monitor import Monitor, scrape
@@ -26,10 +27,10 @@ from loadtest.server import BASELINE, INFLIGHT, Endpoints, checkpoint_folder, mo
 __all__ = ["Plan", "Results", "run", "sweep_process"]
 
 _HERE = Path(__file__).parent
-_SEED_STEP = 1000  # between rounds: no round may find the prompts of another in a cache
+_SEED_STEP = 1000  # between rounds, so that no round finds the prompts of another in a cache
 _IDLE_SECONDS = 120.0
-_SWEEP_REQUESTS = 8  # of a step at the least
-_SWEEP_SHARE = 0.35  # of the budget, kept for the sweep
+_MIN_SWEEP_REQUESTS = 8  # per step
+_SWEEP_SHARE = 0.35  # of the budget, reserved for the sweep
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,16 @@ class Plan:
         load: the requests of a round; each round draws its own from `load.seed`.
         models: names on the server, Inflight's first.
         protocol: "grpc" or "http".
-        users: of a closed loop; 0 takes the scenario's.
-        rounds: how often each model gets its turn.
-        sweep: offered loads as shares of each model's own measured throughput; empty for none.
-        sweep_seconds: how long requests arrive in one step of the sweep.
+        users: of a closed loop; 0 uses the scenario's number.
+        rounds: rounds of each model.
+        sweep: offered loads as shares of each model's measured throughput; empty for no sweep.
+        sweep_seconds: seconds of arrivals per step of the sweep.
         checkpoint: see `server.checkpoint_folder`.
         options: further keys of Inflight's `model.json`.
-        endpoints: a server that runs already; None starts one.
-        budget: seconds for everything; rounds after the first and steps of the sweep that would not fit
+        endpoints: a running server; None starts one.
+        budget: seconds for the whole run; rounds after the first and steps of the sweep that do not fit
             are left out.
-        output: folder of the records, logs and the report.
+        output: folder of records, logs and report.
     """
 
     load: LoadOptions
@@ -69,7 +70,7 @@ class Plan:
 
 @dataclass
 class Results:
-    """Phases by model; `sweep` in the order they ran."""
+    """Phases by model; those of `sweep` in the order in which they ran."""
 
     plan: Plan
     source: Any
@@ -81,7 +82,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
     """Run the plan; records and logs stay in `plan.output`.
 
     Raises:
-        LoadTestError: nothing was run: wrong options, no server, no model, a scenario that does not fit.
+        LoadTestError: wrong options, no server, no model, or a scenario that does not fit; nothing was run.
         LauncherError: the server could not be started.
     """
     begun = time.monotonic()
@@ -89,7 +90,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
     plan.load.process()
     if plan.endpoints is None and source.longest > (context := _context(plan)):
         raise LoadTestError(
-            f"{source.name} has requests of {source.longest} tokens and the model takes {context}: scale it with "
+            f"{source.name} has requests of {source.longest} tokens, but the model takes {context}; scale it with "
             f"--context {context}, or choose another scenario or checkpoint"
         )
     with _server(plan, say) as (endpoints, load, server):
@@ -113,7 +114,7 @@ def _address(plan: Plan, endpoints: Endpoints) -> str:
 
 @contextmanager
 def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints, LoadOptions, TritonServer | None]]:
-    """The server to use, the load with what the checkpoint says about prompts, the server where it is ours."""
+    """The addresses, the load with the checkpoint's tokenizer, and the server if we started it."""
     if plan.endpoints is not None:
         plan.output.mkdir(parents=True, exist_ok=True)
         yield plan.endpoints, plan.load, None
@@ -124,7 +125,7 @@ def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints,
     with TemporaryDirectory(prefix="inflight-loadtest-") as temporary:
         write_repository(Path(temporary), folder, plan.options)
         say(f"starting a server with both models ({folder.name})")
-        # The load generator shares the cores: threads that spin while they wait would hold it up, and each other.
+        # The load generator shares the cores; threads that spin while waiting would delay it and each other.
         env = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         log = plan.output / "server.log"
         with TritonServer(temporary, exit_timeout=5, env=env, log_file=log) as server:
@@ -142,12 +143,12 @@ class _Bench:
         self._ramp = isinstance(self._source, Scenario) and bool(self._source.ramp)
 
     def rounds(self, results: Results, deadline: float) -> None:
-        """Every model in turn, round by round; a round that would end after `deadline` is left out."""
+        """Alternate between the models; a round that would end after `deadline` is left out."""
         took = 0.0
         for number in range(self._plan.rounds):
             start = time.monotonic()
             if start + took > deadline:
-                self._say(f"time is up: {number} of {self._plan.rounds} rounds (--budget)")
+                self._say(f"budget spent after {number} of {self._plan.rounds} rounds (--budget)")
                 return
             for model in self._plan.models:
                 results.rounds[model].append(self._round(model, number))
@@ -162,12 +163,12 @@ class _Bench:
         return phase
 
     def sweep(self, results: Results, deadline: float) -> None:
-        """Offer shares of each model's own throughput, so that both are seen below and above their knee."""
+        """Offer shares of each model's throughput, so that both are measured below and above their knee."""
         took = 0.0
         for step, share in enumerate(self._plan.sweep):
             start = time.monotonic()
             if start + took > deadline:
-                self._say(f"time is up: {step} of {len(self._plan.sweep)} steps of the sweep (--budget)")
+                self._say(f"budget spent after {step} of {len(self._plan.sweep)} steps of the sweep (--budget)")
                 return
             for model in self._plan.models:
                 rate = share * _requests_per_second(results.rounds[model])
@@ -175,7 +176,7 @@ class _Bench:
                     self._plan.load,
                     arrivals=sweep_process(self._plan.load),
                     rate=rate,
-                    requests=max(_SWEEP_REQUESTS, round(rate * self._plan.sweep_seconds)),
+                    requests=max(_MIN_SWEEP_REQUESTS, round(rate * self._plan.sweep_seconds)),
                     seed=self._plan.load.seed + 500_000 + _SEED_STEP * step,
                 )
                 phase = self._run(model, load, f"sweep {share:4.2f} of capacity", f"{model}-sweep{step + 1}")
@@ -206,7 +207,7 @@ class _Bench:
         return read_phase(record, model, expected=expected, samples=monitor.samples, label=label)
 
     def _wait(self, process: subprocess.Popen[bytes], what: str) -> int:
-        """Exit status of the load; a server of ours that dies under it ends the run."""
+        """Exit status of the load; raises if the server that we started dies under it."""
         while process.poll() is None:
             if self._server is not None and not self._server.is_running():
                 log = self._plan.output / "server.log"
@@ -229,7 +230,7 @@ class _Bench:
         ]  # fmt: skip
 
     def _wait_until_idle(self, model: str) -> None:
-        """The next load must not find the work of this one."""
+        """Wait until nothing of this load is left for the next one."""
         deadline = time.monotonic() + _IDLE_SECONDS
         while time.monotonic() < deadline:
             now = scrape(self._endpoints.metrics, model)
@@ -239,7 +240,7 @@ class _Bench:
 
 
 def _requests_per_second(phases: list[Phase]) -> float:
-    """What the rounds say that the model can take."""
+    """Throughput of the rounds in requests per second."""
     done = [row for phase in phases for row in phase.done]
     mean_tokens = sum(row["output_tokens"] for row in done) / max(1, len(done))
     return sum(phase.saturated_tokens_per_second for phase in phases) / len(phases) / max(1.0, mean_tokens)

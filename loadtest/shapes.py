@@ -1,4 +1,4 @@
-"""How many users a ramp has at a time."""
+"""The number of users of a ramp over time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["ramp_users"]
 
 
 def ramp_users(seconds: float, peak: int, ramp: tuple[float, float, float]) -> int | None:
-    """Users `seconds` after the start: linearly up, `peak`, linearly down to one; None at the end.
+    """Users at `seconds` after the start: linearly up, `peak`, linearly down to one; None at the end.
 
     Args:
-        ramp: seconds of the way up, of the peak and of the way down.
+        ramp: seconds of the rise, the peak and the fall.
     """
     up, top, down = ramp
     if seconds < up:

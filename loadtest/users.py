@@ -1,8 +1,8 @@
-"""Locust users and what they share: where requests come from, and what is told to Locust.
+"""Locust users and what they share: the source of requests, and the reports to Locust.
 
-Of every request Locust's statistics get, by prompt class: its latency (type `grpc` or `sse`; its size is
+Locust's statistics have, by prompt class, the latency of each request (type `grpc` or `sse`; its size is
 the number of output tokens), `TTFT`, `TPOT`, and each gap between responses as `ITL`.  An error counts once,
-under the request's own type.
+under the request's type.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import Client, Exchange
+from loadtest.clients import Exchange, LoadClient
 from loadtest.options import LoadOptions
 
-__all__ = ["GrpcUser", "Load", "SseUser", "StreamingUser"]
+__all__ = ["GrpcUser", "RequestFeed", "SseUser", "StreamingUser"]
 
-_PREPARED = 512  # prompts made before the load starts; more are made on the way
+_PREPARED = 512  # prompts generated before the load starts; the rest are generated on demand
 _IDLE_SECONDS = 0.2
 
 
-class Load:
-    """The requests of a run, handed out one by one, and its record.
+class RequestFeed:
+    """Hands out the requests of a run one by one and writes its record.
 
     Args:
-        record: JSON lines file: when the load began, then one object per request; None for none.
+        record: JSON lines file with the start of the load and one object per request; None for no record.
     """
 
     def __init__(self, options: LoadOptions, environment: Environment, record: Path | None) -> None:
@@ -45,27 +45,27 @@ class Load:
         self.begun = time.time()
 
     def start(self) -> None:
-        """Begin at the first request; called when Locust starts a test, again when it starts another."""
+        """Start over at the first request; Locust calls it for every test that it starts."""
         self._jobs = self.options.jobs()
-        # Making a prompt takes time that no other user's clock should see.
+        # Generating a prompt during the load would delay other users.
         ahead = [job for job, _ in zip(self._jobs, range(_PREPARED))]
         self._ready = [(job, self._prompts.make(job)) for job in reversed(ahead)]
         self._open, self._sent, self._ended, self.begun = 0, 0, False, time.time()
         self._write({"begun": self.begun})
 
     def close(self) -> None:
-        """Say how many requests were sent: those without a row of their own never ended."""
+        """Record how many requests were sent; those without a row never ended."""
         self._write({"sent": self._sent})
 
     def take(self) -> tuple[Job, list[int] | str] | None:
-        """The next request; None when there are no more."""
+        """The next request and its prompt; None if there are no more."""
         if self._ready:
             return self._ready.pop()
         job = next(self._jobs, None)
         return None if job is None else (job, self._prompts.make(job))
 
     def run(self, user: StreamingUser, job: Job, prompt: list[int] | str) -> None:
-        """Send one request and tell Locust and the record what came of it."""
+        """Send a request and report its outcome to Locust and to the record."""
         self._open += 1
         self._sent += 1
         try:
@@ -88,15 +88,15 @@ class Load:
         )
 
     def wait_for_end(self) -> None:
-        """Nothing is left to take: end the test when the last open request has ended."""
+        """Called when no request is left: ends the test once the last open request has ended."""
         while self._open and not self._ended:
             gevent.sleep(_IDLE_SECONDS)
         runner = self.environment.runner
         if not self._ended and runner is not None:
             self._ended = True
-            # Streams are still being closed, and Locust's CSV writer does not write at the end.
+            # Streams are still closing, and Locust's CSV writer does not flush at the end.
             gevent.sleep(1.5 * CSV_STATS_INTERVAL_SEC)
-            # From a greenlet of its own: ending the test ends the user that noticed.
+            # In a greenlet of its own, since ending the test ends the user that called this.
             gevent.spawn(runner.stop if self.environment.web_ui else runner.quit)
         gevent.sleep(_IDLE_SECONDS)
 
@@ -126,28 +126,28 @@ class Load:
 
 
 class StreamingUser(User):
-    """A user of a closed loop sends a request when the one before has ended; of an open loop, when it is due."""
+    """In a closed loop a user sends a request when its last one has ended; in an open loop, when it is due."""
 
     abstract = True
     protocol: ClassVar[str]
     request_type: ClassVar[str]
-    load: ClassVar[Load]
-    # One for all users: each gRPC channel keeps one of gevent's ten native threads busy while it waits, so
-    # that with a channel per user the eleventh would wait for the others.
-    triton: ClassVar[Client]
+    feed: ClassVar[RequestFeed]
+    # Shared by all users: a waiting gRPC channel occupies one of gevent's ten native threads, so with a
+    # channel per user the eleventh would wait for the others.
+    triton: ClassVar[LoadClient]
 
     @task
     def request(self) -> None:
-        taken = self.load.take()
+        taken = self.feed.take()
         if taken is None:
-            self.load.wait_for_end()
+            self.feed.wait_for_end()
             return
         job, prompt = taken
         if job.due is None:
-            self.load.run(self, job, prompt)
+            self.feed.run(self, job, prompt)
         else:
-            gevent.sleep(max(0.0, self.load.begun + job.due - time.time()))
-            gevent.spawn(self.load.run, self, job, prompt)
+            gevent.sleep(max(0.0, self.feed.begun + job.due - time.time()))
+            gevent.spawn(self.feed.run, self, job, prompt)
 
 
 class GrpcUser(StreamingUser):

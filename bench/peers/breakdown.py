@@ -1,7 +1,8 @@
-"""Where the time of Inflight's steps goes, of decoders that run as one native call.
+"""Where the time of Inflight's steps goes, for decoders that run as one native call.
 
-The call is timed in a first pass over the requests. In a second one each step's products and attention are run again
-alone, at its shapes and over its KV pool, right after the call; what they take of it there is taken for their share.
+A first pass over the requests times the call. In a second pass the products and the attention of each step run again on
+their own, with the same shapes and KV pool, right after the call; their share of its time is taken as their share of
+the first pass.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class TimedDecoder:
-    """Stands for the decoder that it times.
+    """Wraps a decoder and times it.
 
     Attributes:
         seconds: of all calls so far.
-        pieces: seconds of the products and of the attention of those calls run alone; only with `takes_apart`.
+        pieces: seconds of the products and the attention of those calls on their own; only with `takes_apart`.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -48,7 +49,7 @@ class TimedDecoder:
         return result
 
     def _multiply(self, tokens: int, kept: int) -> None:
-        """All products of a step; behind the last attention only the kept tokens go on."""
+        """All products of a step; after the last attention only the kept tokens are computed."""
         layers = self.decoder.tables.layers
         for index, layer in enumerate(layers):
             self._linear(layer.qkv, tokens)
@@ -75,7 +76,7 @@ def _seconds(function: Callable[[], None]) -> float:
 
 
 def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Seconds of the steps by kind of work; `work` makes them once and returns the seconds of their parts
+    """Seconds of the steps by kind of work; `work` runs them once and returns the seconds of their parts
     (schedule, forward, sample, update)."""
     if not hasattr(runner.model, "tables"):
         return work()
@@ -86,7 +87,7 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
     timed.takes_apart = True
     work()
     shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}
-    scale = 1.0 / max(1.0, sum(shares.values()))  # alone they may take longer than together
+    scale = 1.0 / max(1.0, sum(shares.values()))  # on their own they may take longer than together
     kinds = {name: share * scale * seconds for name, share in shares.items()}
     kinds["norm, rotary, residual, barriers"] = seconds - sum(kinds.values())
     kinds["Python around the forward pass"] = max(0.0, parts.pop("forward") - seconds)

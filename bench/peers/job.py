@@ -1,12 +1,12 @@
-"""The job of one run, for the scripts beside this file, which `bench/cpu.py` starts with each engine's interpreter.
+"""The job of a run, for the scripts in this folder, which `bench/cpu.py` starts with each engine's interpreter.
 
     python run_NAME.py JOB.json
 
-The job says: `checkpoint` (a directory), `requests` ({id, prompt, out}), `warm_up` (the same), `weights` ("bf16" or
+The job has: `checkpoint` (a directory), `requests` ({id, prompt, out}), `warm_up` (the same), `weights` ("bf16" or
 "fp32"), `kv` ("bf16", "fp32" or "u8"), `threads`, `max_num_seqs`, `kv_gib`, `started` (seconds since the epoch when
-the process was spawned), `result` (the file to write), `options` (for this engine alone).
+the process was spawned), `result` (the file to write), `options` (for this engine only).
 
-Standard library only: no environment of a peer needs anything of ours.
+Only the standard library is used, so that a peer's environment needs nothing else (hence /proc and not psutil).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def write(result: dict[str, Any]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time so far of this process and the processes below it that live."""
+    """CPU time so far of this process and its living descendants."""
     parents, ticks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # the name before it may hold blanks
+            fields = stat.read_text().rpartition(")")[2].split()  # the name before it may contain spaces
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         pid = int(stat.parent.name)
         parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
     found = {os.getpid()}
@@ -48,7 +48,7 @@ def cpu_seconds() -> float:
 
 
 def peak_rss() -> int:
-    """Bytes: high-water mark of this process's resident memory (`ru_maxrss` would begin at that of its parent)."""
+    """Peak resident memory of this process in bytes (`ru_maxrss` would start at its parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
@@ -62,14 +62,14 @@ def run(
     """Load, warm up, time one `generate` over all requests, and write the result.
 
     Args:
-        packages: distributions whose versions belong to the record.
+        packages: distributions whose versions are recorded.
         load: job -> engine, ready for requests.
-        generate: engine, requests -> output token ids of each in the order of the requests, or their total where it
-            has compared that itself; greedy, end of sequence ignored, everything offered at once.
-        more: engine -> what else belongs to the result; called last.
+        generate: engine, requests -> output token ids in the order of the requests, or their total number if it has
+            checked the lengths itself; greedy, ignoring the end of sequence, all submitted at once.
+        more: engine -> further parts of the result; called last.
 
     Raises:
-        AssertionError: a request did not get exactly the tokens that it asked for.
+        AssertionError: a request did not get exactly the requested number of tokens.
     """
     task = read()
     engine = load(task)
@@ -79,14 +79,14 @@ def run(
     outputs = generate(engine, task["requests"])
     seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
     peak = peak_rss()
-    asked = [request["out"] for request in task["requests"]]
-    came = sum(asked) if outputs == sum(asked) else [len(output) for output in outputs]  # type: ignore[union-attr]
-    assert came in (asked, sum(asked)), f"asked for {asked} tokens, got {came}"
+    expected = [request["out"] for request in task["requests"]]
+    got = sum(expected) if outputs == sum(expected) else [len(output) for output in outputs]  # type: ignore[union-attr]
+    assert got in (expected, sum(expected)), f"expected {expected} tokens, got {got}"
     result = {
         "seconds": seconds,
         "cpu_seconds": busy,
-        "tokens": sum(asked),
-        "tokens_per_second": sum(asked) / seconds,
+        "tokens": sum(expected),
+        "tokens_per_second": sum(expected) / seconds,
         "ready_seconds": ready_seconds,
         "peak_rss": peak,
         "versions": {name: version(name) for name in packages},

@@ -1,4 +1,4 @@
-"""transformers' own continuous batching: `ContinuousBatchingManager`, which `generate_batch` runs on, too."""
+"""The continuous batching of transformers: `ContinuousBatchingManager`, which also underlies `generate_batch`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate(engine: tuple[PreTrainedModel, ContinuousBatchingConfig], requests:
         while len(outputs) < len(requests):
             result = manager.get_result(timeout=1)
             if result is None:
-                assert manager.is_running(), "the manager's thread has ended"
+                assert manager.is_running(), "the manager's thread ended"
             elif result.is_finished():
                 assert result.error is None, result.error
                 outputs[result.request_id] = list(result.generated_tokens)

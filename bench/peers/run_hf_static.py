@@ -1,4 +1,4 @@
-"""Hugging Face `generate()` in left-padded static batches of 8; only the tokens that a request asked for count."""
+"""Hugging Face `generate()` in left-padded static batches of 8; only requested tokens count."""
 
 from __future__ import annotations
 

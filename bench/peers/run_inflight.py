@@ -1,6 +1,6 @@
 """Inflight's EngineCore in-process, stepped in a loop: no text, no process boundary.
 
-With `profile` in the job the run is no race: the result says where the time of its steps goes (breakdown.py).
+With `profile` in the job, the run is not timed; its result is a breakdown of the steps' time (breakdown.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PARTS = ("schedule", "forward", "sample", "update")
 
 
 @dataclass
-class Engine:
-    """The core, how long its parts took to load, and how many steps came before the last `generate`."""
+class LoadedEngine:
+    """The core, how long its parts took to load, and the number of steps before the last `generate`."""
 
     core: EngineCore
     load_parts: dict[str, float]
@@ -50,8 +50,8 @@ def options(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load(task: dict[str, Any]) -> Engine:
-    # As the engine process does for itself, before torch is imported.
+def load(task: dict[str, Any]) -> LoadedEngine:
+    # As the engine process does before it imports torch.
     gc.disable()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(task["threads"])
@@ -66,10 +66,10 @@ def load(task: dict[str, Any]) -> Engine:
     core = EngineCore(config, make_runner(config))
     settle_garbage_collector()
     parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
-    return Engine(core, parts)
+    return LoadedEngine(core, parts)
 
 
-def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
+def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[int]]:
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
 
@@ -85,8 +85,8 @@ def generate(engine: Engine, requests: list[dict[str, Any]]) -> list[list[int]]:
     return outputs
 
 
-def steps(engine: Engine) -> dict[str, Any]:
-    """What each step computed, for the floor, and the time of its parts summed over the steps."""
+def steps(engine: LoadedEngine) -> dict[str, Any]:
+    """What each step computed, for the floor, and the time of the parts summed over the steps."""
     made = engine.steps
     return {
         "load_parts": engine.load_parts,

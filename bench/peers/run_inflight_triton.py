@@ -1,4 +1,4 @@
-"""Inflight behind a real tritonserver on 127.0.0.1, streamed over gRPC to a client in this process."""
+"""Inflight behind a real tritonserver on 127.0.0.1, which streams over gRPC to a client in this process."""
 
 from __future__ import annotations
 

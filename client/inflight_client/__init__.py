@@ -1,4 +1,4 @@
-"""Client of Inflight: streaming text generation over gRPC or HTTP, blocking or asyncio.
+"""Client for Inflight: streaming text generation over gRPC or HTTP, blocking or asyncio.
 
 from inflight_client import Client
 

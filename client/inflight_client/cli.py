@@ -1,4 +1,4 @@
-"""`inflight generate`.  Exit status: 0 done, 1 the server refused or failed, 2 no server or wrong usage."""
+"""`inflight generate`.  Exit status: 0 success, 1 the server refused or failed, 2 no server or wrong usage."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from inflight_client.client import Client
+from inflight_client.endpoint import find_endpoint
 from inflight_client.errors import InflightError, ServerUnreachableError
 
 __all__ = ["generate"]
 
-_INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
+_INTERRUPTED = 130  # the status shells report for a program ended by Ctrl-C
 
-_Prompt = Annotated[str, typer.Argument(help='Text to continue; "-" reads it from standard input.')]
-_Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they come, or all at the end.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object, with timings.")]
+_Prompt = Annotated[str, typer.Argument(help='Text to continue; "-" reads standard input.')]
+_Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is generated, or at the end.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result with its timings as a JSON object.")]
 
 
 def generate(
     prompt: _Prompt,
-    url: Annotated[str | None, typer.Option(help="host:port; Triton's port on 127.0.0.1 when not given.")] = None,
-    protocol: Annotated[str, typer.Option(help="grpc or http.")] = "grpc",
+    url: Annotated[
+        str | None, typer.Option(help="Triton's gRPC or HTTP address.", show_default="127.0.0.1:8001")
+    ] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="grpc or http.", show_default="the one that answers at --url")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model to ask.")] = "demo",
-    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens of this mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
-    n: Annotated[int | None, typer.Option("-n", "--n", help="Sequences to sample.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Make the output reproducible.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", help="Number of sequences to sample.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     stream: _Stream = True,
     json_: _Json = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
 ) -> None:
-    """Generate text from a prompt on a running server.  Ctrl-C cancels the request."""
+    """Generate text on a running server.  Ctrl-C cancels the request."""
     text = _standard_input() if prompt == "-" else prompt
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -50,10 +57,12 @@ def generate(
         "timeout": timeout,
     }
     options = {name: value for name, value in options.items() if value is not None}
-    options["one_response"] = not stream and not json_  # JSON shows timings, which a stream measures
+    options["one_response"] = not stream and not json_  # the timings in the JSON need a stream
     options |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     try:
-        with Client(url, protocol=protocol, model=model) as client:  # type: ignore[arg-type]
+        if url is not None and protocol is None:
+            protocol, url = find_endpoint(url)
+        with Client(url, protocol=protocol or "grpc", model=model) as client:  # type: ignore[arg-type]
             _show(client, options, live=stream, as_json=json_)
     except ValueError as error:
         _fail(str(error), 2)
@@ -62,7 +71,7 @@ def generate(
     except InflightError as error:
         _fail(error.message, 1)
     except BrokenPipeError:
-        raise  # who read the output has had enough of it
+        raise  # the reader of the output closed it
     except OSError as error:
         _fail(f"cannot write the output: {error.strerror}", 1)
     except KeyboardInterrupt:
@@ -77,7 +86,7 @@ def _standard_input() -> str:
 
 
 def _show(client: Client, options: dict[str, Any], live: bool, as_json: bool) -> None:
-    # Sequences of one request arrive interleaved: only a single one can be shown as it comes.
+    # The sequences of a request arrive interleaved, so only a single one can be shown live.
     live = live and not as_json and options.get("n", 1) == 1
     with client.stream(**options) as stream:
         try:

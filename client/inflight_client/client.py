@@ -1,4 +1,4 @@
-"""The two clients.  Their calls are the same; `AsyncClient`'s are awaited."""
+"""The two clients.  They have the same methods; those of `AsyncClient` are awaited."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _BaseClient:
         retries: RetryPolicy | None = None,
         **options: Unpack[ConnectionOptions],
     ) -> None:
-        """Nothing is sent before the first call.
+        """Connects on the first call.
 
         Args:
-            url: `host:port`; None takes 127.0.0.1 and Triton's port of the protocol.
+            url: `host:port`; None means 127.0.0.1 and Triton's default port for the protocol.
             protocol: "grpc" (port 8001) or "http" (port 8000).
-            model: model to ask when a call names none.
-            timeout: seconds a request may take when a call names none; None for no bound.
-            retries: what to do while the server is unavailable; None takes `RetryPolicy()`.
+            model: default model.
+            timeout: default limit for a request in seconds; None for no limit.
+            retries: what to do while the server is unavailable; None means `RetryPolicy()`.
             options: headers and TLS, see `ConnectionOptions`.
 
         Raises:
@@ -62,14 +62,14 @@ class _BaseClient:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError(f"this client of {self.connection.address} is closed: make a new one")
+            raise RuntimeError(f"the client for {self.connection.address} is closed; create a new one")
 
     def _request(self, prompt: str | None, messages: Any, input_ids: Any, options: Any) -> GenerationRequest:
         return GenerationRequest.build(prompt, messages, input_ids, options, model=self.model, timeout=self.timeout)
 
 
 def _pauses(timeout: float) -> Iterator[float]:
-    """Seconds between looks at a server that is starting, growing up to half a second."""
+    """Seconds between two checks of a server that is starting, growing to half a second."""
     deadline, pause = time.monotonic() + timeout, 0.05
     while (left := deadline - time.monotonic()) > 0:
         yield min(pause, left)
@@ -83,7 +83,7 @@ def _not_ready(timeout: float, reason: str) -> DeadlineExceededError:
 class Client(_BaseClient):
     """Blocking client: `with Client("host:8001", model="demo") as client: ...`.
 
-    Threads may share it; every request is independent of the others and is cancelled by itself.
+    Threads may share it; requests are independent of each other and are cancelled one by one.
     """
 
     def _connect(self) -> None:
@@ -107,13 +107,13 @@ class Client(_BaseClient):
 
         Args:
             prompt: text to continue.
-            messages: a chat, as {"role": ..., "content": ...}; the server renders it.
+            messages: a chat of {"role": ..., "content": ...}; the server applies the chat template.
             input_ids: token ids of the prompt.
             options: see `RequestOptions`.
 
         Raises:
-            ValueError, TypeError: see `GenerationRequest.build`.  What the server refuses is raised
-                by the iterator.
+            ValueError, TypeError: see `GenerationRequest.build`.  Errors of the server are raised by
+                the iterator.
         """
         return Stream(self._request(prompt, messages, input_ids, options), self.retries, self._transport.open)
 
@@ -125,10 +125,10 @@ class Client(_BaseClient):
         input_ids: InputIds | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
-        """The whole answer to a request; arguments as in `stream`.
+        """Send a request and wait for the complete answer; arguments as in `stream`.
 
         Raises:
-            InflightError: the request failed; what had arrived is in its `partial`.
+            InflightError: the request failed; `partial` has what arrived before.
         """
         stream = self.stream(prompt, messages=messages, input_ids=input_ids, **options)
         with stream:
@@ -137,21 +137,21 @@ class Client(_BaseClient):
         return stream.result()
 
     def health(self) -> bool:
-        """Whether a server answers and is alive."""
+        """Whether a server answers and is live."""
         try:
             return self._transport.server_live()
         except ServerUnreachableError:
             return False
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether a server answers and the model (None: the client's) takes requests."""
+        """Whether a server answers and the model (default: the client's) accepts requests."""
         return self._unready(model or self.model) is None
 
     def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """Block until `ready()`.
 
         Raises:
-            DeadlineExceededError: it was not within `timeout` seconds; the message says why.
+            DeadlineExceededError: not ready after `timeout` seconds; the message says why.
         """
         model, pauses = model or self.model, _pauses(timeout)
         while (reason := self._unready(model)) is not None:
@@ -167,15 +167,28 @@ class Client(_BaseClient):
             return error.message
 
     def metadata(self, model: str | None = None) -> dict[str, Any]:
-        """Name, versions, inputs and outputs of the model (None: the client's)."""
+        """Name, versions, inputs and outputs of the model (default: the client's)."""
         return self._transport.model_metadata(model or self.model)
 
     def server_metadata(self) -> dict[str, Any]:
         """Name, version and extensions of the server."""
         return self._transport.server_metadata()
 
+    def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
+        """Ask the model's engine for something other than text, such as `"step_trace"`.
+
+        Args:
+            name: value of the request parameter `control`, see docs/wire-contract.md.
+            model: None for the client's.
+            timeout: seconds to wait for the answer.
+
+        Raises:
+            InflightError: no server answers, or it refuses.
+        """
+        return self._transport.control(model or self.model, name, timeout)
+
     def close(self) -> None:
-        """End what still runs and close the connections; further calls raise RuntimeError."""
+        """Cancel open requests and close the connections; further calls raise RuntimeError."""
         if not self._closed:
             self._closed = True
             self._opened.close()
@@ -197,7 +210,7 @@ class AsyncClient(_BaseClient):
 
     @property
     def _transport(self) -> AsyncGrpcTransport | AsyncHttpTransport:
-        """Made at first use: a client may be constructed before its event loop runs."""
+        """Created on first use: a client may be constructed before its event loop runs."""
         self._check_open()
         if self._opened is None:
             grpc = self.connection.protocol == "grpc"
@@ -212,7 +225,7 @@ class AsyncClient(_BaseClient):
         input_ids: InputIds | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """As `Client.stream`; not awaited: `async for chunk in client.stream(...)`."""
+        """As `Client.stream`, but not awaited: `async for chunk in client.stream(...)`."""
         return AsyncStream(self._request(prompt, messages, input_ids, options), self.retries, self._transport.open)
 
     async def generate(
@@ -263,6 +276,10 @@ class AsyncClient(_BaseClient):
     async def server_metadata(self) -> dict[str, Any]:
         """As `Client.server_metadata`."""
         return await self._transport.server_metadata()
+
+    async def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
+        """As `Client.control`."""
+        return await self._transport.control(model or self.model, name, timeout)
 
     async def close(self) -> None:
         """As `Client.close`."""

@@ -1,4 +1,4 @@
-"""Where the server is and how to talk to it: address, headers, TLS."""
+"""How to connect to a server: address, headers, TLS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Connection", "ConnectionOptions", "Protocol"]
 Protocol = Literal["grpc", "http"]
 
 _DEFAULT_URLS: dict[str, str] = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
-# URL schemes people write in front of host:port, and what they say of TLS.
+# URL schemes in front of host:port, and whether they mean TLS.
 _SCHEMES: dict[str, dict[str, bool]] = {
     "grpc": {"grpc": False, "grpcs": True},
     "http": {"http": False, "https": True},
@@ -23,20 +23,20 @@ _INT32_MAX = 2**31 - 1
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """Keyword arguments of both clients, by `tritonclient`'s names.
+    """Keyword arguments of both clients, named as in `tritonclient`.
 
     For both protocols:
         headers: sent with every call (gRPC metadata or HTTP headers).
-        ssl: talk TLS; implied by `https://`, `grpcs://`, `creds` and `ssl_context`.
-        root_certificates: PEM file of the authorities to trust instead of the system's.
-        private_key, certificate_chain: PEM files of this client's own certificate.
-        connect_timeout: seconds for health and metadata calls, and for an HTTP connection.
+        ssl: use TLS; implied by `https://`, `grpcs://`, `creds` and `ssl_context`.
+        root_certificates: PEM file of authorities to trust instead of the system's.
+        private_key, certificate_chain: PEM files of the client certificate.
+        connect_timeout: seconds for health and metadata calls, and to establish an HTTP connection.
     For gRPC only:
-        creds: `grpc.ChannelCredentials` instead of the three files.
+        creds: `grpc.ChannelCredentials` in place of the three files.
         keepalive_options: `tritonclient.grpc.KeepAliveOptions`.
-        channel_args: complete channel arguments, instead of everything this client would set.
+        channel_args: complete channel arguments, in place of all that this client would set.
     For HTTP only:
-        ssl_context: `ssl.SSLContext` instead of the three files.
+        ssl_context: `ssl.SSLContext` in place of the three files.
     """
 
     headers: Mapping[str, str]
@@ -52,14 +52,14 @@ class ConnectionOptions(TypedDict, total=False):
 
 
 def _check_http_address(url: str | None, address: str) -> None:
-    """Raise ValueError unless it is `host[:port][/path]`; gRPC, which has more forms, says itself what is wrong."""
+    """Raise ValueError unless it is `host[:port][/path]`.  gRPC accepts more forms and reports errors itself."""
     try:
         parts = urlsplit(f"//{address}")
         wrong = None if parts.hostname and parts.port != 0 else "no host, or port 0"
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        raise ValueError(f"url={url!r}: {wrong}; allowed is host:port, such as 127.0.0.1:8000")
+        raise ValueError(f"url={url!r}: {wrong}; expected host:port, such as 127.0.0.1:8000")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Connection:
     """Checked connection options; attributes as in `ConnectionOptions`.
 
     Attributes:
-        address: `host:port`, for HTTP with an optional path behind it.
+        address: `host:port`; for HTTP optionally followed by a path.
     """
 
     protocol: Protocol
@@ -85,25 +85,25 @@ class Connection:
 
     @classmethod
     def build(cls, url: str | None, protocol: str, options: ConnectionOptions) -> Connection:
-        """From a client's arguments.
+        """Check a client's arguments.
 
         Raises:
-            ValueError: a protocol other than "grpc" and "http", a URL of the other protocol, or an
-                option that the protocol has no use for.
+            ValueError: a protocol other than "grpc" and "http", a URL with the other protocol's
+                scheme, or an option that only the other protocol has.
             TypeError: an unknown option.
         """
         if protocol not in _DEFAULT_URLS:
-            raise ValueError(f'protocol={protocol!r}: allowed is "grpc" or "http"')
+            raise ValueError(f'protocol={protocol!r}: must be "grpc" or "http"')
         for name in ("creds", "keepalive_options", "channel_args") if protocol == "http" else ("ssl_context",):
             if options.get(name) is not None:
-                raise ValueError(f'{name} has no meaning with protocol="{protocol}"')
+                raise ValueError(f'{name} is not an option of protocol="{protocol}"')
         scheme, found, address = (url or _DEFAULT_URLS[protocol]).partition("://")
         if not found:
             scheme, address = "", scheme
         schemes = _SCHEMES[protocol]
         if scheme and scheme not in schemes:
             allowed = " or ".join(f"{name}://" for name in schemes)
-            raise ValueError(f"url={url!r}: with protocol={protocol!r} allowed is host:port, or {allowed} before it")
+            raise ValueError(f"url={url!r}: with protocol={protocol!r} the scheme must be {allowed}, or left out")
         address = address.rstrip("/")
         if protocol == "http":
             _check_http_address(url, address)
@@ -113,7 +113,7 @@ class Connection:
 
     @property
     def is_loopback(self) -> bool:
-        """The server is this machine: the environment's proxies are not for it."""
+        """Whether the server is this machine, in which case the environment's proxies do not apply."""
         host = self.address.partition("/")[0].rpartition(":")[0].strip("[]")
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -123,11 +123,11 @@ class Connection:
     # -- gRPC -----------------------------------------------------------------------------
 
     def grpc_headers(self) -> dict[str, str]:
-        """Headers as gRPC metadata, whose keys are lower case."""
+        """Headers as gRPC metadata, whose keys must be lower case."""
         return {name.lower(): value for name, value in self.headers.items()}
 
     def grpc_client_options(self) -> dict[str, Any]:
-        """Keyword arguments of `tritonclient.grpc`'s `InferenceServerClient`."""
+        """Keyword arguments for the `InferenceServerClient` of `tritonclient.grpc`."""
         return {
             "url": self.address,
             "ssl": self.ssl,
@@ -139,10 +139,9 @@ class Connection:
         }
 
     def _channel_args(self) -> list[tuple[str, Any]]:
-        """tritonclient's own arguments, and three of ours.
-
-        gRPC would wait up to two minutes between connection attempts, far longer than a server
-        takes to restart; and it would share the TCP connection with every client of the process.
+        """tritonclient's arguments, plus three: by default gRPC waits up to two minutes between connection
+        attempts, far longer than a server takes to restart, and shares the TCP connection with every
+        client of the process.
         """
         args: list[tuple[str, Any]] = [
             ("grpc.max_send_message_length", _INT32_MAX),
@@ -171,7 +170,7 @@ class Connection:
         return f"{'https' if self.ssl else 'http'}://{self.address}"
 
     def tls_context(self) -> ssl_module.SSLContext:
-        """What HTTPS connections are made with."""
+        """The TLS context of HTTPS connections."""
         if self.ssl_context is not None:
             return self.ssl_context
         context = ssl_module.create_default_context(cafile=self.root_certificates)

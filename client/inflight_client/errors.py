@@ -1,9 +1,9 @@
-"""What a request can fail with, and how a server's words become one of these.
+"""The exceptions of a failed request, and how a server's message selects one of them.
 
-Triton drops the error code of a response on a gRPC stream and of every response but the first over
-HTTP: what is left is the message.  `triton_grpc_error: true` would bring gRPC codes, but with it
-tritonserver 24.10 loses responses that were queued before the error and can abort when several
-streams fail at once, so this client does not ask for it and reads the message (`code_of_message`).
+Triton drops the error code of every response on a gRPC stream, and over HTTP of every response but
+the first: only the message is left.  `triton_grpc_error: true` would bring gRPC codes, but with it
+tritonserver 24.10 loses responses queued before the error and can abort when several streams fail at
+once.  This client therefore reads the message instead (`code_of_message`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 
 
 class InflightError(Exception):
-    """A request that did not end well.
+    """A request failed.
 
     Attributes:
-        message: as the server said it.
+        message: the server's message.
         code: name of the gRPC status, such as "UNAVAILABLE".
-        request_id: which request; "" where there was none.
-        partial: what had arrived before the error; None when nothing had.
+        request_id: the failed request; "" if there was none.
+        partial: what arrived before the error; None if nothing did.
     """
 
     code = "UNKNOWN"
@@ -48,13 +48,13 @@ class InflightError(Exception):
 
 
 class InvalidRequestError(InflightError):
-    """The request itself is wrong: a value out of range, a prompt too long, no such model."""
+    """The request is invalid: a value out of range, a prompt that is too long, no such model."""
 
     code = "INVALID_ARGUMENT"
 
 
 class UnavailableError(InflightError):
-    """The server cannot take the request now: queue full, model loading, engine restarting."""
+    """The server cannot accept the request now: full queue, model loading, engine restarting."""
 
     code = "UNAVAILABLE"
 
@@ -64,7 +64,7 @@ class ServerUnreachableError(UnavailableError):
 
 
 class DeadlineExceededError(InflightError):
-    """The request's timeout ran out; what had arrived is in `partial`."""
+    """The request's timeout expired; `partial` has what arrived before."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -76,7 +76,7 @@ class RequestCancelledError(InflightError):
 
 
 class ServerError(InflightError):
-    """The server failed, or answered against the wire contract."""
+    """The server failed, or its answer violates the wire contract."""
 
     code = "INTERNAL"
 
@@ -90,7 +90,7 @@ _CLASSES: dict[str, type[InflightError]] = {
     "CANCELLED": RequestCancelledError,
 }
 
-# First match wins: "deadline exceeded" before "cancelled", which is the code Triton has for it.
+# The first match wins: "deadline exceeded" comes before "cancelled", Triton's code for it.
 _MESSAGES: tuple[tuple[str, str], ...] = (
     ("DEADLINE_EXCEEDED", r"deadline (was |has been )?exceeded|timed out|request timeout expired"),
     ("CANCELLED", r"\brequest (was|has been) cancell?ed\b"),
@@ -114,10 +114,10 @@ _PATTERNS = tuple((code, re.compile(pattern, re.IGNORECASE)) for code, pattern i
 
 
 def code_of_message(message: str, default: str = "UNKNOWN") -> str:
-    """The status a server's error message speaks of; `default` when it says nothing known."""
+    """The status that an error message of the server implies; `default` for an unknown message."""
     return next((code for code, pattern in _PATTERNS if pattern.search(message)), default)
 
 
 def error_for(code: str, message: str) -> InflightError:
-    """The exception of a status name; codes without a class of their own are `ServerError`."""
+    """The exception for a status name; `ServerError` for codes that have no class."""
     return _CLASSES.get(code, ServerError)(message, code=code)

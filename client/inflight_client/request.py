@@ -1,4 +1,4 @@
-"""A request before it is written to the wire."""
+"""A request, validated and not yet encoded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationRequest", "Message", "RequestOptions"]
 
-_LONGEST_TIMEOUT = 1e9  # seconds; in nanoseconds, as gRPC counts, ten times as many overflow
+_MAX_TIMEOUT = 1e9  # seconds; ten times as many would overflow gRPC's nanoseconds
 
 Message = Mapping[str, Any]
 
-# Sent as `sampling_parameters`: vLLM's names, checked by the server.
+# Sent as `sampling_parameters` under vLLM's names; the server validates them.
 _SAMPLING = {
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -31,20 +31,20 @@ _TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
 class RequestOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`, sampling parameters first.
 
-    What is not given is not sent: the server's defaults hold (`max_tokens` 16, temperature 1).
+    Options that are not given are not sent, so the server's defaults apply (`max_tokens` 16, temperature 1).
 
     Beyond sampling:
         extra_parameters: further sampling parameters of a newer server, by their wire names.
-        model: instead of the client's.
-        request_id: shown in the server's traces; made up when not given.
-        request_priority: smaller is sooner.
+        model: overrides the client's.
+        request_id: appears in the server's traces; generated if not given.
+        request_priority: lower values are served first.
         tenant: whom the request is accounted to.
-        cache_salt: keeps prefix-cache hits among requests with the same salt.
-        timeout: seconds.  The server ends the stream with a deadline error; retries stop, too.
-            `None` lifts the client's default.
-        one_response: ask for the whole output in one response: fewer messages, but no TTFT.
-        return_token_ids: False saves the bytes when only text is wanted.
-        return_cumulative_logprob: costs log probabilities for every token.
+        cache_salt: restricts prefix cache hits to requests with the same salt.
+        timeout: seconds, after which the server ends the stream with a deadline error and retries
+            stop.  None removes the client's default.
+        one_response: return the whole output in one response: fewer messages, but no TTFT.
+        return_token_ids: False saves bytes if only text is needed.
+        return_cumulative_logprob: makes the server compute log probabilities for every token.
     """
 
     max_tokens: int
@@ -81,12 +81,12 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is sent, with exactly one of `prompt`, `messages` and `input_ids`.
+    """A request with exactly one of `prompt`, `messages` and `input_ids`.
 
     Attributes:
         sampling: the JSON object of `sampling_parameters`.
-        timeout: seconds until the deadline, counted from the first try; None for none.
-        stream: a response per new text, else one at the end.
+        timeout: seconds until the deadline, counted from the first attempt; None for no deadline.
+        stream: whether text is sent as it is generated, rather than in one response at the end.
         Others: as in `RequestOptions`.
     """
 
@@ -106,10 +106,10 @@ class GenerationRequest:
 
     @property
     def n(self) -> int:
-        """Sequences asked for; 1 when the server will refuse what was given."""
+        """Number of requested sequences; 1 for a value that the server will reject."""
         n = next((self.sampling[name] for name in ("n", "num_return_sequences") if self.sampling.get(name)), 1)
         try:
-            return max(1, int(float(n)))  # the server takes 2.0 and "2", too
+            return max(1, int(float(n)))  # the server also accepts 2.0 and "2"
         except (TypeError, ValueError, OverflowError):
             return 1
 
@@ -124,12 +124,12 @@ class GenerationRequest:
         model: str,
         timeout: float | None,
     ) -> GenerationRequest:
-        """From the arguments of `generate`; `model` and `timeout` are the client's defaults.
+        """Validate the arguments of `generate`; `model` and `timeout` are the client's defaults.
 
         Raises:
-            TypeError: an unknown option (with the nearest known one), or a value of the wrong type.
-            ValueError: not exactly one prompt, a text that UTF-8 cannot write, a timeout that is not positive, or an
-                integer beyond its data type.
+            TypeError: an unknown option (the message suggests the closest one), or a value of the wrong type.
+            ValueError: not exactly one prompt, a string that cannot be encoded as UTF-8, a timeout that
+                is not positive, or an integer out of the range of its data type.
         """
         rest: dict[str, Any] = dict(options)
         given = [
@@ -138,13 +138,12 @@ class GenerationRequest:
             if value is not None
         ]
         if len(given) != 1:
-            came = " and ".join(given) or "none of them"
-            raise ValueError(f"give exactly one of prompt, messages and input_ids; {came} came")
+            raise ValueError(f"give exactly one of prompt, messages and input_ids, not {' and '.join(given) or 'none'}")
         sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
         sampling |= rest.pop("extra_parameters", {})
         timeout = rest.pop("timeout", timeout)
-        if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
-            raise ValueError(f"timeout={timeout!r}: allowed is a positive number of seconds to 1e9, or None")
+        if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
+            raise ValueError(f"timeout={timeout!r}: must be above 0 and at most 1e9 seconds, or None")
         for name, text in (("prompt", prompt), ("model", rest.get("model", model)), *rest.items()):
             if name in _TEXTS and text is not None:
                 _check_text(name, text)
@@ -160,7 +159,7 @@ class GenerationRequest:
                 hint = (
                     f"did you mean {near[0]!r}?"
                     if near
-                    else "sampling parameters by other names go in extra_parameters"
+                    else "sampling parameters with other names belong in extra_parameters"
                 )
                 raise TypeError(f"unknown option {name!r}; {hint}")
         return cls(
@@ -177,29 +176,28 @@ class GenerationRequest:
 
 
 def _check_text(name: str, text: Any) -> None:
-    """Lone surrogates come of bytes that were no UTF-8 where they were read."""
+    """Raise unless it is a string that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise TypeError(f"{name} is {type(text).__name__}: allowed is a text")
+        raise TypeError(f"{name} must be a string, not {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is not valid text: {text[error.start]!a} at {error.start} is half a character"
-        ) from None
+        # It was decoded from bytes that are not UTF-8.
+        raise ValueError(f"{name} contains an unpaired surrogate, {text[error.start]!a}, at {error.start}") from None
 
 
 def _check_messages(messages: Any) -> None:
     if isinstance(messages, (str, bytes)) or not all(isinstance(message, Mapping) for message in messages):
-        raise TypeError('messages: allowed is a list of objects such as {"role": "user", "content": "..."}')
+        raise TypeError('messages must be a list of objects such as {"role": "user", "content": "..."}')
 
 
 def _check_integers(name: str, values: Sequence[Any], bits: int) -> None:
     if not all(isinstance(value, int) and -(2 ** (bits - 1)) <= value < 2 ** (bits - 1) for value in values):
-        raise ValueError(f"{name}: allowed are integers that INT{bits} holds")
+        raise ValueError(f"{name}: must be integers within the range of INT{bits}")
 
 
 def _plain(value: Any) -> Any:
-    """A sampling value as JSON holds it: numpy scalars and arrays, tuples and sets become plain."""
+    """Convert a sampling value to what JSON can hold: numpy scalars and arrays, tuples, sets."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

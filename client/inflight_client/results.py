@@ -1,4 +1,4 @@
-"""What comes back: typed chunks of a stream, and the whole result with its timings."""
+"""Results: the typed chunks of a stream, and the complete result with its timings."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate for one token: log probability, rank (1 is the most likely) and text."""
+    """A candidate for a token: its log probability, rank (1 is the most likely) and text."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-# One token's candidates by token id, the chosen one among them; None where there is none (the first
-# token of a prompt).
+# A token's candidates by token id, including the chosen one; None for the first token of a prompt.
 TokenLogprobs = dict[int, Logprob] | None
 
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one response adds to one of the n sequences.
+    """What a response adds to one of the n sequences.
 
     Attributes:
         index: which of the n.
         text: new text.
-        token_ids: new token ids; empty when the request did not ask for them.
-        num_tokens: how many tokens are new.
+        token_ids: new token ids; empty if not requested.
+        num_tokens: number of new tokens.
         finish_reason: "stop" or "length" on the last delta of the sequence, else None.
-        logprobs: one entry per new token when asked for.
-        cumulative_logprob: sum over all tokens of the sequence so far.
+        logprobs: one entry per new token, if requested.
+        cumulative_logprob: sum over all tokens of the sequence so far, if requested.
     """
 
     index: int
@@ -59,12 +58,12 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class StreamChunk:
-    """One response of a stream; `text`, `token_ids` and `finish_reason` are the first sequence's.
+    """A response of a stream; `text`, `token_ids` and `finish_reason` are those of the first sequence.
 
     Attributes:
         choices: one delta for each of the n sequences.
         num_input_tokens: tokens of the prompt.
-        prompt_logprobs: one entry per prompt token, on the first chunk when asked for.
+        prompt_logprobs: one entry per prompt token, on the first chunk, if requested.
         elapsed: seconds since the request was first sent.
     """
 
@@ -88,7 +87,7 @@ class StreamChunk:
 
 @dataclass(slots=True)
 class Choice:
-    """One finished (or cut off) sequence; fields as in `ChoiceDelta`, over the whole output."""
+    """A finished (or cut off) sequence; fields as in `ChoiceDelta`, over the whole output."""
 
     index: int
     text: str = ""
@@ -111,7 +110,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt (None when unknown) and of all sequences."""
+    """Tokens of the prompt (None if unknown) and of all sequences."""
 
     input_tokens: int | None
     output_tokens: int
@@ -119,14 +118,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Latencies in seconds as this client saw them, retries included.
+    """Latencies in seconds as seen by this client, including retries.
 
     Attributes:
-        ttft: from sending the request to the first new token; None when there was none.
-        itl: gaps between responses with new tokens.  A server that coalesces puts several tokens
-            in one response, so there may be fewer gaps than tokens.
-        tpot: mean time of an output token after the first one, over the longest sequence; None
-            below two tokens.
+        ttft: from sending the request to the first new token; None if there was none.
+        itl: gaps between responses with new tokens.  A server that coalesces responses puts several
+            tokens into one, so there may be fewer gaps than tokens.
+        tpot: mean time per output token after the first, over the longest sequence; None below two
+            tokens.
         total: from sending the request to its end.
     """
 
@@ -138,15 +137,15 @@ class Timings:
 
 @dataclass(slots=True)
 class GenerationResult:
-    """A whole answer; `text`, `token_ids`, `finish_reason` and `logprobs` are the first sequence's.
+    """A complete answer; `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first sequence.
 
     Attributes:
         request_id, model: as sent.
         choices: the n sequences.
         usage: token counts.
-        timings: measured here.
-        prompt_logprobs: one entry per prompt token when asked for.
-        attempts: how often the request was sent.
+        timings: as measured by this client.
+        prompt_logprobs: one entry per prompt token, if requested.
+        attempts: how many times the request was sent.
     """
 
     request_id: str
@@ -174,16 +173,16 @@ class GenerationResult:
         return self.choices[0].logprobs
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready values."""
+        """Plain values that JSON can hold."""
         return dataclasses.asdict(self)
 
 
 class ResultBuilder:
-    """Adds chunks up.  Times are seconds since the request was first sent.
+    """Accumulates chunks.  Times are seconds since the request was first sent.
 
     Args:
-        n: sequences asked for; each has a choice even when nothing came.
-        num_input_tokens: when the caller knows it (a prompt of token ids).
+        n: number of requested sequences; each has a choice even if nothing arrives.
+        num_input_tokens: if the caller knows it (a prompt of token ids).
     """
 
     def __init__(self, n: int, num_input_tokens: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""When a request is tried again: only while nothing of its output has arrived."""
+"""When a request is retried: only while none of its output has arrived."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["RetryPolicy"]
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, for a server that says UNAVAILABLE or cannot be reached.
+    """Exponential backoff with jitter for a server that reports UNAVAILABLE or cannot be reached.
 
     Before the k-th retry (from 0) the client waits between `(1 - jitter) * d` and `d` seconds,
     where `d = min(max_delay, initial_delay * multiplier**k)`.
 
     Attributes:
-        max_attempts: most tries of one request, the first one included; 1 never retries.
+        max_attempts: attempts per request, including the first; 1 never retries.
         initial_delay, max_delay: seconds.
         multiplier: growth of the delay, >= 1.
-        jitter: random share of the delay, 0 to 1; it keeps clients from coming back in step.
-        total_timeout: no try starts later than this many seconds after the first; None for no bound.
+        jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
+        total_timeout: no attempt starts more than this many seconds after the first; None for no limit.
     """
 
     max_attempts: int = 4
@@ -36,22 +36,22 @@ class RetryPolicy:
             "initial_delay": (self.initial_delay >= 0, "at least 0 seconds"),
             "max_delay": (self.max_delay >= 0, "at least 0 seconds"),
             "multiplier": (self.multiplier >= 1, "at least 1"),
-            "jitter": (0 <= self.jitter <= 1, "0 to 1"),
+            "jitter": (0 <= self.jitter <= 1, "between 0 and 1"),
             "total_timeout": (self.total_timeout is None or self.total_timeout >= 0, "at least 0 seconds, or None"),
         }
-        for name, (fine, allowed) in checks.items():
-            if not fine:
-                raise ValueError(f"{name}={getattr(self, name)!r}: allowed is {allowed}")
+        for name, (valid, allowed) in checks.items():
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
     def delay(self, failures: int, elapsed: float) -> float | None:
-        """Seconds to wait after the `failures`-th failed try (from 1); None when no try is left.
+        """Seconds to wait after the `failures`-th failed attempt (from 1); None if no attempt is left.
 
         Args:
-            elapsed: seconds since the first try started.
+            elapsed: seconds since the first attempt started.
         """
         if failures >= self.max_attempts:
             return None
-        # multiplier**k leaves the range of floats long before a client leaves its patience.
+        # The cap keeps multiplier**k within the range of floats.
         growth = self.multiplier ** min(failures - 1, 64)
         longest = min(self.max_delay, self.initial_delay * growth)
         delay = longest * (1 - self.jitter * random.random())

@@ -1,4 +1,4 @@
-"""One request as its caller sees it: an iterator of chunks that retries, times and cancels."""
+"""A request as its caller sees it: an iterator over chunks that retries, measures and cancels."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _AsyncCall(Protocol):
 
 
 class _Exchange:
-    """What the blocking and the asyncio stream share: tries, times, and the result so far.
+    """What the blocking and the asyncio stream share: attempts, times, and the result so far.
 
-    `open_call(request, timeout)` sends the request; `timeout` is the seconds it has left.
+    `open_call(request, timeout)` sends the request; `timeout` is the number of seconds left.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class _Exchange:
         return self.request.request_id
 
     def result(self) -> GenerationResult:
-        """What has arrived so far; the whole answer once the stream has ended."""
+        """What has arrived so far; the complete answer once the stream has ended."""
         total = self._elapsed() if self._total is None else self._total
         return self._builder.build(self.request_id, self.request.model, self._attempts, total)
 
     def cancel(self) -> None:
-        """End the request on the server; reading on raises `RequestCancelledError`.
+        """Cancel the request on the server; reading on raises `RequestCancelledError`.
 
-        Safe to repeat, from any thread (`AsyncStream`: in its event loop), and after the end.
+        Safe to call repeatedly, from any thread (`AsyncStream`: from its event loop), and after the end.
         """
         if not self._ended:
             self._cancelled = True
@@ -80,7 +80,7 @@ class _Exchange:
         self._attempts += 1
         timeout = self.request.timeout
         self._call = self._open_call(self.request, None if timeout is None else max(timeout - self._elapsed(), 1e-6))
-        if self._cancelled:  # while this was opening
+        if self._cancelled:  # while the call was opening
             self._call.cancel()
 
     def _end(self) -> None:
@@ -96,12 +96,12 @@ class _Exchange:
         return chunk
 
     def _delay_after(self, error: InflightError) -> float:
-        """Seconds until the next try; raises what the caller is to see when there is none."""
+        """Seconds until the next attempt; raises the error for the caller if there is none."""
         if self._cancelled and not isinstance(error, RequestCancelledError):
             error = self._cancellation()
         if isinstance(error, UnavailableError) and not self._received and not self._cancelled:
-            delay, left = self._policy.delay(self._attempts, self._elapsed()), self.request.timeout
-            if delay is not None and (left is None or self._elapsed() + delay < left):
+            delay, timeout = self._policy.delay(self._attempts, self._elapsed()), self.request.timeout
+            if delay is not None and (timeout is None or self._elapsed() + delay < timeout):
                 return delay
         self._end()
         error.request_id = self.request_id
@@ -114,9 +114,9 @@ class _Exchange:
 
 
 class Stream(_Exchange, Iterator[StreamChunk]):
-    """Chunks of a request that is running already.  Leave it early through `close()` (or `with`).
+    """Iterator over the chunks of a request that was sent already.  Use `with` or `close()` to leave it early.
 
-    Iterating raises an `InflightError` when the request fails.  `cancel()` may come from another
+    Iterating raises an `InflightError` if the request fails.  `cancel()` may be called from another
     thread; everything else belongs to one thread.
     """
 
@@ -140,7 +140,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         raise StopIteration
 
     def _read(self) -> StreamChunk | None:
-        """The next response; None when it has no outputs, at the end, and after a try that failed."""
+        """The next response; None if it has no outputs, at the end, and after a failed attempt."""
         call: _Call = self._call
         try:
             return self._take(next(call))
@@ -150,7 +150,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
             if self._wake.wait(self._delay_after(error)):
                 self._delay_after(self._cancellation())
             self._open()
-        except BaseException:  # such as Ctrl-C: the server must not go on for nobody
+        except BaseException:  # such as Ctrl-C: the server must not keep generating
             self.close()
             raise
         return None
@@ -160,7 +160,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         self._wake.set()
 
     def close(self) -> None:
-        """End the iteration, and the request on the server when it still runs."""
+        """End the iteration, and cancel the request on the server if it is still running."""
         if not self._ended:
             self._end()
             self._call.close()
@@ -175,7 +175,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
 
 
 class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
-    """As `Stream`, for one event loop.  A task that is cancelled while it reads cancels the request."""
+    """As `Stream`, for one event loop.  Cancelling the task that reads cancels the request."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""gRPC: one bidirectional stream (one RPC) per request, many on one channel.
+"""gRPC: one bidirectional stream (one RPC) per request, many streams per channel.
 
-`tritonclient`'s own streaming is not used: its blocking client has one stream per client object,
-so that a cancellation would hit every request of the client, and leaves a thread behind on each
-cancelled stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling
-and generated stub are, though the stub is a private attribute (`_client_stub`) of both clients.
+The streaming calls of `tritonclient` do not fit: its blocking client has one stream per client object,
+so a cancellation would hit every request of the client, and it leaks a thread for each cancelled
+stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling and generated
+stub are used, although the stub is a private attribute (`_client_stub`) of both clients.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import tritonclient.grpc
 import tritonclient.grpc.aio
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.connection import Connection
@@ -28,11 +29,11 @@ from inflight_client.errors import (
     error_for,
 )
 from inflight_client.request import GenerationRequest
-from inflight_client.wire import Columns, grpc_columns, grpc_request
+from inflight_client.wire import Columns, control_answer, grpc_columns, grpc_control, grpc_request
 
 __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
 
-# The server ends a late request with a better message; the client only makes sure that it ends.
+# The server ends an overdue request with a better message; the client only makes sure that it ends.
 _GRACE_SECONDS = 1.0
 
 
@@ -42,7 +43,7 @@ def _rpc_timeout(timeout: float | None) -> float | None:
 
 def _rpc_error(error: grpc.RpcError, address: str, received: bool) -> InflightError:
     code, details = error.code().name, error.details() or error.code().name
-    if code == "UNAVAILABLE":  # of the connection: what a model answers comes as a response
+    if code == "UNAVAILABLE":  # the connection failed: a model's errors arrive as responses
         what = "lost the connection to" if received else "cannot reach"
         return ServerUnreachableError(f"{what} {address} by gRPC: {details}")
     if code == "DEADLINE_EXCEEDED":
@@ -51,15 +52,15 @@ def _rpc_error(error: grpc.RpcError, address: str, received: bool) -> InflightEr
 
 
 def _triton_error(error: InferenceServerException, address: str) -> InflightError:
-    """Of a health or metadata call, whose status Triton sets itself."""
+    """The error of a health or metadata call, whose status Triton sets itself."""
     code, message = str(error.status()).removeprefix("StatusCode."), error.message()
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and code_of_message(message) != "UNAVAILABLE":
         return ServerUnreachableError(f"cannot reach {address} by gRPC: {message}")
     return error_for(code, message)
 
 
-class _Progress:
-    """What is known of a call so far; shared by the blocking and the asyncio call."""
+class _CallProgress:
+    """State of a call; shared by the blocking and the asyncio call."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -69,7 +70,7 @@ class _Progress:
     def _columns(self, response: Any) -> Columns:
         self._received = True
         parameters = response.infer_response.parameters
-        # An error ends the request unless it says otherwise.
+        # An error ends the request unless it states otherwise.
         self._final = bool(response.error_message) and "triton_final_response" not in parameters
         self._final |= parameters["triton_final_response"].bool_param
         return grpc_columns(response)
@@ -82,8 +83,8 @@ class _Progress:
         return _rpc_error(error, self._address, self._received)
 
 
-class GrpcCall(_Progress):
-    """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
+class GrpcCall(_CallProgress):
+    """Iterator over the outputs of a request.  `cancel` may be called from any thread."""
 
     def __init__(self, call: Any, address: str) -> None:
         super().__init__(address)
@@ -110,8 +111,8 @@ class GrpcCall(_Progress):
         self._call.cancel()
 
     def close(self) -> None:
-        """Cancel, unless the final response is here: then the server is closing the stream anyway,
-        and a cancellation that crosses the end of its request can crash tritonserver 24.10."""
+        """Cancel, unless the final response has arrived: the server is then closing the stream anyway, and
+        a cancellation that crosses the end of its request can crash tritonserver 24.10."""
         if not self._final:
             self._call.cancel()
             return
@@ -123,7 +124,7 @@ class GrpcCall(_Progress):
 
 
 class GrpcTransport:
-    """Blocking; safe to use from several threads."""
+    """Blocking and thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -133,13 +134,16 @@ class GrpcTransport:
         self._stub = self._client._client_stub
 
     def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
-        """Send a request; `timeout` is the seconds it has left."""
-        # An iterator that ends half-closes the stream, so the server ends it after the last response.
-        call = self._stub.ModelStreamInfer(
-            iter((grpc_request(request, timeout),)),
-            metadata=tuple(self._headers.items()),
-            timeout=_rpc_timeout(timeout),
-        )
+        """Send a request; `timeout` is the number of seconds it has left."""
+        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
+
+    def control(self, model: str, name: str, timeout: float) -> str:
+        """Answer to a request with the parameter `control`."""
+        return control_answer([columns for columns in self._send(grpc_control(model, name), timeout) if columns])
+
+    def _send(self, message: ModelInferRequest, timeout: float | None) -> GrpcCall:
+        # The end of the iterator half-closes the stream, so the server ends it after the last response.
+        call = self._stub.ModelStreamInfer(iter((message,)), metadata=tuple(self._headers.items()), timeout=timeout)
         return GrpcCall(call, self.address)
 
     def server_live(self) -> bool:
@@ -167,11 +171,11 @@ class GrpcTransport:
         self._client.close()
 
 
-class AsyncGrpcCall(_Progress):
-    """Async iterator over the outputs of one request.
+class AsyncGrpcCall(_CallProgress):
+    """Async iterator over the outputs of a request.
 
     Args:
-        closed: tells that the whole channel was closed, which cancels every call on it.
+        closed: set when the whole channel was closed, which cancels every call on it.
     """
 
     def __init__(self, call: Any, address: str, closed: asyncio.Event) -> None:
@@ -189,7 +193,7 @@ class AsyncGrpcCall(_Progress):
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
-            if self._cancelled or self._closed.is_set():  # the call, not the task that reads it
+            if self._cancelled or self._closed.is_set():  # the call was cancelled, not the task that reads it
                 raise RequestCancelledError("the request was cancelled by this client") from None
             raise
         if response is grpc.aio.EOF:
@@ -217,13 +221,13 @@ class AsyncGrpcCall(_Progress):
             pass
 
     def __del__(self) -> None:
-        # The blocking call does this by itself; here grpc's own tasks keep the call alive.
+        # A blocking call is cancelled with its object; here grpc's own tasks keep the call alive.
         if not self._final and not self._call.done():
             self._call.cancel()
 
 
 class AsyncGrpcTransport:
-    """For one event loop, in which it must be made."""
+    """For one event loop, in which it must be created."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -235,11 +239,15 @@ class AsyncGrpcTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
         """As `GrpcTransport.open`."""
-        call = self._stub.ModelStreamInfer(
-            (grpc_request(request, timeout),),
-            metadata=tuple(self._headers.items()),
-            timeout=_rpc_timeout(timeout),
-        )
+        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
+
+    async def control(self, model: str, name: str, timeout: float) -> str:
+        """As `GrpcTransport.control`."""
+        call = self._send(grpc_control(model, name), timeout)
+        return control_answer([columns async for columns in call if columns])
+
+    def _send(self, message: ModelInferRequest, timeout: float | None) -> AsyncGrpcCall:
+        call = self._stub.ModelStreamInfer((message,), metadata=tuple(self._headers.items()), timeout=timeout)
         return AsyncGrpcCall(call, self.address, self._closed)
 
     async def server_live(self) -> bool:

@@ -1,7 +1,7 @@
-"""HTTP: `/generate_stream` and its server-sent events, one connection per running request.
+"""HTTP: `/generate_stream` with server-sent events, one connection per running request.
 
-There is one implementation, on asyncio.  The blocking client runs it in a thread of its own, because
-a blocking read could not be cancelled from another thread before its first byte.
+There is one implementation, on asyncio.  The blocking client runs it in a thread of its own, because a
+blocking read could not be cancelled from another thread before its first byte.
 
     pump task --Columns | error | _END--> queue --> call.__next__
 """
@@ -26,7 +26,7 @@ from inflight_client.errors import (
     ServerUnreachableError,
 )
 from inflight_client.request import GenerationRequest
-from inflight_client.wire import Columns, http_body, http_columns, http_error
+from inflight_client.wire import Columns, control_answer, http_body, http_columns, http_error
 
 __all__ = ["AsyncHttpTransport", "HttpTransport"]
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class _Session:
-    """The HTTP client of one event loop, in which it must be made."""
+    """The HTTP client of one event loop, in which it must be created."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -45,14 +45,14 @@ class _Session:
             headers=connection.headers,
             verify=connection.tls_context() if connection.ssl else False,
             trust_env=not connection.is_loopback,
-            # Tokens may be long in coming, and every running request needs a connection.
+            # The next token may take long, and every running request needs a connection.
             timeout=httpx2.Timeout(None, connect=connection.connect_timeout),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         )
         self._timeout = connection.connect_timeout
 
     async def generate(self, request: GenerationRequest, timeout: float | None) -> AsyncIterator[Columns]:
-        """Outputs of one request, response by response; closing the iterator closes the connection."""
+        """The outputs of a request, response by response; closing the iterator closes the connection."""
         path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
         received = False
         try:
@@ -69,7 +69,7 @@ class _Session:
             raise ServerUnreachableError(f"{what} {self.address} by HTTP: {_reason(error)}") from None
 
     async def pump(self, request: GenerationRequest, timeout: float | None, put: Callable[[Any], None]) -> None:
-        """Run a request, handing its outputs or its error to `put`."""
+        """Run a request and pass its outputs or its error to `put`."""
 
         async def forward() -> None:
             async for columns in self.generate(request, timeout):
@@ -79,23 +79,29 @@ class _Session:
             await asyncio.wait_for(forward(), None if timeout is None else timeout + _GRACE_SECONDS)
         except asyncio.TimeoutError:
             put(DeadlineExceededError(f"deadline exceeded: {self.address} did not end the request in time"))
-        except Exception as error:  # of any kind: it is raised where the outputs are read
+        except Exception as error:  # raised again where the outputs are read
             put(error)
 
     async def is_ok(self, path: str) -> bool:
         """Whether a GET is answered with 200."""
-        return (await self._get(path)).status_code == 200
+        return (await self._request("GET", path, self._timeout)).status_code == 200
 
-    async def json(self, path: str) -> dict[str, Any]:
-        response = await self._get(path)
+    async def json(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
+        """The JSON object that answers a GET, or a POST of `body`."""
+        response = await self._request("GET" if body is None else "POST", path, timeout or self._timeout, json=body)
         if response.status_code != 200:
             raise http_error(response.status_code, response.text)
-        result: dict[str, Any] = response.json()
+        try:
+            result = response.json()
+        except ValueError:
+            result = None
+        if not isinstance(result, dict):
+            raise ServerError(f"the answer of {self.address} to {path} is not a JSON object: {response.text[:200]!r}")
         return result
 
-    async def _get(self, path: str) -> httpx2.Response:
+    async def _request(self, method: str, path: str, timeout: float, **options: Any) -> httpx2.Response:
         try:
-            return await self._http.get(path, timeout=self._timeout)
+            return await self._http.request(method, path, timeout=timeout, **options)
         except httpx2.TransportError as error:
             raise ServerUnreachableError(f"cannot reach {self.address} by HTTP: {_reason(error)}") from None
 
@@ -112,7 +118,7 @@ def _model_path(model: str, what: str = "") -> str:
 
 
 def _check(item: Any, cancelled: bool) -> Columns | None:
-    """What came out of the queue: outputs, or None at the end; an error is raised."""
+    """An item of the queue: outputs, or None at the end; an error is raised."""
     if item is _END:
         if cancelled:
             raise RequestCancelledError("the request was cancelled by this client")
@@ -124,10 +130,10 @@ def _check(item: Any, cancelled: bool) -> Columns | None:
 
 
 class AsyncHttpCall:
-    """Async iterator over the outputs of one request."""
+    """Async iterator over the outputs of a request."""
 
     def __init__(self, session: _Session, request: GenerationRequest, timeout: float | None) -> None:
-        # The task holds the queue but not this object, so that dropping it ends the task.
+        # The task holds the queue but not this object, so dropping the object ends the task.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         put = self._queue.put_nowait
         self._task = asyncio.create_task(session.pump(request, timeout, put))
@@ -158,15 +164,15 @@ class AsyncHttpCall:
 
 
 class AsyncHttpTransport:
-    """For one event loop, in which it must be made."""
+    """For one event loop, in which it must be created."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
         self._session = _Session(connection)
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncHttpCall:
-        """Send a request; `timeout` is the seconds it has left."""
-        asyncio.get_running_loop()  # raises before there is a coroutine that nobody would await
+        """Send a request; `timeout` is the number of seconds it has left."""
+        asyncio.get_running_loop()  # raises before a coroutine exists that nobody would await
         return AsyncHttpCall(self._session, request, timeout)
 
     async def server_live(self) -> bool:
@@ -184,6 +190,11 @@ class AsyncHttpTransport:
     async def model_metadata(self, model: str) -> dict[str, Any]:
         return await self._session.json(_model_path(model))
 
+    async def control(self, model: str, name: str, timeout: float) -> str:
+        """Answer to a request with the parameter `control`."""
+        answer = await self._session.json(_model_path(model, "/generate"), {"control": name}, timeout)
+        return control_answer([{key: [value] for key, value in answer.items()}])
+
     async def close(self) -> None:
         await self._session.aclose()
 
@@ -194,7 +205,7 @@ def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _LoopThread:
-    """An event loop in a daemon thread, which ends with this object."""
+    """An event loop in a daemon thread that ends with this object."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -206,7 +217,7 @@ class _LoopThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine there and wait for it."""
+        """Run a coroutine in the loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def close(self) -> None:
@@ -224,13 +235,13 @@ class _LoopThread:
 
 
 class HttpCall:
-    """Iterator over the outputs of one request.  `cancel` may be called from any thread."""
+    """Iterator over the outputs of a request.  `cancel` may be called from any thread."""
 
     def __init__(
         self, session: _Session, thread: _LoopThread, request: GenerationRequest, timeout: float | None
     ) -> None:
-        self._thread = thread  # its client may be forgotten meanwhile
-        # As in `AsyncHttpCall`: the task must not hold this object.
+        self._thread = thread  # keeps the loop running if the client is dropped
+        # As in `AsyncHttpCall`, the task must not hold this object.
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         put = self._queue.put
         self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), thread.loop)
@@ -258,7 +269,7 @@ class HttpCall:
 
 
 class HttpTransport:
-    """Blocking; safe to use from several threads."""
+    """Blocking and thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -270,7 +281,7 @@ class HttpTransport:
         return AsyncHttpTransport(connection)
 
     def open(self, request: GenerationRequest, timeout: float | None) -> HttpCall:
-        """Send a request; `timeout` is the seconds it has left."""
+        """Send a request; `timeout` is the number of seconds it has left."""
         return HttpCall(self._async._session, self._thread, request, timeout)
 
     def server_live(self) -> bool:
@@ -287,6 +298,9 @@ class HttpTransport:
 
     def model_metadata(self, model: str) -> dict[str, Any]:
         return self._thread.run(self._async.model_metadata(model))
+
+    def control(self, model: str, name: str, timeout: float) -> str:
+        return self._thread.run(self._async.control(model, name, timeout))
 
     def close(self) -> None:
         if self._thread.loop.is_closed():

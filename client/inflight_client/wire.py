@@ -1,6 +1,6 @@
-"""The wire contract from the client's side: requests to bytes, responses to chunks.  No I/O.
+"""The client's side of the wire contract: requests to bytes, responses to chunks.  No I/O.
 
-Both protocols meet in `Columns`: output name -> list with one element per sequence (or token).
+Both protocols yield `Columns`: output name -> list with one element per sequence (or token).
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ from inflight_client.errors import InflightError, ServerError, code_of_message, 
 from inflight_client.request import GenerationRequest
 from inflight_client.results import ChoiceDelta, Logprob, StreamChunk, TokenLogprobs
 
-__all__ = ["Columns", "chunk_of", "grpc_columns", "grpc_request", "http_body", "http_columns", "http_error"]
+__all__ = [
+    "Columns",
+    "chunk_of",
+    "control_answer",
+    "grpc_columns",
+    "grpc_control",
+    "grpc_request",
+    "http_body",
+    "http_columns",
+    "http_error",
+]
 
 Columns = dict[str, list[Any]]
 
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
 _FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q"}
-# Codes of Triton's HTTP frontend.  400 stands for INVALID_ARG, CANCELLED and UNKNOWN alike.
+# Codes of Triton's HTTP frontend; 400 may be INVALID_ARG, CANCELLED or UNKNOWN.
 _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 
 
 def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Input tensors as (name, Triton data type, value); all have one element but `input_ids`."""
+    """Input tensors as (name, Triton data type, value); all but `input_ids` have one element."""
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
@@ -42,7 +52,7 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     yield "return_finish_reason", "BOOL", True
     if request.input_ids is None:
         yield "return_num_input_tokens", "BOOL", True
-    # The ids say how many there are, so one of the two does.
+    # The token ids imply their number, so one of the two outputs is enough.
     yield ("return_token_ids" if request.return_token_ids else "return_num_output_tokens"), "BOOL", True
     if request.sampling.get("logprobs") is not None:
         yield "return_logprobs", "BOOL", True
@@ -64,10 +74,10 @@ def grpc_request(request: GenerationRequest, timeout: float | None) -> service_p
     """The message of a streaming inference.
 
     Args:
-        timeout: seconds the server has left; None for no deadline.
+        timeout: seconds until the deadline; None for no deadline.
 
     Raises:
-        ValueError: an integer that its data type cannot hold.
+        ValueError: an integer out of the range of its data type.
     """
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
     for name, datatype, value in _fields(request):
@@ -87,7 +97,27 @@ def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
     try:
         return struct.pack(f"<{len(values)}{_FORMATS[datatype]}", *values)
     except struct.error:
-        raise ValueError(f"{name}: allowed are integers that {datatype} holds") from None
+        raise ValueError(f"{name}: must be integers within the range of {datatype}") from None
+
+
+def grpc_control(model: str, name: str) -> service_pb2.ModelInferRequest:
+    """The message of a request with the parameter `control`."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    message.parameters["control"].string_param = name
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    return message
+
+
+def control_answer(responses: list[Columns]) -> str:
+    """The text that answers a request with the parameter `control`.
+
+    Raises:
+        ServerError: not exactly one response, or one without text.
+    """
+    texts = [text for columns in responses for text in columns.get("text_output", [])]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ServerError(f"the server answered a control request with {len(texts)} texts; expected one")
+    return texts[0]
 
 
 def http_body(request: GenerationRequest, timeout: float | None) -> dict[str, Any]:
@@ -100,7 +130,7 @@ def http_body(request: GenerationRequest, timeout: float | None) -> dict[str, An
 
 
 def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
-    """Outputs of one streamed response.
+    """The outputs of a streamed response.
 
     Raises:
         InflightError: the response is an error.
@@ -118,17 +148,17 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
 
 
 def http_columns(event: str) -> Columns:
-    """Outputs of one server-sent event: Triton writes one element as a scalar, others as a list.
+    """The outputs of a server-sent event; Triton writes a single element as a scalar, several as a list.
 
     Raises:
-        InflightError: the event is an error, or no JSON object.
+        InflightError: the event is an error, or not a JSON object.
     """
     try:
         values = json.loads(event)
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise ServerError(f"the server sent an event that is no JSON object: {event[:200]!r}")
+        raise ServerError(f"the server sent an event that is not a JSON object: {event[:200]!r}")
     if "error" in values:
         message = str(values["error"])
         raise error_for(code_of_message(message), message)
@@ -136,28 +166,28 @@ def http_columns(event: str) -> Columns:
 
 
 def http_error(status: int, body: str) -> InflightError:
-    """The error of a response with a status other than 200, whose body is JSON or one SSE event."""
+    """The error of a response with a status other than 200, whose body is JSON or a server-sent event."""
     try:
         message = str(json.loads(body.strip().removeprefix("data:"))["error"])
     except (ValueError, KeyError, TypeError):
         message = f"HTTP status {status}: {body.strip()[:200] or 'no body'}"
-    # Of an error that the model answered with, tritonserver 24.10 reads the code after freeing it, so
-    # the status is a fallback only; and a deadline or a cancellation has none of its own.
+    # The status is only a fallback: for a model's error tritonserver 24.10 reads the code after freeing it,
+    # and there is no status for a deadline or a cancellation.
     return error_for(code_of_message(message, default=_HTTP_CODES.get(status, "UNKNOWN")), message)
 
 
 def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
-    """A chunk of the outputs; None for a response without any (an empty final one).
+    """The outputs as a chunk; None for a response without outputs (an empty final one).
 
     Raises:
-        ServerError: outputs that do not fit together.
+        ServerError: inconsistent outputs.
     """
     texts = columns.get("text_output")
     if texts is None:
         return None
     count = len(texts)
     if count > n:
-        raise ServerError(f"the server sent {count} sequences where {n} were asked for")
+        raise ServerError(f"the server sent {count} sequences, but {n} were requested")
     ids = _split_ids(columns, count)
     tokens = [len(some) for some in ids] if "token_ids" in columns else columns.get("num_output_tokens", [0] * count)
     reasons = columns.get("finish_reason", [None] * count)
@@ -186,7 +216,7 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
 
 
 def _split_ids(columns: Columns, count: int) -> list[list[int]]:
-    """`token_ids` holds the sequences one after another; `token_counts` says where each ends."""
+    """Split `token_ids`, which holds the sequences one after another, by `token_counts`."""
     ids: list[int] = columns.get("token_ids", [])
     counts: list[int] = columns.get("token_counts", [len(ids)] if count == 1 else [0] * count)
     if len(counts) != count or sum(counts) != len(ids):

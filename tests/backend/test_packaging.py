@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from inflight.config import EngineConfig
 from inflight.kernels.cpu import attention as cpu
 from inflight.kernels.cpu import build
 from inflight_tools.repository import CONFIG_PBTXT
+from inflight_tools.simulator.profile import shipped_profiles
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +60,12 @@ class TestWheel:
             shutil.copy(ROOT / name, tree)
         self.run(tree, sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist")
         (wheel,) = (tree / "dist").iterdir()
+        files = set(zipfile.ZipFile(wheel).namelist())
+        assert {path.split("/")[0] for path in files if ".dist-info" not in path} == {
+            "inflight", "inflight_client", "inflight_tools"
+        }  # fmt: skip
+        profiles = {f"inflight_tools/simulator/profiles/{name}.json" for name in shipped_profiles()}
+        assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} <= files and profiles
         self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
         self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))

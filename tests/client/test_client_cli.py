@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inflight_tools.launcher import pick_ports
+from inflight_tools.ports import pick_ports
 
 # A suite that runs in the background has SIGINT ignored, which children inherit; a terminal has not.
 RUN = (
@@ -47,6 +47,11 @@ def server(address: str, protocol: str) -> list[str]:
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
 def test_text(server: list[str], how: str) -> None:
     assert run("naïve 漢 words here", "--max-tokens", "3", how, *server) == (0, "naïve 漢 words\n", "")
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_the_protocol_follows_from_the_address(address: str, scheme: str) -> None:
+    assert run("a b", "--url", scheme + address, "--model", "scripted") == (0, "a b\n", "")
 
 
 def test_json(server: list[str]) -> None:
@@ -86,6 +91,13 @@ def test_no_server_is_one_line(protocol_: str) -> None:
     assert error.startswith(f"inflight: cannot reach {address}") and error.count("\n") == 1
 
 
+def test_no_server_by_either_protocol_is_one_line() -> None:
+    address = f"127.0.0.1:{pick_ports(1)[0]}"
+    status, out, error = run("a", "--url", address)
+    assert (status, out) == (2, "")
+    assert error.startswith(f"inflight: cannot reach {address} by HTTP: ") and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("wrong", [["--protocol", "rest"], ["--timeout", "-1"], ["--url", "ftp://host:1"]])
 def test_wrong_usage_is_one_line(wrong: list[str]) -> None:
     status, out, error = run("a", *wrong)
@@ -94,10 +106,11 @@ def test_wrong_usage_is_one_line(wrong: list[str]) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:notaport", "localhost:99999", "[::1"])
-def test_an_address_that_is_none_is_one_line(url: str) -> None:
-    status, out, error = run("a", "--protocol", "http", "--url", url)
+@pytest.mark.parametrize("protocol_", [[], ["--protocol", "http"]])
+def test_what_is_not_an_address_is_one_line(url: str, protocol_: list[str]) -> None:
+    status, out, error = run("a", *protocol_, "--url", url)
     assert (status, out) == (2, "")
-    assert error.startswith(f"inflight: url={url!r}: ") and error.count("\n") == 1
+    assert error.startswith("inflight: url='") and url in error and error.count("\n") == 1
 
 
 def test_standard_input_that_is_no_text_is_one_line() -> None:

@@ -57,25 +57,25 @@ def test_exactly_one_prompt(prompts: tuple[Any, Any, Any]) -> None:
         build(*prompts)
 
 
-def test_half_a_character_is_refused_before_anything_is_sent() -> None:
-    with pytest.raises(ValueError, match=r"prompt is not valid text: '\\udcff' at 3 is half a character"):
+def test_an_unpaired_surrogate_is_rejected_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match=r"prompt contains an unpaired surrogate, '\\udcff', at 3"):
         GenerationRequest.build("bad\udcff", None, None, {}, model="m", timeout=None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"prompt": 5}, TypeError, "prompt is int: allowed is a text"),
-        ({"tenant": 5}, TypeError, "tenant is int"),
-        ({"cache_salt": b"x"}, TypeError, "cache_salt is bytes"),
-        ({"model": 5}, TypeError, "model is int"),
-        ({"request_id": 5}, TypeError, "request_id is int"),
-        ({"tenant": "\ud800"}, ValueError, "tenant is not valid text"),
-        ({"request_priority": 2**31}, ValueError, "request_priority: allowed are integers that INT32 holds"),
-        ({"prompt": None, "messages": "hello"}, TypeError, "messages: allowed is a list of objects"),
-        ({"prompt": None, "messages": [1]}, TypeError, "messages: allowed is a list of objects"),
+        ({"prompt": 5}, TypeError, "prompt must be a string, not int"),
+        ({"tenant": 5}, TypeError, "tenant must be a string"),
+        ({"cache_salt": b"x"}, TypeError, "cache_salt must be a string, not bytes"),
+        ({"model": 5}, TypeError, "model must be a string"),
+        ({"request_id": 5}, TypeError, "request_id must be a string"),
+        ({"tenant": "\ud800"}, ValueError, "tenant contains an unpaired surrogate"),
+        ({"request_priority": 2**31}, ValueError, "request_priority: must be integers within the range of INT32"),
+        ({"prompt": None, "messages": "hello"}, TypeError, "messages must be a list of objects"),
+        ({"prompt": None, "messages": [1]}, TypeError, "messages must be a list of objects"),
         ({"prompt": None, "input_ids": [1.5]}, TypeError, "float"),
-        ({"prompt": None, "input_ids": [2**63]}, ValueError, "input_ids: allowed are integers that INT64 holds"),
+        ({"prompt": None, "input_ids": [2**63]}, ValueError, "input_ids: must be integers within the range of INT64"),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_before_anything_is_sent(
@@ -177,7 +177,7 @@ def test_a_closed_client_says_that_it_is_closed(protocol: Any) -> None:
     client.close()
     client.close()
     for call in (client.health, client.ready, client.metadata, lambda: client.generate("x")):
-        with pytest.raises(RuntimeError, match=r"this client of 127.0.0.1:1 is closed: make a new one"):
+        with pytest.raises(RuntimeError, match=r"the client for 127.0.0.1:1 is closed; create a new one"):
             call()
 
 
@@ -187,7 +187,7 @@ async def test_a_closed_asyncio_client_says_that_it_is_closed(protocol: Any) -> 
     await client.health()
     await client.close()
     await client.close()
-    with pytest.raises(RuntimeError, match="is closed: make a new one"):
+    with pytest.raises(RuntimeError, match="is closed; create a new one"):
         await client.generate("x")
 
 

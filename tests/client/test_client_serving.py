@@ -24,7 +24,9 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
-from inflight_tools.launcher import TritonServer, pick_ports
+from inflight_client.endpoint import find_endpoint
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 
 Look = Callable[..., dict[str, Any]]
 QUEUE_FULL = {"code": "UNAVAILABLE", "error": "the queue is full: try again later"}
@@ -249,6 +251,31 @@ def test_health_and_metadata(client: Client) -> None:
     assert client.server_metadata()["name"] == "triton"
     with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
         client.wait_until_ready(timeout=0.2, model="nobody")
+
+
+def test_a_control_request_is_answered_with_text(client: Client) -> None:
+    assert client.control("step_trace") == "answer to step_trace"
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        client.control("refused")
+    with pytest.raises(InvalidRequestError, match="nobody"):
+        client.control("step_trace", model="nobody")
+
+
+@pytest.mark.parametrize("scheme", ["", "http://", "grpc://"])
+def test_an_endpoint_is_found_by_its_address_alone(address: str, protocol: Any, scheme: str) -> None:
+    assert find_endpoint(scheme + address) == (protocol, f"{protocol}://{address}")
+
+
+def test_without_a_server_no_endpoint_is_found() -> None:
+    address = f"127.0.0.1:{pick_ports(1)[0]}"
+    with pytest.raises(ServerUnreachableError, match=f"cannot reach {address} by HTTP: .*{address} by gRPC: "):
+        find_endpoint(address)
+
+
+@pytest.mark.parametrize("url", ["ftp://host:1", "localhost:notaport", "http://", "[::1"])
+def test_an_endpoint_must_be_an_address(url: str) -> None:
+    with pytest.raises(ValueError, match=r"url='"):
+        find_endpoint(url)
 
 
 def test_nobody_at_the_address(protocol: Any) -> None:

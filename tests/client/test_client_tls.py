@@ -14,7 +14,7 @@ import pytest
 from forwarder import Forwarder
 
 from inflight_client import AsyncClient, Client, RetryPolicy, ServerUnreachableError
-from inflight_tools.launcher import pick_ports
+from inflight_tools.ports import pick_ports
 
 ONCE = RetryPolicy(max_attempts=1)
 

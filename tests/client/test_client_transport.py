@@ -1,4 +1,4 @@
-"""What transports make of servers that behave badly: played by small servers of this file."""
+"""Transports against servers that misbehave, which this file plays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_client.endpoint import find_endpoint
 
 ONCE = RetryPolicy(max_attempts=1)
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
@@ -117,6 +119,23 @@ def test_a_connection_that_breaks_is_not_an_end() -> None:
     assert caught.value.partial is not None and caught.value.partial.text == "a"
 
 
+@pytest.mark.parametrize("status", [b"200 OK", b"404 Not Found", b"502 Bad Gateway"])
+def test_whatever_answers_by_http_is_an_http_endpoint(status: bytes) -> None:
+    with HttpServer([b"HTTP/1.1 " + status + b"\r\nConnection: close\r\n\r\n"]) as server:
+        assert find_endpoint(server.address) == ("http", f"http://{server.address}")
+
+
+def test_a_control_answer_that_is_not_json_is_an_error() -> None:
+    page = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\nhello"
+    says = r"to /v2/models/demo/generate is not a JSON object: 'hello'"
+    with (
+        HttpServer([page]) as server,
+        Client(server.address, protocol="http") as client,
+        pytest.raises(ServerError, match=says),
+    ):
+        client.control("step_trace")
+
+
 Script = Callable[[grpc.ServicerContext], Iterator[service_pb2.ModelStreamInferResponse]]
 
 
@@ -131,16 +150,41 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield from self._script(context)
 
 
-def over_grpc(script: Script) -> list[str]:
+@contextmanager
+def grpc_server(script: Script) -> Iterator[str]:
+    """Address of a `GrpcServer`."""
     server = grpc.server(ThreadPoolExecutor(2))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcServer(script), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with Client(f"127.0.0.1:{port}", retries=ONCE) as client:
-            return [chunk.text for chunk in client.stream("p")]
+        yield f"127.0.0.1:{port}"
     finally:
         server.stop(None)
+
+
+def over_grpc(script: Script) -> list[str]:
+    with grpc_server(script) as address, Client(address, retries=ONCE) as client:
+        return [chunk.text for chunk in client.stream("p")]
+
+
+def test_whatever_answers_by_grpc_is_a_grpc_endpoint() -> None:
+    """This server does not even implement `ServerLive`."""
+    with grpc_server(lambda _: iter([])) as address:
+        assert find_endpoint(f"http://{address}") == ("grpc", f"grpc://{address}")
+
+
+@pytest.mark.parametrize("texts", [[], ["a", "b"]])
+def test_a_control_answer_is_exactly_one_text(texts: list[str]) -> None:
+    def script(_: grpc.ServicerContext) -> Any:
+        yield from (reply(text) for text in texts)
+        final = service_pb2.ModelStreamInferResponse()
+        final.infer_response.parameters["triton_final_response"].bool_param = True
+        yield final
+
+    says = f"with {len(texts)} texts; expected one"
+    with grpc_server(script) as address, Client(address) as client, pytest.raises(ServerError, match=says):
+        client.control("step_trace")
 
 
 def reply(text: str, final: bool = False) -> service_pb2.ModelStreamInferResponse:

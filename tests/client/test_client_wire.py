@@ -205,7 +205,7 @@ def test_errors_in_responses_are_raised() -> None:
         grpc_columns(service_pb2.ModelStreamInferResponse(error_message=message))
     with pytest.raises(UnavailableError, match="3 sequences"):
         http_columns(json.dumps({"error": message}))
-    with pytest.raises(ServerError, match="no JSON object"):
+    with pytest.raises(ServerError, match="not a JSON object"):
         http_columns("<html>")
 
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts speak of metrics that there are, and are files their tools can read."""
+"""The dashboard and the alerts use existing metrics and are valid files for their tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.frontend.metrics import HISTOGRAM, METRICS
 
 SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
 
-# Triton's own (docs/user_guide/metrics.md of tritonserver), and Prometheus' word on the scrape.
+# Triton's metrics (docs/user_guide/metrics.md of tritonserver) and the one that Prometheus adds for the scrape.
 FOREIGN = {
     "nv_inference_request_success": {"model"},
     "nv_inference_request_failure": {"model", "reason"},
@@ -24,7 +24,7 @@ LABELS = {"model", "version", "instance", "le", "job"}
 
 
 def series() -> set[str]:
-    """Names of the time series that `/metrics` has."""
+    """Names of the time series on `/metrics`."""
     names = set(FOREIGN)
     for spec in METRICS:
         suffixes = ("_bucket", "_sum", "_count") if spec.kind == HISTOGRAM else ("",)
@@ -33,14 +33,14 @@ def series() -> set[str]:
 
 
 @pytest.mark.parametrize(("title", "expression"), expressions())
-def test_every_name_is_a_metric_of_ours_or_tritons(title, expression):
+def test_every_name_is_a_metric_of_ours_or_of_triton(title, expression):
     names = names_in(expression)
     assert names, expression
     assert names <= series(), f"{title}: /metrics has no {names - series()}"
 
 
 @pytest.mark.parametrize(("title", "expression"), expressions())
-def test_every_label_is_one_that_the_series_have(title, expression):
+def test_every_label_exists_on_its_series(title, expression):
     used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
     for group in re.findall(r"\bby\s*\(([^)]*)\)", expression):
         used |= {label.strip() for label in group.split(",")}
@@ -49,7 +49,7 @@ def test_every_label_is_one_that_the_series_have(title, expression):
 
 
 @pytest.mark.parametrize(("title", "expression"), expressions())
-def test_brackets_close_and_only_histograms_have_buckets(title, expression):
+def test_brackets_are_balanced_and_only_histograms_have_buckets(title, expression):
     for left, right in ("()", "[]", "{}"):
         assert expression.count(left) == expression.count(right), title
     for name in re.findall(r"[\w:]+_bucket", expression):
@@ -64,7 +64,7 @@ def test_every_metric_of_ours_is_on_the_dashboard():
 
 def test_the_dashboard_can_be_imported():
     assert DASHBOARD["title"] and DASHBOARD["uid"] and DASHBOARD["schemaVersion"] >= 36
-    assert "id" not in DASHBOARD, "an id is the exporting Grafana's own"
+    assert "id" not in DASHBOARD, "an id belongs to the Grafana that exported it"
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
@@ -84,11 +84,11 @@ def test_panels_do_not_overlap():
         place = panel["gridPos"]
         for x in range(place["x"], place["x"] + place["w"]):
             for y in range(place["y"], place["y"] + place["h"]):
-                assert (x, y) not in taken, f"{panel['title']} lies on {taken.get((x, y))}"
+                assert (x, y) not in taken, f"{panel['title']} overlaps {taken.get((x, y))}"
                 taken[x, y] = panel["title"]
 
 
-def test_alerts_have_what_prometheus_asks_for():
+def test_alerts_have_what_prometheus_requires():
     rules: list[dict[str, Any]] = [rule for group in ALERTS["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules) >= 5
     for rule in rules:
@@ -98,7 +98,7 @@ def test_alerts_have_what_prometheus_asks_for():
         assert rule["annotations"]["summary"]
 
 
-def test_the_scrape_reads_the_rules_and_tritons_port():
+def test_the_scrape_configuration_names_the_rules_and_tritons_port():
     for name in SCRAPE["rule_files"]:
         assert (DEPLOY / "prometheus" / name).exists()
     (job,) = SCRAPE["scrape_configs"]

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from inflight_tools.demo import run_demo, show
-from inflight_tools.launcher import TritonServer, session_members
+from inflight_tools.demo import demo_requests, run_demo
+from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import session_members
 
 ROOT = Path(__file__).parents[2]
 ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
@@ -41,8 +42,8 @@ def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     assert not any(session_members(pid) for pid in sessions)
 
 
-# The first request of the show takes less than half a second: a client that gets no core for that long
-# joins too late, and shows nothing.  A locked batch fails every time.
+# The first request of the demo takes less than half a second: a client that another process keeps from its
+# core for that long joins too late, and shows nothing.  A batch that is locked fails every time.
 _ATTEMPTS = 4
 
 
@@ -51,7 +52,7 @@ def test_short_requests_join_after_the_first_one_and_leave_before_it(server: Tri
     for _ in range(_ATTEMPTS):
         output = io.StringIO()
         rows = run_demo(server, Console(file=output, width=200))
-        assert [row.state for row in rows] == ["done"] * len(show())
+        assert [row.state for row in rows] == ["done"] * len(demo_requests())
         assert [row.tokens for row in rows] == [row.max_tokens for row in rows]
         assert all(row.text.strip() and row.ttft for row in rows)
         events = re.findall(r"request (\d) (joined|first token|left)", output.getvalue())
@@ -80,7 +81,7 @@ def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None) -> 
     with _inflight("demo") as process:
         assert process.stdout is not None
         printed = ""
-        while "Ctrl-C ends it" not in printed:
+        while "Press Ctrl-C to stop" not in printed:
             line = process.stdout.readline()
             assert line, f"the demo ended: {process.communicate()[1]}"
             printed += line

@@ -21,7 +21,8 @@ import tritonclient.grpc as grpcclient
 from frontend_rig import CHECKPOINT, demo_tokenizer
 from tritonclient.utils import InferenceServerException
 
-from inflight_tools.launcher import TritonServer, session_members
+from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import session_members
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"

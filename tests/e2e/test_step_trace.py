@@ -75,6 +75,18 @@ def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
     assert json.loads(data[1])["model"] == "traced"
 
 
+def test_the_grpc_port_gives_the_same_trace_as_the_http_port(traced, tmp_path):
+    url = f"http://{traced.http_address}/v2/models/traced/generate"
+    assert post(url, {"text_input": "the list of names", "max_tokens": 4, "ignore_eos": True})[0] == 200
+    found = []
+    for address in (traced.http_address, f"grpc://{traced.grpc_address}", traced.grpc_address):
+        arguments = ["trace", "--url", address, "--model", "traced", "-o", str(tmp_path / "t.json")]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        found.append(Trace.from_json((tmp_path / "t.json").read_bytes()).steps)
+    assert found[0] == found[1] == found[2] != []
+
+
 def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
     result = trace(traced, "plain", tmp_path / "t.html")
     assert result.exit_code == 1

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from load_records import row
 
-from loadtest.analysis import SLO, Phase
+from inflight_tools.workload.slo import SLO
+from loadtest.analysis import Phase
 from loadtest.options import LoadOptions
 from loadtest.results import build
 from loadtest.runner import Plan, Results

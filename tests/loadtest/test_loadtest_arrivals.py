@@ -1,4 +1,4 @@
-"""Arrival processes have the mean and the spread that they are asked for; a seed repeats them."""
+"""Arrival processes have the requested mean and spread; a seed reproduces them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_mean_and_spread(process: str, cv: float, rate: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.08)
 
 
-def test_poisson_counts_are_as_spread_as_their_mean() -> None:
+def test_poisson_counts_have_equal_mean_and_variance() -> None:
     times = list(itertools.islice(arrival_times("poisson", 4.0, 1), COUNT))
     counts = np.histogram(times, bins=np.arange(0, times[-1], 5.0))[0]
     assert counts.mean() == pytest.approx(20, rel=0.05)
@@ -40,7 +40,7 @@ def test_poisson_gaps_are_exponential() -> None:
     assert np.abs(share - (1 - np.exp(-gaps))).max() < 1.63 / len(gaps) ** 0.5  # Kolmogorov-Smirnov at 1%
 
 
-def test_constant_is_a_clock() -> None:
+def test_constant_arrivals_are_equidistant() -> None:
     assert np.allclose(_gaps("constant", 4.0), 0.25)
 
 
@@ -50,13 +50,13 @@ def test_bursts_keep_the_rate() -> None:
     assert len(times) / times[-1] == pytest.approx(10.0, rel=0.1)
 
 
-def test_a_seed_repeats_and_another_does_not() -> None:
+def test_equal_seeds_give_equal_times_and_others_do_not() -> None:
     assert (_gaps("gamma", 1.0, seed=1) == _gaps("gamma", 1.0, seed=1)).all()
     assert (_gaps("gamma", 1.0, seed=1) != _gaps("gamma", 1.0, seed=2)).any()
 
 
 @pytest.mark.parametrize("values", [("poisson", 0.0, 1.0), ("gamma", 1.0, 0.0), ("gamma", float("nan"), 1.0)])
-def test_what_is_not_positive_is_refused(values: tuple[str, float, float]) -> None:
+def test_values_that_are_not_positive_are_rejected(values: tuple[str, float, float]) -> None:
     process, rate, cv = values
     with pytest.raises(WorkloadError, match="above 0"):
         arrival_times(process, rate, 1, cv)

@@ -13,8 +13,9 @@ import pytest
 from load_records import row
 from typer.testing import CliRunner
 
+from inflight_tools.workload.slo import SLO
 from loadtest.__main__ import app
-from loadtest.analysis import SLO, Phase, cdf, knee, percentiles, read_phase
+from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
 from loadtest.charts import Series, chart, ticks
 from loadtest.monitor import gauges
 from loadtest.report import render
@@ -98,7 +99,7 @@ def test_lost_requests_are_counted_and_do_not_meet_the_slo() -> None:
     [([(0.5, 1), (0.6, 1)], True), ([(1.5, 1), (1.6, 1)], False), ([(0.5, 1), (0.9, 1)], False), ([(0.5, 9)], True)],
 )
 def test_slo_holds_for_first_text_and_for_the_rest(arrivals: list[tuple[float, int]], met: bool) -> None:
-    assert SLO(ttft=1.0, tpot=0.2).met(row(0, 0.0, arrivals)) is met
+    assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
 
 
 def test_knee_is_where_the_lines_cross() -> None:
@@ -125,14 +126,16 @@ def test_a_record_that_was_cut_off_loses_its_last_line(tmp_path: Path) -> None:
     assert (phase.begun, len(phase.rows), phase.lost) == (5.0, 1, 1)
 
 
-def test_gauges_are_those_of_the_model() -> None:
+def test_gauges_are_read_for_the_model_under_load() -> None:
     text = (
+        "# TYPE inflight_requests_waiting gauge\n"
         'inflight_requests_waiting{model="inflight",version="1"} 3\n'
         'inflight_requests_waiting{model="other",version="1"} 9\n'
         'nv_inference_pending_request_count{model="inflight",version="1"} 2\n'
         'nv_gpu_utilization{gpu_uuid="a"} 0.5\n'
+        'nv_gpu_utilization{gpu_uuid="b"} 0.7\n'
     )
-    assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": 0.5}
+    assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": pytest.approx(0.6)}
 
 
 def test_charts_stay_inside_their_frame() -> None:

@@ -1,4 +1,4 @@
-"""Which requests a load consists of: named mixes, their scaling, prompts of exact token counts."""
+"""The requests of a load: named mixes, their scaling, prompts with exact token counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoi
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_requests_lie_within_their_class_and_repeat(name: str) -> None:
+def test_requests_lie_within_their_class_and_are_reproducible(name: str) -> None:
     scenario = SCENARIOS[name]
     bounds = {prompt_class.name: prompt_class.prompt for prompt_class in scenario.classes}
     jobs = [scenario.job(index, seed=3) for index in range(300)]
@@ -29,7 +29,7 @@ def test_requests_lie_within_their_class_and_repeat(name: str) -> None:
         assert job.prompt_tokens + job.output_tokens <= scenario.longest
 
 
-def test_a_seed_makes_other_requests() -> None:
+def test_another_seed_gives_other_requests() -> None:
     scenario = SCENARIOS["lognormal"]
     assert [scenario.job(k, 1) for k in range(9)] != [scenario.job(k, 2) for k in range(9)]
 
@@ -39,10 +39,10 @@ def test_lognormal_outputs_follow_their_distribution() -> None:
     assert tokens.min() >= 10 and tokens.max() <= 370
     assert abs(np.median(tokens) - np.exp(4.0)) < 3  # the median is exp(mu); 3 is four standard errors
     inner = np.log(tokens[(tokens > 10) & (tokens < 370)])
-    assert abs(inner.std() - 0.76) < 0.03  # 0.8, less what the clipping takes away
+    assert abs(inner.std() - 0.76) < 0.03  # 0.8, less what clipping removes
 
 
-def test_chat_rag_has_its_shares() -> None:
+def test_chat_rag_has_the_stated_shares() -> None:
     kinds = [SCENARIOS["chat-rag"].job(index, 1).kind for index in range(3000)]
     shares = [kinds.count(name) / 3000 for name in ("chat", "rag", "document")]
     assert np.allclose(shares, [0.7, 0.2, 0.1], atol=0.03)
@@ -66,12 +66,12 @@ def test_a_scaled_scenario_fits(name: str, context: int) -> None:
         assert job.prompt_tokens + job.output_tokens <= context
 
 
-def test_scaling_leaves_what_fits_alone() -> None:
+def test_a_scenario_that_fits_is_not_scaled() -> None:
     assert SCENARIOS["lognormal"].scaled(8192) == SCENARIOS["lognormal"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 512, 513, 3000])
-def test_id_prompts_have_exactly_the_wanted_length(count: int) -> None:
+def test_id_prompts_have_exactly_the_requested_length(count: int) -> None:
     prompts = IdPrompts(2560, seed=1)
     ids = prompts.make(Job(0, "x", count, 1))
     assert len(ids) == count

@@ -1,4 +1,4 @@
-"""Real Locust runs against a real tritonserver with the demo model and the baseline beside it."""
+"""Real Locust runs against a real tritonserver with the demo model and the baseline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ import psutil
 import pytest
 
 from inflight_tools.installation import LauncherError, TritonInstallation
-from inflight_tools.launcher import TritonServer, pick_ports
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 from loadtest.server import checkpoint_folder, write_repository
 
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("loadtest")]
 
 
@@ -42,16 +44,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 
 def _run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    # Whatever Locust finds in a configuration file or the environment of the developer stays out.
+    # The developer's Locust settings must not leak into the test.
     env = {key: value for key, value in os.environ.items() if not key.startswith("LOCUST_")}
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = PYTHONPATH
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240
     )
 
 
 def _loadtest(server: TritonServer, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    addresses = ["--grpc", server.grpc_address, "--http", server.http_address, "--metrics", server.metrics_address]
+    # The launcher's ports are not consecutive, so one address does not imply the others.
+    addresses = ["--url", server.http_address, "--grpc", server.grpc_address, "--metrics", server.metrics_address]
     return _run("loadtest", "run", *addresses, *arguments, "--output", str(folder), folder=folder)
 
 
@@ -68,7 +71,7 @@ def _rows(record: Path) -> list[dict[str, Any]]:
 
 def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Path) -> None:
     load = ["--context", "220", "--requests", "28", "--users", "14", "--rounds", "1"]
-    done = _loadtest(server, *load, "--sweep", "1", "--sweep-seconds", "1", folder=tmp_path)
+    done = _loadtest(server, *load, "--protocol", "grpc", "--sweep", "1", "--sweep-seconds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     for model in ("inflight", "baseline"):
@@ -150,7 +153,8 @@ def test_bad_input_is_one_line_and_status_2_before_any_load(server: TritonServer
         (["--models", "nothing,baseline"], "model 'nothing' is not ready"),
         (["--scenario", "chat-rag"], "--context N"),
         (["--scenario", "chat-rag", "--models", "baseline,inflight"], "--context N"),
-        (["--grpc", nowhere], f"cannot reach {nowhere}"),
+        (["--grpc", nowhere, "--protocol", "grpc"], f"cannot reach {nowhere} by gRPC"),
+        (["--url", nowhere], f"cannot reach {nowhere} by HTTP"),
         (["--http", nowhere, "--protocol", "http"], f"cannot reach {nowhere}"),
     ):
         done = _loadtest(server, *arguments, folder=tmp_path)
@@ -220,7 +224,7 @@ def test_a_server_that_dies_under_the_load_ends_the_run_and_says_where_to_look(t
     output = tmp_path / "out"
     command = ["loadtest", "run", "--checkpoint", "demo", "--context", "220", "--requests", "100000", "--users", "4"]
     command += ["--set", "kv_cache_memory=64MiB", "--set", "cpu_threads=1", "--output", str(output)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(
         [sys.executable, "-m", *command], env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

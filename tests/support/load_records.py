@@ -1,4 +1,4 @@
-"""Records of a load test, as `loadtest.users.Load` writes them."""
+"""Records of a load test, as `loadtest.users.RequestFeed` writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def row(index: int, start: float, arrivals: list[tuple[float, int]], kind: str = "short") -> dict[str, Any]:
-    """A record as `users.Load` writes it, complete unless `arrivals` is empty."""
+    """A record of a request; without `arrivals`, of one that failed."""
     tokens = sum(count for _, count in arrivals)
     return {
         "index": index,

@@ -1,4 +1,4 @@
-"""Just enough of PromQL to tell which time series an expression reads."""
+"""Just enough PromQL to find the time series in an expression."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(where, expression) of all panels and alerts."""
+    """(title, expression) of all panels and alerts."""
     panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
     return panels + [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
 
 
 def names_in(expression: str) -> set[str]:
-    """Names of series: what is left without strings, selectors, ranges, label lists and functions."""
+    """Names of series: what remains without strings, selectors, ranges, label lists and functions."""
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby\s*\([^)]*\)", " ", bare)
     return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - _WORDS

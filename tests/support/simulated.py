@@ -7,7 +7,6 @@ from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.engine.policies.cost_model import StepCost
-from inflight_tools.simulator.cost import MeasuredCost
 from inflight_tools.simulator.engine import SimulatedEngine, SimulatedInfo
 from inflight_tools.simulator.profile import FitError, Profile
 from inflight_tools.simulator.router import RoundRobin, Router
@@ -15,7 +14,7 @@ from inflight_tools.simulator.simulation import Outcome, Simulation
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
-ONE_SECOND = StepCost(fixed=1.0)
+ONE_SECOND = StepCost.linear(fixed=1.0)
 PROFILE = Profile(
     name="made-up",
     date="2026-01-01",
@@ -27,14 +26,14 @@ PROFILE = Profile(
     vocab_size=100,
     num_blocks=512,
     bytes_per_block=1024,
-    device=MeasuredCost(
-        tokens=[1, 1001],
-        seconds_at=[0.010, 0.110],
+    device=StepCost(
+        tokens=(1, 1001),
+        seconds_at=(0.010, 0.110),
         per_sequence=5e-4,
         per_context_token=1e-7,
         per_attention_pair=1e-8,
     ),
-    host=MeasuredCost(tokens=[1], seconds_at=[0.001]),
+    host=StepCost.linear(0.001),
     fit=FitError(batches=1, mean=0.0, worst=0.0),
 )
 

@@ -1,4 +1,4 @@
-"""The command line: validation before anything starts, entries it writes, Ctrl-C, exit statuses."""
+"""The command line: validation before anything starts, the entries it writes, Ctrl-C, exit statuses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
-from inflight_tools import cli
+from inflight_tools import cli, launcher
 from inflight_tools.installation import find_wheel
-from inflight_tools.launcher import session_members
+from inflight_tools.processes import session_members
 from inflight_tools.repository import default_name, write_entry
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
 
 
 class RecordingServer:
-    """Stands in for TritonServer where only what it is given matters."""
+    """Stands in for TritonServer where only its arguments matter."""
 
     made: ClassVar[list[RecordingServer]] = []
 
@@ -37,7 +37,7 @@ class RecordingServer:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
-    monkeypatch.setattr(cli, "TritonServer", RecordingServer)
+    monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
     monkeypatch.setattr(cli, "run_in_foreground", lambda server, timeout: None)
     return RecordingServer.made
 
@@ -74,9 +74,12 @@ def test_the_command_line_loads_no_torch() -> None:
         (["--model", "a/b", "--set", "seed"], "--set 'seed': expected KEY=VALUE"),
         (["--model", "a/b", "--set", "max_queue_size=many"], "max_queue_size='many': Expected `int`"),
         (["--model", "a/b", "--name", "../up"], "name='../up': a model name starts with"),
-        (["--model", "a/b", "--load-model", "x"], "--load-model goes with --model-repository"),
-        (["--model-repository", ".", "--model", "a/b"], "--model does not go with --model-repository"),
-        (["--model-repository", ".", "--max-num-seqs", "4"], "--max-num-seqs does not go with --model-repository"),
+        (["--model", "a/b", "--load-model", "x"], "--load-model requires --model-repository"),
+        (["--model-repository", ".", "--model", "a/b"], "--model cannot be combined with --model-repository"),
+        (
+            ["--model-repository", ".", "--max-num-seqs", "4"],
+            "--max-num-seqs cannot be combined with --model-repository",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
@@ -90,9 +93,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert servers == []
 
 
-def test_serve_writes_an_entry_with_what_differs_from_the_defaults(
-    checkpoint: Path, servers: list[RecordingServer]
-) -> None:
+def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, servers: list[RecordingServer]) -> None:
     arguments = ["--model", str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
     arguments += ["--set", "seed=7", "--set", "enable_prefix_caching=false", "--set", "chat_template={{ x }}"]
     result = CliRunner().invoke(cli.app, ["serve", *arguments, "--port", "0", "--host", "127.0.0.2"])
@@ -105,7 +106,7 @@ def test_serve_writes_an_entry_with_what_differs_from_the_defaults(
     assert 'backend: "inflight"' in server.files["My-Checkpoint/config.pbtxt"]
     assert json.loads(server.files["My-Checkpoint/1/model.json"]) == {
         "model": str(checkpoint),
-        "max_num_seqs": 8,  # block_size is the default, so it is not written
+        "max_num_seqs": 8,  # the given block_size is the default
         "dtype": "bfloat16",
         "seed": 7,
         "enable_prefix_caching": False,
@@ -128,7 +129,36 @@ def test_init_writes_an_entry_that_reads_back(tmp_path: Path, checkpoint: Path) 
     assert config == EngineConfig(model=str(checkpoint), max_model_len=64)
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
+
+
+def test_init_writes_paths_that_survive_moving_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, elsewhere = tmp_path / "repository", tmp_path / "far" / "away"
+    for name in ("weights/tiny", "words"):
+        (repository / name).mkdir(parents=True)
+        (repository / name / "config.json").write_text("{}")
+    monkeypatch.chdir(repository)
+    arguments = ["init", ".", "--model", "weights/tiny", "--name", "mine", "--set", "tokenizer=words"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads((repository / "mine" / "1" / "model.json").read_text())
+    assert written == {"model": "../../weights/tiny", "tokenizer": "../../words"}
+    monkeypatch.chdir("/")
+    elsewhere.parent.mkdir()
+    repository.rename(elsewhere)
+    config = EngineConfig.from_file(elsewhere / "mine" / "1" / "model.json")
+    assert (config.model, config.tokenizer) == (str(elsewhere / "weights" / "tiny"), str(elsewhere / "words"))
+
+
+def test_without_the_launchers_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['psutil'] = None\n"
+        "from inflight_tools.cli import app; app(['serve', '--model-repository', sys.argv[1]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    said = "inflight: psutil not found; it is needed to start a server: pip install 'inflight[server]'\n"
+    assert done.stderr == said
 
 
 @pytest.mark.parametrize(
@@ -139,7 +169,7 @@ def test_default_name(model: str, name: str) -> None:
     assert default_name(model) == name
 
 
-def test_an_entry_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*Not a directory"):
         write_entry(tmp_path / "file", "name", EngineConfig(model="a/b"))
@@ -239,7 +269,7 @@ def test_a_server_that_dies_is_status_1(tmp_path: Path) -> None:
 
 @needs_server
 def test_a_stub_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> None:
-    """Triton itself would go on saying that it is ready, and let every request of the model hang."""
+    """Triton itself would keep reporting "ready" and let every request of the model hang."""
     with _foreground(tmp_path, "idle") as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())

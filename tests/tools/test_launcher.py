@@ -25,7 +25,10 @@ from inflight_tools.installation import (
     find_wheel,
     lay_out_interpreter,
 )
-from inflight_tools.launcher import TritonServer, load_failure, pick_ports, session_members
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
+from inflight_tools.processes import dead_children, session_members
+from inflight_tools.server_log import load_failure
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
 
@@ -81,7 +84,7 @@ def _wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def test_pick_ports_are_free_and_different() -> None:
+def test_picked_ports_are_free_and_distinct() -> None:
     ports = pick_ports(5)
     assert len(set(ports)) == 5
     for port in ports:
@@ -101,7 +104,7 @@ def test_a_port_in_use_names_the_port_and_the_option(repository: Path, option: s
         assert server.process is None
 
 
-def test_one_port_for_two_services_is_refused(repository: Path) -> None:
+def test_one_port_for_two_services_is_rejected(repository: Path) -> None:
     with pytest.raises(LauncherError, match=r"port 8123 is given to more than one service; change --http-port"):
         TritonServer(repository, http_port=8123, metrics_port=8123).start()
 
@@ -109,15 +112,15 @@ def test_one_port_for_two_services_is_refused(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"http_port": 99999}, r"port 99999 \(HTTP\): allowed are 0 to 65535; change --http-port"),
-        ({"grpc_port": -1}, r"port -1 \(GRPC\): allowed are 0 to 65535; change --grpc-port"),
+        ({"http_port": 99999}, r"port 99999 \(HTTP\) must be between 0 and 65535; change --http-port"),
+        ({"grpc_port": -1}, r"port -1 \(GRPC\) must be between 0 and 65535; change --grpc-port"),
         ({"host": "203.0.113.1"}, "cannot listen on host '203.0.113.1': .*; change --host"),
         ({"host": "a..b"}, r"cannot listen on host 'a\.\.b': .*; change --host"),
         ({"host": "203.0.113.1", "http_port": 8000}, "change --host"),
         ({"log_file": "/dev/full"}, "/dev/full: not a regular file"),
     ],
 )
-def test_an_address_or_file_that_is_none_is_named(repository: Path, options: dict[str, Any], says: str) -> None:
+def test_an_unusable_address_or_file_is_named(repository: Path, options: dict[str, Any], says: str) -> None:
     server = TritonServer(repository, **options)
     with pytest.raises(LauncherError, match=says):
         server.start()
@@ -135,8 +138,8 @@ def _fake_installation(tmp_path: Path, *versions: str) -> TritonInstallation:
     return TritonInstallation(tmp_path / "tritonserver", tmp_path, dict.fromkeys(versions, stub))
 
 
-def test_a_python_without_a_stub_says_which_exist(tmp_path: Path) -> None:
-    with pytest.raises(LauncherError, match=r"no Python stub for Python 3\.\d+ \(there are: 3\.8, 3\.90\)"):
+def test_a_python_without_a_stub_lists_those_that_have_one(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=r"no stub for Python 3\.\d+ \(available: 3\.8, 3\.90\)"):
         _fake_installation(tmp_path, "3.90", "3.8").lay_out(tmp_path / "backends", {})
 
 
@@ -147,14 +150,14 @@ def test_a_python_without_a_stub_leaves_no_temporary_files(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(launcher.tempfile, "tempdir", str(temporary))
-    with pytest.raises(LauncherError, match="no Python stub"):
+    with pytest.raises(LauncherError, match="no stub for Python"):
         TritonServer(repository).start()
     assert list(temporary.iterdir()) == []
 
 
-def test_a_missing_libpython_says_which_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_libpython_says_which_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation.Path, "is_file", lambda self: False)
-    with pytest.raises(LauncherError, match=r"libpython3\.\d+\.so\.1\.0 is missing.*apt install libpython3\.\d+"):
+    with pytest.raises(LauncherError, match=r"libpython3\.\d+\.so\.1\.0 not found.*apt install libpython3\.\d+"):
         find_libpython()
 
 
@@ -167,7 +170,7 @@ def test_no_tritonserver_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(installation, "find_wheel", lambda: None)
     monkeypatch.setattr(installation, "_OPT", Path("/nowhere"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(LauncherError, match=r"no tritonserver found: .*pip install"):
+    with pytest.raises(LauncherError, match=r"tritonserver not found; .*pip install"):
         TritonInstallation.find()
 
 
@@ -177,7 +180,7 @@ def test_tritonserver_variable_must_name_an_executable(monkeypatch: pytest.Monke
         TritonInstallation.find()
 
 
-def test_an_installed_server_takes_the_stub_version_from_the_stub(
+def test_an_installed_server_reads_the_stub_version_from_the_stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     binary = tmp_path / "bin" / "tritonserver"
@@ -191,7 +194,7 @@ def test_an_installed_server_takes_the_stub_version_from_the_stub(
     assert list(TritonInstallation.find().stubs) == ["3.99"]
 
 
-def test_load_failure_takes_the_reason_from_the_log() -> None:
+def test_the_reason_of_a_load_failure_comes_from_the_log() -> None:
     log = (
         'I1120 server.cc:1] "loading: demo:1"\n'
         r"""E1120 11:59:11 model_lifecycle.cc:642] "failed to load 'demo' version 1: Internal: """
@@ -199,6 +202,21 @@ def test_load_failure_takes_the_reason_from_the_log() -> None:
     )
     assert load_failure(log) == "model 'demo' failed to load: ConfigError: model \"x\" is not there"
     assert load_failure('I1120 server.cc:1] "loading: demo:1"\n') is None
+
+
+def test_session_members_and_dead_children() -> None:
+    # The shell leads a session; one child of it sleeps, the other becomes a zombie, as nobody waits for it.
+    script = "sleep 600 & sleep 0 & exec sleep 600"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True) as leader:
+        try:
+            _wait_until(lambda: len(dead_children(leader.pid, "sleep")) == 1)
+            (zombie,) = dead_children(leader.pid, "sleep")
+            members = session_members(leader.pid)
+            assert leader.pid in members and zombie not in members and len(members) == 2
+            assert dead_children(leader.pid, "other") == []
+        finally:
+            os.killpg(leader.pid, signal.SIGKILL)
+    assert session_members(leader.pid) == dead_children(leader.pid, "sleep") == []
 
 
 def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

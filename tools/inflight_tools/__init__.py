@@ -1,1 +1,1 @@
-"""What an operator runs on a desk: command line, launcher, demo, simulator, trace viewers."""
+"""The operator's tools: command line, launcher, demo, simulator, workloads, trace viewers."""

@@ -1,4 +1,4 @@
-"""The `inflight` command.  Exit status: 0 done or stopped by the user, 1 failed, 2 wrong usage."""
+"""The `inflight` command.  Exit status: 0 success or stopped by the user, 1 failure, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
-from inflight_tools.launcher import LauncherError, TritonServer
+from inflight_tools.installation import LauncherError
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.trace.command import trace
+
+if TYPE_CHECKING:
+    from inflight_tools.launcher import TritonServer
 
 __all__ = ["app"]
 
@@ -32,19 +35,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_LOOK_SECONDS = 2.0  # between two looks at the stubs
+_STUB_CHECK_SECONDS = 2.0  # between two checks of the stub processes
 _EXIT_TIMEOUT_SECONDS = 10  # for open requests after Ctrl-C; a second Ctrl-C ends them at once
 
 _Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
-_Name = Annotated[str | None, typer.Option(help="Name clients use; made from --model when not given.")]
-_MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences in one step.")]
-_MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of one step.")]
-_MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens, prompt plus output, of one request.")]
-_BlockSize = Annotated[int | None, typer.Option(help="Tokens in one KV block.")]
+_Name = Annotated[str | None, typer.Option(help="Model name that clients use; by default derived from --model.")]
+_MaxNumSeqs = Annotated[int | None, typer.Option(help="Maximum number of sequences in a step.")]
+_MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
+_MaxModelLen = Annotated[int | None, typer.Option(help="Maximum length of a request in tokens, prompt plus output.")]
+_BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV block.")]
 _Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 _KvCacheMemory = Annotated[str | None, typer.Option(help='Size of the KV pool, such as "4GiB".')]
-_GpuMemory = Annotated[float | None, typer.Option(help="Share of the GPU's memory to use.")]
+_GpuMemory = Annotated[float | None, typer.Option(help="Fraction of the GPU's memory to use.")]
 _Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other key of model.json; repeatable.")
 ]
@@ -76,8 +79,8 @@ def serve(
     load_model: Annotated[
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
-    log_file: Annotated[Path | None, typer.Option(help="Write the server's log there too.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds the models have to load.")] = 900.0,
+    log_file: Annotated[Path | None, typer.Option(help="Also write the server's log to this file.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the models to load.")] = 900.0,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C."""
     options = {
@@ -95,12 +98,12 @@ def serve(
             if model is None:
                 _fail("give --model, or --model-repository for an existing repository", status=2)
             if load_model:
-                _fail("--load-model goes with --model-repository", status=2)
+                _fail("--load-model requires --model-repository", status=2)
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
-            _refuse_with_repository({"model": model, "name": name, **options, "set": set_})
-        server = TritonServer(
+            _reject_with_repository({"model": model, "name": name, **options, "set": set_})
+        server = _server(
             model_repository or temporary,
             host=host,
             http_port=http_port,
@@ -121,7 +124,7 @@ def init(
     name: _Name = None,
     set_: _Set = None,
 ) -> None:
-    """Write a model repository entry without serving it, for a tritonserver of your own."""
+    """Write a model repository entry for a tritonserver that you run yourself."""
     with _usage_errors():
         entry = write_entry(folder, name or default_name(model), engine_config(model, {}, set_ or []))
     typer.echo(f"wrote {entry}")
@@ -132,13 +135,11 @@ def demo(
     http_port: _HttpPort = 8000,
     grpc_port: _GrpcPort = 8001,
     metrics_port: _MetricsPort = 8002,
-    model_repository: Annotated[Path | None, typer.Option(help="Repository that holds the model `demo`.")] = None,
-    exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the show.")] = False,
+    model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
+    exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
 ) -> None:
-    """Start the demo model, stream several prompts at once, and leave the server up."""
-    from inflight_tools.demo import run_demo
-
-    server = TritonServer(
+    """Start the demo model, stream several prompts at once, and leave the server running."""
+    server = _server(
         model_repository or _demo_repository(),
         http_port=http_port,
         grpc_port=grpc_port,
@@ -147,20 +148,22 @@ def demo(
         load_models=["demo"],
         exit_timeout=_EXIT_TIMEOUT_SECONDS,
     )
+    from inflight_tools.demo import run_demo
+
     with _stop_signals(), _one_line_errors(), server:
         run_demo(server)
         if not exit_:
-            typer.echo("Ctrl-C ends it.")
+            typer.echo("Press Ctrl-C to stop.")
             _wait_for_end(server)
 
 
 def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:
-    """The validated configuration of command-line options (None: not given) and `KEY=VALUE`s.
+    """Validate command-line options (None: not given) and `KEY=VALUE` settings.
 
-    Values of `settings` are JSON where they parse as JSON, else text.
+    A value in `settings` is read as JSON if it parses as JSON, otherwise as a string.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type or range, or no such model.
+        ConfigError: an unknown key, a value of the wrong type or out of range, or no such model.
     """
     values: dict[str, Any] = {"model": resolve_model(model)}
     values.update((key, value) for key, value in options.items() if value is not None)
@@ -168,14 +171,14 @@ def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> E
     return EngineConfig.from_dict(values, source="command line")
 
 
-def _refuse_with_repository(options: dict[str, Any]) -> None:
+def _reject_with_repository(options: dict[str, Any]) -> None:
     given = [key.replace("_", "-") for key, value in options.items() if value is not None]
     if given:
-        _fail(f"--{given[0]} does not go with --model-repository; edit the model.json there", status=2)
+        _fail(f"--{given[0]} cannot be combined with --model-repository; edit the model.json there", status=2)
 
 
 def run_in_foreground(server: TritonServer, timeout: float) -> None:
-    """Run `server`, its log on stderr, until a stop signal (returns) or its end (exit status 1)."""
+    """Run `server`, copying its log to stderr; returns on a stop signal, exits with status 1 if the server ends."""
     with _stop_signals(), _one_line_errors():
         try:
             server.start()
@@ -184,7 +187,7 @@ def run_in_foreground(server: TritonServer, timeout: float) -> None:
                 server.wait_ready(timeout)
                 typer.echo(
                     f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
-                    f"metrics http://{server.metrics_address}/metrics; Ctrl-C stops"
+                    f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
                 )
                 _wait_for_end(server)
         finally:
@@ -192,30 +195,39 @@ def run_in_foreground(server: TritonServer, timeout: float) -> None:
 
 
 def _wait_for_end(server: TritonServer) -> None:
-    """Until the server ends, or is of no use any more: Triton neither restarts a stub nor stops saying "ready"."""
+    """Wait until the server ends or loses a stub: Triton neither restarts a stub nor stops reporting "ready"."""
     lost: set[int] = set()
-    looked = time.monotonic()
+    checked = time.monotonic()
     while server.is_running():
         time.sleep(0.2)
-        if time.monotonic() - looked >= _LOOK_SECONDS:
-            before, lost, looked = lost, set(server.lost_stubs()), time.monotonic()
-            if before & lost:  # twice: one that was just unloaded is gone the second time
+        if time.monotonic() - checked >= _STUB_CHECK_SECONDS:
+            before, lost, checked = lost, set(server.lost_stubs()), time.monotonic()
+            if before & lost:  # seen twice: a stub that was merely unloaded is gone by the second check
                 raise LauncherError(
-                    "the stub process of a model died, and Triton lets its requests hang: stopping; start it again"
+                    "the stub process of a model died, and its requests would hang; start the server again"
                 )
     raise LauncherError(server.exit_reason())
+
+
+def _server(model_repository: Path | str, **options: Any) -> TritonServer:
+    """A `TritonServer` that is not started; exits if a package that the launcher needs is missing."""
+    try:
+        from inflight_tools.launcher import TritonServer
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} not found; it is needed to start a server: pip install 'inflight[server]'")
+    return TritonServer(model_repository, **options)
 
 
 def _demo_repository() -> Path:
     for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (folder / "model_repository" / "demo").is_dir():
             return folder / "model_repository"
-    _fail("no model_repository/demo here; run in a checkout or give --model-repository")
+    _fail("model_repository/demo not found; run this in a checkout or give --model-repository")
 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C, and Ctrl-C as a normal end once everything is stopped."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, and Ctrl-C as success once everything has stopped."""
 
     def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -253,7 +265,7 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 
 @contextlib.contextmanager
 def _echo_file(path: Path) -> Iterator[None]:
-    """Copy what is written to `path` to stderr while the context is open, and its rest at the end."""
+    """Copy a growing file to stderr while the context is open, and the rest of it on exit."""
     done = threading.Event()
 
     def copy() -> None:

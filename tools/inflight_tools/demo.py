@@ -1,7 +1,7 @@
-"""The show of `make run`: prompts of different lengths arrive one after another and share the batch.
+"""The demo of `make run`: prompts of different lengths arrive one after another and share the batch.
 
-Every row is one request on its own gRPC stream.  A request that arrives joins the batch at the
-next forward pass, whatever the others are doing, and leaves it with its last token.
+Every row is a request on a gRPC stream of its own.  A request joins the batch at the next forward pass
+after its arrival, whatever the others are doing, and leaves it with its last token.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from rich.text import Text
 from inflight_client import AsyncClient
 from inflight_tools.launcher import LauncherError, TritonServer
 
-__all__ = ["Row", "call_commands", "run_demo", "show"]
+__all__ = ["DemoRequest", "call_commands", "demo_requests", "run_demo"]
 
 _MODEL = "demo"
-_TEXT_WIDTH = 60  # characters of a row's text that are shown
+_TEXT_WIDTH = 60  # characters shown of a row's text
 _REDRAW_SECONDS = 1 / 12
 _STATE_STYLES = {"": "dim", "waiting": "yellow", "running": "bold green", "done": "cyan"}
 
 
 @dataclass
-class Row:
-    """One request of the show.
+class DemoRequest:
+    """A request of the demo.
 
     Attributes:
-        prompt: what the model continues.
-        max_tokens: where it stops at the latest.
-        arrives_after: tokens of the first row after which this one is sent: the overlap is the
-            same on a slow machine and on a fast one.
-        state: "" before it arrives, "waiting" until its first token, "running", "done".
-        submitted, first_token, finished: `time.perf_counter()` seconds; 0.0 before.
+        prompt: the text to continue.
+        max_tokens: number of output tokens.
+        arrives_after: number of tokens of the first request after which this one is sent, so that the
+            overlap is the same on slow and fast machines.
+        state: "" before it arrives, "waiting" until its first token, then "running" and "done".
+        submitted, first_token, finished: `time.perf_counter()` seconds; 0.0 until then.
         tokens: output tokens so far.
         text: output text so far.
     """
@@ -62,48 +62,48 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens over the time since the request was sent."""
+        """Output tokens per second since the request was sent."""
         if not self.tokens:
             return None
         return self.tokens / ((self.finished or time.perf_counter()) - self.submitted)
 
 
-def show() -> list[Row]:
-    """The requests of the show: short and long, overlapping."""
+def demo_requests() -> list[DemoRequest]:
+    """The requests of the demo: short and long ones that overlap."""
     return [
-        Row("This module provides a class that", 400, 0),
-        Row("Return a new list containing", 60, 40),
-        Row("Raise ValueError if the argument is not", 200, 80),
-        Row("The following functions read and write files. Each of them takes a path and", 240, 120),
-        Row("Create a socket and", 40, 150),
-        Row("If the optional argument is true, then", 120, 250),
+        DemoRequest("This module provides a class that", 400, 0),
+        DemoRequest("Return a new list containing", 60, 40),
+        DemoRequest("Raise ValueError if the argument is not", 200, 80),
+        DemoRequest("The following functions read and write files. Each of them takes a path and", 240, 120),
+        DemoRequest("Create a socket and", 40, 150),
+        DemoRequest("If the optional argument is true, then", 120, 250),
     ]
 
 
-def run_demo(server: TritonServer, console: Console | None = None) -> list[Row]:
-    """Stream the show through gRPC, drawing it as it happens, then print how to call the server.
+def run_demo(server: TritonServer, console: Console | None = None) -> list[DemoRequest]:
+    """Stream the requests over gRPC, show their progress, then print how to call the server.
 
-    Without a terminal each event is a plain line instead of a table that redraws itself.
+    A terminal shows a live table; without one, each event is a plain line.
 
     Raises:
         LauncherError: a request failed.
     """
     console = console or Console()
-    rows = show()
+    rows = demo_requests()
     console.print(f"{len(rows)} requests, one batch: each joins when it arrives and leaves with its last token\n")
     with _table(console, rows) if console.is_terminal else _lines(console, rows) as on_event:
         try:
             asyncio.run(_play(server.grpc_address, rows, on_event))
-        except Exception as error:  # whatever a client may raise: the show has one line for it
-            raise LauncherError(f"a request of the show failed: {error}") from error
-    console.print("\nThe server is up. Call it from another terminal:\n")
+        except Exception as error:  # of whatever kind: the user gets one line
+            raise LauncherError(f"a request of the demo failed: {error}") from error
+    console.print("\nThe server is running. Call it from another terminal:\n")
     for command in call_commands(server):
         console.print(command + "\n", markup=False, highlight=False, soft_wrap=True)
     return rows
 
 
 def call_commands(server: TritonServer) -> list[str]:
-    """Shell commands that call the demo model of `server`: curl, this package's own, Python."""
+    """Shell commands that call the demo model of `server`: with curl, `inflight generate` and Python."""
     url = f"http://{server.http_address}/v2/models/{_MODEL}"
     prompt, sampling = "Return the number of", '"temperature": 0.7, "max_tokens": 40'
     return [
@@ -120,38 +120,38 @@ END""",
 
 
 def _program(name: str) -> str:
-    """How a shell in this folder starts a program of the running environment."""
+    """How a shell in the current folder starts a program of the running environment."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
         return name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-# What happened to a row: "joined", "first token", "token", "left".
-_OnEvent = Callable[[Row, str], None]
+# Called with a request and one of "joined", "first token", "token", "left".
+_OnEvent = Callable[[DemoRequest, str], None]
 
 
-async def _play(address: str, rows: list[Row], on_event: _OnEvent) -> None:
+async def _play(address: str, rows: list[DemoRequest], on_event: _OnEvent) -> None:
     async with AsyncClient(address, model=_MODEL) as client:
         followers = [(row, asyncio.Event()) for row in rows[1:]]
 
-        def on_first(row: Row, event: str) -> None:
+        def on_first(row: DemoRequest, event: str) -> None:
             on_event(row, event)
             for follower, go in followers:
                 if row.tokens >= follower.arrives_after or event == "left":
                     go.set()
 
-        async def follow(row: Row, go: asyncio.Event) -> None:
+        async def follow(row: DemoRequest, go: asyncio.Event) -> None:
             await go.wait()
             await _stream(client, row, on_event)
 
         await asyncio.gather(_stream(client, rows[0], on_first), *(follow(row, go) for row, go in followers))
 
 
-async def _stream(client: AsyncClient, row: Row, on_event: _OnEvent) -> None:
+async def _stream(client: AsyncClient, row: DemoRequest, on_event: _OnEvent) -> None:
     row.state, row.submitted = "waiting", time.perf_counter()
     on_event(row, "joined")
-    # No row may end by itself: the lengths are the plan's, whatever the model would say.
+    # The planned lengths must hold whatever the model generates.
     n = row.max_tokens
     async for chunk in client.stream(row.prompt, temperature=0.7, seed=7, min_tokens=n, max_tokens=n):
         if not row.first_token:
@@ -165,12 +165,12 @@ async def _stream(client: AsyncClient, row: Row, on_event: _OnEvent) -> None:
 
 
 @contextmanager
-def _table(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
-    """One live row per request, redrawn at most every `_REDRAW_SECONDS`."""
+def _table(console: Console, rows: list[DemoRequest]) -> Iterator[_OnEvent]:
+    """A live table with a row per request, redrawn at most every `_REDRAW_SECONDS`."""
     drawn = 0.0
     with Live(_draw(rows), console=console, auto_refresh=False) as live:
 
-        def redraw(row: Row, event: str) -> None:
+        def redraw(row: DemoRequest, event: str) -> None:
             nonlocal drawn
             if event != "token" or time.perf_counter() - drawn > _REDRAW_SECONDS:
                 live.update(_draw(rows), refresh=True)
@@ -180,7 +180,7 @@ def _table(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
         live.update(_draw(rows), refresh=True)
 
 
-def _draw(rows: list[Row]) -> Table:
+def _draw(rows: list[DemoRequest]) -> Table:
     running = sum(row.state in ("waiting", "running") for row in rows)
     table = Table(title=f"in the batch: {running}", title_justify="left", expand=True, box=None, pad_edge=False)
     for header in ("prompt", "state", "tokens", "TTFT ms", "tok/s"):
@@ -201,11 +201,11 @@ def _draw(rows: list[Row]) -> Table:
 
 
 @contextmanager
-def _lines(console: Console, rows: list[Row]) -> Iterator[_OnEvent]:
-    """One plain line per request that joins, gets its first token, or leaves."""
+def _lines(console: Console, rows: list[DemoRequest]) -> Iterator[_OnEvent]:
+    """A plain line whenever a request joins, gets its first token, or leaves."""
     start = time.perf_counter()
 
-    def line(row: Row, event: str) -> None:
+    def line(row: DemoRequest, event: str) -> None:
         if event == "token":
             return
         running = sum(other.state in ("waiting", "running") for other in rows)

@@ -1,4 +1,4 @@
-"""Where a `tritonserver` is, and the Python pieces it needs: stub, libpython, backends folder."""
+"""Finds a `tritonserver` and lays out the Python parts it needs: stub, libpython, backends folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTALL = "pip install 'inflight[server]'"
 
 
 class LauncherError(RuntimeError):
-    """The server cannot be started or has ended; the message is one line with the fix."""
+    """The server cannot start or has ended; the message is one line with the fix."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class TritonInstallation:
     Attributes:
         binary: the executable.
         python_backend: folder with `libtriton_python.so` and `triton_python_backend_utils.py`.
-        stubs: stub executable per Python version ("3.11").
-        library_dirs: folders the dynamic loader must search.
+        stubs: stub executable by Python version ("3.11").
+        library_dirs: folders that the dynamic loader must search.
     """
 
     binary: Path
@@ -44,10 +44,12 @@ class TritonInstallation:
 
     @classmethod
     def find(cls) -> TritonInstallation:
-        """The installation to use: `$TRITONSERVER`, the wheel, `/opt/tritonserver`, `PATH`.
+        """The first of `$TRITONSERVER`, the nvidia-pytriton wheel, `/opt/tritonserver` and `PATH`.
+
+        Only files of the wheel are used; the package is never imported.
 
         Raises:
-            LauncherError: none is there, or `$TRITONSERVER` names no executable.
+            LauncherError: there is none, or `$TRITONSERVER` is not an executable file.
         """
         named = os.environ.get("TRITONSERVER")
         if named:
@@ -59,7 +61,7 @@ class TritonInstallation:
             return cls._from_wheel(wheel)
         on_path = shutil.which("tritonserver", path=f"{_OPT / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
         if on_path is None:
-            raise LauncherError(f"no tritonserver found: run `{_INSTALL}`, or set TRITONSERVER to an installed one")
+            raise LauncherError(f"tritonserver not found; run `{_INSTALL}`, or set TRITONSERVER to an installed one")
         return cls._installed(Path(on_path))
 
     @classmethod
@@ -79,16 +81,16 @@ class TritonInstallation:
             (path for path in (root / "backends" / "python", _OPT / "backends" / "python") if path.is_dir()), None
         )
         if python_backend is None:
-            raise LauncherError(f"{root}: no backends/python there; this tritonserver has no Python backend")
+            raise LauncherError(f"{root / 'backends' / 'python'} not found; install Triton with its Python backend")
         stub = python_backend / _STUB
         if not stub.is_file():
-            raise LauncherError(f"{stub}: no such file; this tritonserver's Python backend is not complete")
+            raise LauncherError(f"{stub} not found; this tritonserver's Python backend is incomplete")
         linked = re.search(rb"libpython(3\.\d+)", stub.read_bytes())
         version = linked[1].decode() if linked else _python_version()
         return cls(binary, python_backend, {version: stub}, (root / "lib",))
 
     def lay_out(self, folder: Path, backends: Mapping[str, Path]) -> None:
-        """Make `folder` a backends directory: `python/` plus a link for each of `backends`.
+        """Turn `folder` into a backends directory: `python/` plus a link for each of `backends`.
 
         Raises:
             LauncherError: no stub for the running Python.
@@ -98,12 +100,12 @@ class TritonInstallation:
         if stub is None:
             known = ", ".join(sorted(self.stubs, key=lambda v: tuple(map(int, v.split("."))))) or "none"
             raise LauncherError(
-                f"{self.binary} has no Python stub for Python {version} (there are: {known}); use one of these Pythons"
+                f"{self.binary} has no stub for Python {version} (available: {known}); use one of these Pythons"
             )
         python = folder / "python"
         python.mkdir(parents=True)
-        # Copies, not links: Triton refuses a backend library that resolves outside its folder, and
-        # where a wheel lost the stub's executable bit, Triton's own chmod would take its read bits.
+        # Copies rather than links: Triton rejects a backend library that resolves outside its folder, and
+        # if a wheel lost the stub's executable bit, Triton's own chmod would remove its read bits.
         for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
             shutil.copyfile(self.python_backend / name, python / name)
         shutil.copyfile(stub, python / _STUB)
@@ -127,7 +129,7 @@ def find_libpython() -> Path:
     """The shared libpython of the running interpreter, which the stub is linked against.
 
     Raises:
-        LauncherError: this Python was built without one and none is installed.
+        LauncherError: this Python was built without one, and none is installed.
     """
     version = _python_version()
     name = f"libpython{version}.so.1.0"
@@ -145,18 +147,18 @@ def find_libpython() -> Path:
         if path.is_file():
             return path
     raise LauncherError(
-        f"{name} is missing, and Triton's Python stub needs it: install it "
+        f"{name} not found; Triton's Python stub needs it: install it "
         f"(Debian and Ubuntu: apt install libpython{version}; Fedora: dnf install python3-libs; "
-        f"pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; uv and conda Pythons have it)"
+        f"pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; the Pythons of uv and conda include it)"
     )
 
 
 def lay_out_interpreter(folder: Path) -> Path:
-    """Make `folder` a virtual environment that imports what this interpreter imports.
+    """Turn `folder` into a virtual environment that imports what this interpreter imports.
 
-    The stub finds its prefix through the `python3` on PATH and, from Python 3.11 on, is an isolated
-    interpreter: neither PYTHONPATH nor the user's site-packages reach it (seen with 24.10).  What it
-    starts with `sys.executable` runs in the same environment.
+    The stub finds its prefix through the `python3` on PATH and, from Python 3.11 on, runs isolated:
+    it sees neither PYTHONPATH nor the user's site-packages (Triton 24.10).  What it starts with
+    `sys.executable` runs in the same environment.
 
     Returns:
         The folder to put first on PATH.

@@ -1,8 +1,9 @@
-"""Write a model repository entry: `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`."""
+"""Writes a model repository entry: `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from inflight.config import ConfigError, EngineConfig
 __all__ = ["CONFIG_PBTXT", "default_name", "parse_setting", "resolve_model", "write_entry"]
 
 CONFIG_PBTXT = """\
-# Inputs, outputs and the transaction policy are completed by the backend at load.
+# The backend completes inputs, outputs and the transaction policy when the model is loaded.
 backend: "inflight"
 instance_group [ { kind: KIND_MODEL, count: 1 } ]
 parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }
@@ -22,15 +23,15 @@ parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }
 
 
 def default_name(model: str) -> str:
-    """A Triton model name for a hub id or a directory: its last part, of `[A-Za-z0-9_.-]`."""
+    """A Triton model name for a hub id or a directory: its last part, limited to `[A-Za-z0-9_.-]`."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name).strip("-.") or "model"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Key and value of `--set KEY=VALUE`; a value is JSON where it parses as JSON, else text.
+    """Key and value of `--set KEY=VALUE`; the value is JSON if it parses as JSON, otherwise a string.
 
     Raises:
-        ConfigError: there is no key, or no `=`.
+        ConfigError: no key, or no `=`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -42,10 +43,10 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def resolve_model(model: str) -> str:
-    """The checkpoint as `model.json` should name it: an existing directory becomes absolute.
+    """The absolute path of a checkpoint directory, or a hub id as it is.
 
     Raises:
-        ConfigError: it is written like a path, or can be no hub id, and no such directory exists.
+        ConfigError: neither an existing directory nor a possible hub id, or a directory without a checkpoint.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -58,23 +59,29 @@ def resolve_model(model: str) -> str:
 
 
 def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
-    """Write an entry that Triton loads as `name`; `model.json` holds what differs from the defaults.
+    """Write an entry that Triton loads as `name`; `model.json` lists what differs from the defaults.
+
+    A checkpoint or tokenizer inside `folder` is written relative to `model.json`, so the repository can be
+    moved or mounted elsewhere; any other directory is written as an absolute path.
 
     Returns:
-        The entry's folder.
+        The folder of the entry.
 
     Raises:
-        ConfigError: `name` cannot be a model name, the entry exists, or the folder cannot be written.
+        ConfigError: `name` is not a valid model name, the entry exists, or it cannot be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ConfigError(f"name={name!r}: a model name starts with a letter or digit, then letters, digits, _ . -")
     entry = folder / name
     if entry.exists():
-        raise ConfigError(f"{entry} exists already; choose another name or remove it")
+        raise ConfigError(f"{entry} already exists; choose another name or remove it")
     defaults = msgspec.to_builtins(EngineConfig(model=config.model))
     values = {
         key: value for key, value in msgspec.to_builtins(config).items() if key == "model" or value != defaults[key]
     }
+    for key in ("model", "tokenizer"):
+        if key in values and Path(values[key]).is_dir():
+            values[key] = _portable(Path(values[key]), folder, entry / "1")
     try:
         (entry / "1").mkdir(parents=True)
         (entry / "config.pbtxt").write_text(CONFIG_PBTXT, encoding="utf-8")
@@ -82,3 +89,9 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot write {entry}: {error.strerror}") from None
     return entry
+
+
+def _portable(path: Path, repository: Path, base: Path) -> str:
+    """`path` relative to `base` if it is inside `repository`, otherwise absolute."""
+    path = path.resolve()
+    return os.path.relpath(path, base.resolve()) if path.is_relative_to(repository.resolve()) else str(path)

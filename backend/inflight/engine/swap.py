@@ -14,17 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.cost_model import OnlineStepCost, StepCost, prefill_pairs, step_load
+from inflight.engine.policies.cost_model import OnlineStepCost, step_load
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 
-__all__ = ["SwapSpace", "recompute_seconds"]
-
-
-def recompute_seconds(cost: StepCost, num_kept: int, num_computed: int) -> float:
-    """What it takes to compute the tokens from `num_kept` to `num_computed` again, beside the step's other work."""
-    num_tokens = num_computed - num_kept
-    return cost.per_prefill_token * num_tokens + cost.per_attention_pair * prefill_pairs(num_kept, num_tokens)
+__all__ = ["SwapSpace"]
 
 
 @dataclass(slots=True)
@@ -95,7 +89,7 @@ class SwapSpace:
             return
         computed = min(computed, (first + count) * self.block_size)
         if not self._always:
-            again = recompute_seconds(self._model.cost, first * self.block_size, computed)
+            again = self._model.cost.recompute_seconds(first * self.block_size, computed)
             if again <= count * self.seconds_per_block:
                 return
         blocks = [self._free.pop() for _ in range(count)]

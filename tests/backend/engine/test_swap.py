@@ -10,7 +10,7 @@ from inflight.engine.policies.cost_model import StepCost
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight.engine.swap import SwapSpace, recompute_seconds
+from inflight.engine.swap import SwapSpace
 
 
 def running(pool: KVPool, num_tokens: int, token: int = 1) -> Request:
@@ -135,8 +135,8 @@ def test_a_step_that_copies_teaches_nothing():
 
 def test_recompute_grows_with_the_square_of_what_it_attends_to():
     cost = StepCost(per_prefill_token=1.0, per_attention_pair=0.5)
-    assert recompute_seconds(cost, 0, 4) == 4 + 0.5 * (1 + 2 + 3 + 4)
-    assert recompute_seconds(cost, 2, 4) == 2 + 0.5 * (3 + 4)
+    assert cost.recompute_seconds(0, 4) == 4 + 0.5 * (1 + 2 + 3 + 4)
+    assert cost.recompute_seconds(2, 4) == 2 + 0.5 * (3 + 4)
 
 
 def squeezed(**options):

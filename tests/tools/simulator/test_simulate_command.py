@@ -1,4 +1,4 @@
-"""`inflight simulate`: what it prints and writes, what it refuses, and that its choice is the right one."""
+"""`inflight simulate`: what it prints and writes, what it rejects, and that its choice is right."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.cli import app
-from inflight_tools.simulator.report import SLO, summarise
+from inflight_tools.simulator.report import summarise
 from inflight_tools.simulator.sweep import Trial, highest_rate, parse_sweep
+from inflight_tools.workload.slo import SLO
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_sweep_of_an_open_loop_finds_the_rate(profile, tmp_path):
     assert min(few["attainment"], many["attainment"]) >= 0.9
 
 
-def test_a_slo_that_nothing_meets_fails_and_writes_nothing(profile, tmp_path):
+def test_an_slo_that_no_setting_meets_fails_and_writes_nothing(profile, tmp_path):
     result = simulate(
         profile, "--requests", 10, "--sweep", "max_num_seqs=4", "--slo-ttft", 0, "-o", tmp_path / "m.json"
     )
@@ -88,16 +89,16 @@ def test_a_slo_that_nothing_meets_fails_and_writes_nothing(profile, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scenario", "nothing"], "there is no such scenario; choose one of lognormal"),
-        (["--router", "random"], "router 'random': allowed are"),
+        (["--scenario", "nothing"], "unknown scenario 'nothing'; choose one of lognormal"),
+        (["--router", "random"], "router 'random': must be one of"),
         (["--set", "max_num_seqs"], "expected KEY=VALUE"),
         (["--set", "max_num_seq=3"], "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
-        (["--set", "num_gpu_blocks_override=4"], "the KV pool holds 64 tokens, and the load has requests of"),
-        (["--arrivals", "trace"], "there is no trace; give one with --trace"),
+        (["--set", "num_gpu_blocks_override=4"], "the KV pool holds 64 tokens, but the load has requests of"),
+        (["--arrivals", "trace"], "no trace given; give one with --trace"),
         (["--trace", "nowhere.csv"], "trace nowhere.csv: "),
-        (["--sweep", "max_num_seq=3"], "'max_num_seq' is no key of model.json"),
+        (["--sweep", "max_num_seq=3"], "'max_num_seq' is not a key of model.json"),
         (["--sweep", "max_num_seqs=0"], "max_num_seqs=0"),
-        (["--output", "model.json"], "--output takes the best setting of a sweep"),
+        (["--output", "model.json"], "--output receives the best setting of a sweep"),
         (["--config", "nowhere.json"], "nowhere.json: no such file"),
     ],
 )
@@ -114,7 +115,7 @@ def test_a_seed_below_zero_is_wrong_usage(profile):
     assert "Invalid value for '--seed'" in result.output
 
 
-def test_sweeps_are_read():
+def test_sweeps_are_parsed():
     assert parse_sweep("max_num_seqs=8..40,max_num_batched_tokens=256,512") == {
         "max_num_seqs": [8, 16, 32, 40],
         "max_num_batched_tokens": [256, 512],
@@ -126,7 +127,7 @@ def test_sweeps_are_read():
 
 
 @pytest.mark.parametrize("text", ["8,16", "max_num_seqs=", "max_num_seqs=9..3", "max_num_seqs=" + "1," * 401])
-def test_sweeps_that_say_nothing_are_refused(text):
+def test_invalid_sweeps_are_rejected(text):
     with pytest.raises(ConfigError, match="--sweep"):
         parse_sweep(text)
 

@@ -1,4 +1,4 @@
-"""The simulator runs the real core: its steps, times and counts where they can be worked out by hand."""
+"""The simulator runs the real core: steps, times and counts that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from simulated import PROFILE, engine, job, simulate
 from inflight.config import ConfigError
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine
-from inflight_tools.simulator.report import SLO, summarise, table
+from inflight_tools.simulator.report import summarise, table
+from inflight_tools.workload.slo import SLO
 
 
 def test_the_known_case_of_static_against_continuous_batching():
@@ -28,7 +29,7 @@ def test_the_known_case_of_static_against_continuous_batching():
 
 
 def test_times_are_those_of_the_steps():
-    # one prompt of 8 tokens in chunks of 4, then the first token; another comes while the first decodes
+    # a prompt of 8 tokens in chunks of 4, then its first token; another one arrives while the first decodes
     replica = engine(max_num_batched_tokens=4)
     outcome = simulate([replica], [job(0, 8, 4, 0.0), job(1, 2, 2, 2.5)])
     first, second = outcome.requests
@@ -39,20 +40,20 @@ def test_times_are_those_of_the_steps():
 
 
 def test_the_host_waits_for_the_device_unless_steps_overlap():
-    device, host = StepCost(fixed=1.0), StepCost(fixed=0.25)
+    device, host = StepCost.linear(fixed=1.0), StepCost.linear(fixed=0.25)
     jobs = [job(0, 1, 10)]
     apart = simulate([engine(device, host)], jobs)
     overlapped = simulate([engine(device, host, async_scheduling=True)], jobs)
     assert apart.seconds == 10 * 1.25
     assert overlapped.seconds == 0.25 + 10
-    slow_host = simulate([engine(device, StepCost(fixed=2.0), async_scheduling=True)], jobs)
+    slow_host = simulate([engine(device, StepCost.linear(fixed=2.0), async_scheduling=True)], jobs)
     assert 2.0 * 10 <= slow_host.seconds <= 2.0 * 11 + 1.0, "the slower of the two sets the pace"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_latency_target_holds_on_the_virtual_clock(overlap):
-    """Streams of 20 ms a step and a long prompt beside them, 1 ms a token: chunks grow to what the target allows."""
-    device, host = StepCost(fixed=0.020, per_prefill_token=0.001), StepCost(fixed=0.001)
+    """Streams at 20 ms per step and a long prompt at 1 ms per token: chunks grow to what the target allows."""
+    device, host = StepCost.linear(fixed=0.020, per_prefill_token=0.001), StepCost.linear(fixed=0.001)
     jobs = [*(job(i, 4, 400, 0.0) for i in range(4)), job(4, 3000, 2, 2.0)]
     options = {"max_num_batched_tokens": 512, "async_scheduling": overlap}
     static = simulate([engine(device, host, **options)], jobs)
@@ -70,7 +71,7 @@ def test_a_closed_loop_keeps_its_users_busy_and_no_more():
     assert outcome.seconds == 15
 
 
-def test_an_engine_without_room_refuses_as_the_real_one_does():
+def test_a_full_engine_rejects_requests_as_the_real_one_does():
     outcome = simulate([engine(max_num_seqs=1, max_queue_size=1)], [job(i, 1, 3, 0.0) for i in range(4)])
     assert [request.error is None for request in outcome.requests] == [True, True, False, False]
     assert "max_queue_size=1" in str(outcome.requests[2].error)
@@ -85,7 +86,7 @@ def test_a_tight_pool_preempts_and_still_finishes_all():
     report = summarise(outcome, SLO())
     assert report.tokens == 8 * 300
     assert report.preemptions > 0
-    assert 0.9 < report.kv_use_most <= 1.0
+    assert 0.9 < report.kv_use_max <= 1.0
 
 
 def test_shared_prefixes_are_hits():
@@ -95,8 +96,8 @@ def test_shared_prefixes_are_hits():
     assert report.prefix_hits == pytest.approx(3 / 8)  # half of three of four prompts
 
 
-def test_latency_control_sees_virtual_time():
-    """A long prompt beside running streams: the gaps stay within the target, and without it they do not."""
+def test_the_latency_target_sees_virtual_time():
+    """A long prompt beside running streams: gaps stay within the target, but not without one."""
     jobs = [*(job(i, 16, 300, 0.0) for i in range(4)), job(9, 900, 4, 1.0)]
     worst = []
     for options in ({}, {"itl_target_ms": 25}):
@@ -104,7 +105,7 @@ def test_latency_control_sees_virtual_time():
         outcome = simulate([SimulatedEngine.of(config, PROFILE)], jobs)
         worst.append(max(outcome.gaps))
     assert worst[0] > 0.05
-    assert worst[1] <= 0.026, "a millisecond of it is the host's"
+    assert worst[1] <= 0.026, "a millisecond of it is spent on the host"
 
 
 def test_the_report_counts_what_met_the_slo():
@@ -122,17 +123,17 @@ def test_the_report_counts_what_met_the_slo():
     ("values", "message"),
     [
         ({"dtype": "bfloat16"}, "dtype='bfloat16', but profile 'made-up' was measured with 'float32'"),
-        ({"max_model_len": 4096}, "max_model_len=4096 is more than the 2048 of profile 'made-up'"),
+        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the 2048 of profile 'made-up'"),
         ({"swap_space": 1}, "profile 'made-up' was measured without swapping"),
     ],
 )
-def test_options_that_the_costs_do_not_hold_for_are_refused(values, message):
+def test_options_without_valid_costs_are_rejected(values, message):
     with pytest.raises(ConfigError, match=message):
         PROFILE.config(values)
     assert PROFILE.config({"dtype": "auto"}).max_num_seqs == 8
 
 
-def test_swapped_blocks_take_their_time_on_the_way():
+def test_swapping_blocks_takes_time():
     slow = msgspec.structs.replace(PROFILE, swap_seconds_per_block=0.1)
     seconds = []
     for mode in ("recompute", "swap"):

@@ -143,8 +143,8 @@ def test_the_command_converts_a_saved_trace(trace, tmp_path):
         (["--input", "missing.json", "-o", "a.html"], "missing.json"),
         (["--input", "other.json", "-o", "a.html"], "not a step trace"),
         (["-o", "a.txt"], "--format"),
-        (["-o", "a.html", "--format", "svg"], "allowed is html, perfetto, json"),
-        (["-o", "a.html", "--url", "127.0.0.1:1"], "give Triton's HTTP address"),
+        (["-o", "a.html", "--format", "svg"], "must be one of html, perfetto, json"),
+        (["-o", "a.html", "--url", "127.0.0.1:1"], "cannot reach 127.0.0.1:1 by HTTP"),
         (["-o", "a.html", "--url", "http://"], "url='http://': no host"),
     ],
 )

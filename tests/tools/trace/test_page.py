@@ -1,4 +1,4 @@
-"""The HTML page in a real browser: its script runs and fills it."""
+"""The HTML page in a real browser: its script runs and fills the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_the_page_draws_what_it_holds(tmp_path):
+def test_the_page_draws_its_data(tmp_path):
     core = make_core(
         Info(max_model_len=40, num_blocks=10), step_trace=True, block_size=4, max_num_seqs=8, max_num_batched_tokens=16
     )
@@ -27,10 +27,10 @@ def test_the_page_draws_what_it_holds(tmp_path):
     assert core.scheduler.num_preempted_total > 1
     page = tmp_path / "page.html"
     timeline = build_timeline(core.trace.snapshot())
-    # What the script cannot do it must say where we see it.
+    # An error of the script must show up in the title.
     caught = "<script>addEventListener('error', (e) => { document.title = 'error: ' + e.message; })</script>"
     page.write_text(timeline_html(timeline, "tests & <b>").replace("<head>", "<head>" + caught))
-    # Rows are drawn in a frame; a browser that gets no core in time prints the page before its first one.
+    # Rows are drawn in an animation frame; a browser short of CPU time may print the page before its first one.
     for _ in range(4):
         done = subprocess.run(
             [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
@@ -41,10 +41,10 @@ def test_the_page_draws_what_it_holds(tmp_path):
         assert title is not None
         assert html.unescape(title[1]) == "Step trace of tests & <b>"
         text = html.unescape(re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL))
-        if "One row for each of 12 requests" in text:
+        if "A row for each of 12 requests" in text:
             break
     assert f"12 requests, {len(timeline.steps)} steps, {core.scheduler.num_preempted_total} preemptions" in text
-    assert "All 12 requests in batches of 8 by arrival" in text
-    assert "of the static slots' iterations idle" in text
-    assert "One row for each of 12 requests" in text, "the rows were drawn"
-    assert text.count("<tr>") == 13, "the table for those who do not see the picture"
+    assert "All 12 requests in batches of 8, in order of arrival" in text
+    assert "of slot iterations idle in static batches" in text
+    assert "A row for each of 12 requests" in text, "the rows were drawn"
+    assert text.count("<tr>") == 13, "the table for readers who cannot see the picture"

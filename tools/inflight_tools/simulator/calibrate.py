@@ -1,8 +1,8 @@
-"""Measures what a step costs here: the real engine, over batches that span what a load can ask for.
+"""Measures what a step costs on this machine, with batches that span what a load can contain.
 
-Each point of the design admits prompts (chunks of several sizes, beside the decodes of those that are
-done), decodes them for some steps, and lets one more prompt in beside them.  Every step's load and
-times are noted, and costs are fitted to each load's mean over the rounds.
+Each point of the design computes prompts in chunks (beside the decodes of those already computed),
+decodes them for some steps, and adds one more prompt.  The load and times of every step are recorded, and
+costs are fitted to the mean of each load over the rounds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import numpy as np
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.policies.cost_model import StepLoad, step_load
-from inflight.engine.request import Request
-from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.policies.cost_model import StepCost, StepLoad, step_load
+from inflight.engine.request import Request, SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight_tools.simulator.cost import MeasuredCost, fit_cost
+from inflight_tools.simulator.fit import fit_cost
 from inflight_tools.simulator.profile import FitError, Profile
 
 __all__ = ["calibrate", "describe_machine", "load_engine"]
@@ -38,20 +37,20 @@ _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _CONTEXTS = (16, 128, 512, 1536, 6144)
 _CHUNKS = (64, 256, 1024)
 _MIXED_CHUNKS = (16, 64, 256)
-_SHORT = 128  # tokens of context; longer ones are measured at every second size of a batch
+_SHORT = 128  # tokens of context; longer contexts are measured at every second batch size
 _DECODE_STEPS = 6
 _MIXED_PROMPT = 512
-_MOST_TOKENS = 8192  # of prompts at one point of the design
-_LEAST_ROUNDS = 3
+_MAX_TOKENS = 8192  # of the prompts at one point of the design
+_MIN_ROUNDS = 3
 _PACKAGES = ("inflight", "torch", "transformers", "numpy")
 
 
 @dataclass
 class _Steps:
-    """Stands in for the budget policy: caps the chunks, and notes what every step cost."""
+    """Replaces the budget policy: caps the chunks and records the cost of every step."""
 
     cap: int = 1
-    noted: list[tuple[StepLoad, float]] = field(default_factory=list)
+    recorded: list[tuple[StepLoad, float]] = field(default_factory=list)
 
     def begin(self, running: Sequence[Request]) -> None:
         pass
@@ -60,7 +59,7 @@ class _Steps:
         return min(most, self.cap)
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        self.noted.append((step_load(out), seconds))
+        self.recorded.append((step_load(out), seconds))
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class _Point:
 
 
 def load_engine(config: EngineConfig) -> EngineCore:
-    """The engine that is measured: without prefix caching, one step after the other.
+    """The engine to measure: without prefix caching, one step at a time.
 
     Raises:
         ConfigError, LoadError: the checkpoint or the options cannot be used.
@@ -92,23 +91,23 @@ def calibrate(
 
     Args:
         core: idle, from `load_engine`.
-        name: of the profile.
-        seconds: begin no further round after so long; `_LEAST_ROUNDS` are made in any case.
-        tell: gets a line for people now and then.
+        name: name of the profile.
+        seconds: no round begins later than this, but `_MIN_ROUNDS` are run in any case.
+        tell: receives a line about the progress of each round.
 
     Raises:
         ConfigError: the pool or the context is too small to measure anything.
     """
     points = list(_design(core))
     if not points:
-        raise ConfigError("nothing to measure: no 16 tokens fit; raise max_model_len or kv_cache_memory")
+        raise ConfigError("nothing to measure: 16 tokens do not fit; raise max_model_len or kv_cache_memory")
     device: dict[StepLoad, list[float]] = defaultdict(list)
     host: dict[StepLoad, list[float]] = defaultdict(list)
     start, rounds = time.monotonic(), 0
     budget = core.scheduler.policies.budget
     try:
-        _round(core, points)  # first touch of weights, pool and scratch memory
-        while rounds < _LEAST_ROUNDS or time.monotonic() - start < seconds:
+        _round(core, points)  # warms up weights, pool and scratch memory
+        while rounds < _MIN_ROUNDS or time.monotonic() - start < seconds:
             for load, on_device, on_host in _round(core, points):
                 device[load].append(on_device)
                 host[load].append(on_host)
@@ -137,7 +136,7 @@ def calibrate(
 
 
 def describe_machine(device: str) -> str:
-    """The kind of machine: GPU, or processor and the cores that this process may use."""
+    """The GPU, or the CPU with the number of cores that this process may use."""
     if device.startswith("cuda"):
         import torch
 
@@ -148,7 +147,7 @@ def describe_machine(device: str) -> str:
 
 
 def _options(core: EngineCore, info: Any) -> dict[str, Any]:
-    """What the costs depend on, as the engine resolved it, and what a simulation starts from."""
+    """The options that costs depend on, as the engine resolved them, and those that a simulation starts from."""
     config = core.config
     options = {
         "dtype": info.dtype,
@@ -164,7 +163,7 @@ def _options(core: EngineCore, info: Any) -> dict[str, Any]:
 
 
 def _design(core: EngineCore) -> Iterator[_Point]:
-    """Batches and contexts that the engine has room for, largest contexts with the fewest sequences."""
+    """Batches and contexts that the engine has room for; the largest contexts with the fewest sequences."""
     config = core.config
     chunks = 0
     for context in _CONTEXTS:
@@ -172,7 +171,7 @@ def _design(core: EngineCore) -> Iterator[_Point]:
             longest = context + _DECODE_STEPS + len(_MIXED_CHUNKS)
             blocks = (batch + 1) * core.pool.blocks_for(longest) + core.pool.blocks_for(_MIXED_PROMPT)
             fits = blocks <= core.pool.num_blocks and longest < core.info.max_model_len
-            if fits and batch < config.max_num_seqs and batch * context <= _MOST_TOKENS:
+            if fits and batch < config.max_num_seqs and batch * context <= _MAX_TOKENS:
                 yield _Point(batch, context, _CHUNKS[chunks % len(_CHUNKS)])
                 chunks += 1
 
@@ -206,11 +205,11 @@ def _measure(core: EngineCore, point: _Point) -> list[tuple[StepLoad, float, flo
         add(request_id, point.context, core.info.max_model_len)
     while any(request.num_computed_tokens < point.context for request in core.scheduler.running) or not wall:
         step()
-        if len(wall) > _MOST_TOKENS:
-            raise AssertionError("the design's prompts do not end")
+        if len(wall) > _MAX_TOKENS:
+            raise AssertionError("the prompts of the design never end")
     for _ in range(_DECODE_STEPS):
         step()
-    # What is let in beside the decodes: chunks of every size.
+    # Chunks of every size beside the decodes.
     mixed = min(_MIXED_PROMPT, core.info.max_model_len - 2)
     add(point.batch, mixed, 1)
     for cap in _MIXED_CHUNKS:
@@ -219,11 +218,11 @@ def _measure(core: EngineCore, point: _Point) -> list[tuple[StepLoad, float, flo
     for request_id in range(point.batch + 1):
         core.abort(request_id)
     assert not core.has_work
-    return [(load, seconds, max(1e-6, total - seconds)) for (load, seconds), total in zip(steps.noted, wall)]
+    return [(load, seconds, max(1e-6, total - seconds)) for (load, seconds), total in zip(steps.recorded, wall)]
 
 
-def _fit(measured: dict[StepLoad, list[float]]) -> tuple[MeasuredCost, FitError]:
-    """Costs fitted to the means."""
+def _fit(measured: dict[StepLoad, list[float]]) -> tuple[StepCost, FitError]:
+    """Fit the cost to the mean of each load."""
     means = [(load, statistics.fmean(times)) for load, times in measured.items()]
     cost = fit_cost(means)
     errors = [abs(seconds / cost.seconds(load) - 1) for load, seconds in means]

@@ -1,4 +1,4 @@
-"""Is the simulator right?  The same load through the real engine and through the simulated one."""
+"""Validates the simulator: the same load through the real and the simulated engine."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def compare(core: EngineCore, profile: Profile, load: Load, users: int) -> tuple[Run, Run]:
-    """(predicted, measured) of a closed loop of `users` on `core` and on its image in `profile`."""
+    """(predicted, measured) for a closed loop of `users`: on a simulation of `core`, and on `core` itself."""
     return run_simulated(core, profile, load, users), run_real(core, load, users)
 
 
 def run_simulated(core: EngineCore, profile: Profile, load: Load, users: int) -> Run:
-    """The load on the simulated image of `core`."""
+    """The load on a simulation of `core`."""
     config = msgspec.structs.replace(core.config, num_gpu_blocks_override=core.info.num_blocks)
     engine = SimulatedEngine.of(config, profile)
     prompts = IdPrompts(core.info.vocab_size, load.seed)
@@ -55,7 +55,7 @@ def run_simulated(core: EngineCore, profile: Profile, load: Load, users: int) ->
 
 
 def run_real(core: EngineCore, load: Load, users: int) -> Run:
-    """The load on `core` itself, as fast as it goes: no text, no server."""
+    """The load on `core` itself, at full speed, without text or server."""
     prompts = IdPrompts(core.info.vocab_size, load.seed)
     warm_up = [Job(-1 - k, "warm-up", 16, 4) for k in range(_WARM_UP)]
     _Loop(core, [(job, prompts.make(Job(1_000_000 + k, "warm-up", 16, 4))) for k, job in enumerate(warm_up)], 4).run()
@@ -63,7 +63,7 @@ def run_real(core: EngineCore, load: Load, users: int) -> Run:
 
 
 class _Loop:
-    """A closed loop: whoever gets an answer sends the next request."""
+    """A closed loop: a user whose request ends sends the next one."""
 
     def __init__(self, core: EngineCore, work: list[tuple[Job, list[int]]], users: int) -> None:
         self._core, self._work, self._users = core, work[::-1], users
@@ -99,5 +99,5 @@ class _Loop:
         params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True, seed=0)
         failure = self._core.add_request(AddRequest(job.index, prompt, params))
         if failure is not None:
-            raise ValueError(f"the engine refuses request {job.index}: {failure.message}")
+            raise ValueError(f"the engine rejects request {job.index}: {failure.message}")
         self._sent[job.index] = now

@@ -1,5 +1,7 @@
-"""`inflight calibrate` and `inflight simulate`.  Exit status: 0 done, 1 failed or no setting meets the SLO,
-2 wrong input (nothing was run)."""
+"""`inflight calibrate` and `inflight simulate`.
+
+Exit status: 0 success, 1 failure or no setting meets the SLO, 2 wrong input (nothing was run).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.repository import parse_setting, resolve_model
 from inflight_tools.simulator.profile import Profile, find_profile
-from inflight_tools.simulator.report import SLO, Report, summarise, table
+from inflight_tools.simulator.report import Report, summarise, table
 from inflight_tools.simulator.router import ROUTERS
 from inflight_tools.simulator.scene import Scene
 from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.scenarios import SCENARIOS
+from inflight_tools.workload.slo import SLO
 
 __all__ = ["calibrate", "simulate"]
 
@@ -31,26 +34,25 @@ _Config = Annotated[Path | None, typer.Option("--config", help="model.json to st
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write, .json.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write (.json).")],
     model: Annotated[str | None, typer.Option(help="Checkpoint directory or hub id.")] = None,
     config: _Config = None,
     set_: _Set = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Measure for about so long; three rounds at least.")] = 30.0,
-    check: Annotated[bool, typer.Option("--check", help="Then compare a real run with the simulated one.")] = False,
+    seconds: Annotated[float, typer.Option(min=0, help="Measure for about this long, at least three rounds.")] = 30.0,
+    check: Annotated[bool, typer.Option("--check", help="Then compare a real run with a simulated one.")] = False,
 ) -> None:
-    """Measure on this machine what a step of a checkpoint costs, for `inflight simulate`."""
+    """Measure what a step of a checkpoint costs on this machine, for `inflight simulate`."""
     with _usage_errors():
         if output.suffix != ".json":
-            raise ConfigError(f"--output {output}: a profile is a .json file; name it so")
+            raise ConfigError(f"--output {output}: must be a .json file")
         options = _engine_options(model, config, set_ or [])
         engine_config = EngineConfig.from_dict(options, source="command line")
         try:
             from inflight_tools.simulator import calibrate as measuring
-        except ModuleNotFoundError as error:
-            _fail(f"calibrate runs the engine: pip install 'inflight[backend]' ({error})")
 
-        try:
             core = measuring.load_engine(engine_config)
+        except ModuleNotFoundError as error:
+            _fail(f"{error.name} not found; calibrate runs the engine: pip install 'inflight[backend]'")
         except RuntimeError as error:
             _fail(str(error))
         profile = measuring.calibrate(core, output.stem, seconds, lambda line: typer.echo(line, err=True))
@@ -60,8 +62,8 @@ def calibrate(
     except OSError as error:
         _fail(f"cannot write {output}: {error.strerror}")
     typer.echo(
-        f"wrote {output}: {profile.fit.batches} kinds of batches, on average "
-        f"{100 * profile.fit.mean:.0f}% from the fitted cost; {profile.machine}"
+        f"wrote {output}: {profile.fit.batches} kinds of batches, mean error of the fit "
+        f"{100 * profile.fit.mean:.0f}%; {profile.machine}"
     )
     if check:
         _check(core, profile)
@@ -80,16 +82,18 @@ def _check(core: Any, profile: Profile) -> None:
 
 
 def simulate(
-    profile: Annotated[str, typer.Option(help="Shipped profile, or the file of `inflight calibrate`.")],
+    profile: Annotated[str, typer.Option(help="Shipped profile, or a file from `inflight calibrate`.")],
     scenario: Annotated[str, typer.Option(help=f"One of {', '.join(SCENARIOS)}.")] = "lognormal",
     trace: Annotated[str, typer.Option(help="Replay this CSV or JSONL file instead.")] = "",
     speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="How many; 0 is the scenario's number.")] = 0,
-    users: Annotated[int, typer.Option(min=0, help="Closed loop: requests open at once; 0 is the scenario's.")] = 0,
-    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma, constant; empty is the scenario's.")] = "",
+    requests: Annotated[int, typer.Option(min=0, help="Number of requests; 0 uses the scenario's.")] = 0,
+    users: Annotated[int, typer.Option(min=0, help="Users of a closed loop; 0 uses the scenario's.")] = 0,
+    arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma or constant; empty uses the scenario's.")] = "",
     rate: Annotated[float, typer.Option(min=0, help="Requests per second of an open loop.")] = 0.0,
     cv: Annotated[float, typer.Option(help="Coefficient of variation of gamma arrivals.")] = 2.0,
-    context: Annotated[int, typer.Option(min=0, help="Scale the load to so many tokens; 0: to the model's.")] = 0,
+    context: Annotated[
+        int, typer.Option(min=0, help="Scale the load to this many tokens; 0: the model's context.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed repeats the load.")] = 1,
     config: _Config = None,
     set_: _Set = None,
@@ -97,15 +101,15 @@ def simulate(
     router: Annotated[str, typer.Option(help=f"One of {', '.join(ROUTERS)}.")] = "least-loaded",
     slo_ttft: Annotated[float, typer.Option(min=0, help="SLO: seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(min=0, help="SLO: seconds per further token.")] = 0.25,
-    attainment: Annotated[float, typer.Option(min=0, max=1, help="SLO: share of the requests that meet it.")] = 0.9,
-    sweep: Annotated[str, typer.Option(help="KEY=VALUES,...: find the best; a..b doubles from a to b.")] = "",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="model.json to write the best to.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the numbers there as JSON.")] = None,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="SLO: share of requests that must meet it.")] = 0.9,
+    sweep: Annotated[str, typer.Option(help="KEY=VALUES to try, comma-separated; a..b doubles from a to b.")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best setting to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
 ) -> None:
-    """Run a load on the engine's own scheduler, on a virtual clock, with a machine's measured costs."""
+    """Run a load on the real scheduler with a virtual clock and the measured costs of a machine."""
     with _usage_errors():
         if output is not None and not sweep:
-            raise ConfigError("--output takes the best setting of a sweep; give --sweep KEY=VALUES, too")
+            raise ConfigError("--output receives the best setting of a sweep; also give --sweep KEY=VALUES")
         found = find_profile(profile)
         values = _engine_options(None, config, set_ or [], needs_model=False)
         load = Load(
@@ -141,7 +145,7 @@ def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | 
     if winner is None:
         _fail(
             f"no setting answers {100 * slo.attainment:g}% of the requests within {slo.ttft:g} s and "
-            f"{1000 * slo.tpot:g} ms per token; offer less load, loosen the SLO or try other values"
+            f"{1000 * slo.tpot:g} ms per token; reduce the load, relax the SLO or try other values"
         )
     typer.echo(f"best: {_named(winner.setting)}\n{table(winner.report, slo)}")
     if output is not None:
@@ -174,7 +178,7 @@ def _named(setting: dict[str, Any]) -> str:
 def _engine_options(
     model: str | None, config: Path | None, set_: list[str], needs_model: bool = True
 ) -> dict[str, Any]:
-    """Keys of `model.json` as the command line gives them: those of a file, then the model, then `--set`."""
+    """Keys of `model.json` from the command line: those of a file, overridden by the model and `--set`."""
     values: dict[str, Any] = {}
     if config is not None:
         loaded = EngineConfig.from_file(config)

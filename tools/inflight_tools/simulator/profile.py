@@ -1,14 +1,15 @@
-"""What a step costs on a machine, with a checkpoint: measured by `inflight calibrate`, or shipped."""
+"""The cost of a step on a machine with a checkpoint: measured by `inflight calibrate`, or shipped."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig, parse_bytes
-from inflight_tools.simulator.cost import MeasuredCost
+from inflight.engine.policies.cost_model import StepCost
 
 __all__ = ["FORMAT", "FitError", "Profile", "find_profile", "shipped_profiles"]
 
@@ -17,10 +18,10 @@ _SHIPPED = Path(__file__).parent / "profiles"
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far measured batches are from the fitted cost, as shares of it.
+    """Relative error of the fitted cost.
 
     Attributes:
-        batches: kinds of batches measured.
+        batches: number of loads that were measured.
         mean, worst: of the errors of their means.
     """
 
@@ -30,15 +31,16 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs, the facts of the checkpoint that scheduling depends on, and where they come from.
+    """Costs, the properties of the checkpoint that scheduling depends on, and their provenance.
 
     Attributes:
-        name: what `--profile` takes.
-        options: keys of `model.json` that the steps were measured with; a simulation starts from them.
+        name: value for `--profile`.
+        options: keys of `model.json` used in the measurement; a simulation starts from them.
         num_blocks, bytes_per_block: of the KV pool.
-        swap_seconds_per_block: copying a block to the host's memory and back.
-        device: seconds of a step on the device.
-        host: seconds of making a step and taking it in, on the host.
+        swap_seconds_per_block: seconds to copy a block to host memory and back.
+        device: cost of executing a step on the device.
+        host: cost of scheduling a step and processing its output on the host.
+        fit: how well the costs match the measurement.
     """
 
     format: str = FORMAT
@@ -53,15 +55,21 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     bytes_per_block: int
     swap_seconds_per_block: float = 0.0
-    device: MeasuredCost
-    host: MeasuredCost
+    device: StepCost
+    host: StepCost
     fit: FitError
 
+    def __post_init__(self) -> None:
+        for cost in (self.device, self.host):
+            knots = cost.tokens
+            if not len(knots) == len(cost.seconds_at) > 0 or any(a >= b for a, b in itertools.pairwise(knots)):
+                raise ValueError("a cost needs increasing `tokens` and as many `seconds_at`")
+
     def config(self, values: dict[str, Any], source: str = "command line") -> EngineConfig:
-        """The engine's options: those of the measurement, then `values`.
+        """The engine's options: those of the measurement, overridden by `values`.
 
         Raises:
-            ConfigError: as `EngineConfig.from_dict`, or a value that the costs do not hold for.
+            ConfigError: as `EngineConfig.from_dict`, or a value for which the costs are not valid.
         """
         config = EngineConfig.from_dict({"model": self.checkpoint, **self.options, **values}, source=source)
         measured = EngineConfig.from_dict({"model": self.checkpoint, **self.options})
@@ -69,22 +77,22 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(config, key) not in ("auto", getattr(measured, key)):
                 raise ConfigError(
                     f"{source}: {key}={getattr(config, key)!r}, but profile {self.name!r} was measured with "
-                    f"{getattr(measured, key)!r}: leave it, or run inflight calibrate --set {key}=..."
+                    f"{getattr(measured, key)!r}; leave it out, or run inflight calibrate --set {key}=..."
                 )
         if (config.max_model_len or 0) > self.max_model_len:
             raise ConfigError(
-                f"{source}: max_model_len={config.max_model_len} is more than the {self.max_model_len} of profile "
-                f"{self.name!r}: lower it, or calibrate with more"
+                f"{source}: max_model_len={config.max_model_len} exceeds the {self.max_model_len} of profile "
+                f"{self.name!r}; lower it, or calibrate with more"
             )
         if config.swap_bytes and not self.swap_seconds_per_block:
             raise ConfigError(
-                f"{source}: swap_space={config.swap_space!r}, but profile {self.name!r} was measured without swapping: "
-                "leave it, or run inflight calibrate --set swap_space=..."
+                f"{source}: swap_space={config.swap_space!r}, but profile {self.name!r} was measured without swapping; "
+                "leave it out, or run inflight calibrate --set swap_space=..."
             )
         return config
 
     def blocks(self, config: EngineConfig) -> int:
-        """KV blocks that an engine with these options would have."""
+        """Number of KV blocks of an engine with these options."""
         if config.num_gpu_blocks_override is not None:
             return config.num_gpu_blocks_override
         scale = config.block_size / self.options.get("block_size", EngineConfig(model="").block_size)
@@ -94,15 +102,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Names of the profiles in the package."""
     return sorted(path.stem for path in _SHIPPED.glob("*.json"))
 
 
 def find_profile(name: str) -> Profile:
-    """A shipped profile by name, or the file that `inflight calibrate` wrote.
+    """A shipped profile by name, or a file that `inflight calibrate` wrote.
 
     Raises:
-        ConfigError: there is none, or the file is no profile.
+        ConfigError: no such profile, or the file is not one.
     """
     shipped = _SHIPPED / f"{name}.json"
     path = shipped if name in shipped_profiles() else Path(name)
@@ -111,10 +119,10 @@ def find_profile(name: str) -> Profile:
     except OSError:
         raise ConfigError(
             f"profile {name!r}: no such file, and not one of {', '.join(shipped_profiles())}; "
-            "inflight calibrate --model CHECKPOINT measures one"
+            "create one with inflight calibrate --model CHECKPOINT"
         ) from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"profile {name!r}: not a profile: {error}; inflight calibrate writes one") from None
+        raise ConfigError(f"profile {name!r}: not a profile: {error}; create one with inflight calibrate") from None
     if profile.format != FORMAT:
-        raise ConfigError(f"profile {name!r}: its format is {profile.format!r}, this version reads {FORMAT!r}")
+        raise ConfigError(f"profile {name!r}: format is {profile.format!r}, but this version reads {FORMAT!r}")
     return profile

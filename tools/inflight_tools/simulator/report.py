@@ -1,40 +1,20 @@
-"""What a simulation found, in numbers and as a table."""
+"""The result of a simulation as numbers and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from inflight_tools.simulator.simulation import Outcome, Served
+from inflight_tools.simulator.simulation import Outcome
+from inflight_tools.workload.slo import SLO
 
-__all__ = ["SLO", "Percentiles", "Report", "summarise", "table"]
-
-
-@dataclass(frozen=True)
-class SLO:
-    """What a good request is, and how many of them must be good.
-
-    Attributes:
-        ttft: seconds to the first token.
-        tpot: mean seconds of each further token.
-        attainment: share of the requests that must meet both.
-    """
-
-    ttft: float = 2.0
-    tpot: float = 0.25
-    attainment: float = 0.9
-
-    def met(self, request: Served) -> bool:
-        """Whether a request was answered in full and in time."""
-        ttft, tpot = request.ttft, request.tpot
-        return ttft is not None and ttft <= self.ttft and (tpot is None or tpot <= self.tpot)
+__all__ = ["Percentiles", "Report", "summarise", "table"]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of seconds; zeros where there is nothing to take them of."""
+    """Mean and percentiles of seconds; zeros if there are no values."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -53,16 +33,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A simulation in numbers; rates are per virtual second, over all replicas together.
 
     Attributes:
-        requests, refused: sent, and not taken (a full queue, a prompt that does not fit).
+        requests, refused: requests sent, and those rejected (a full queue, a prompt that does not fit).
         seconds: from the first arrival to the last token.
         tokens: output tokens.
         goodput: requests per second that met the SLO.
-        attainment: share of the requests that met it.
-        steps, sequences_per_step: iterations, and how many sequences were in one.
+        attainment: share of the requests that met the SLO.
+        steps, sequences_per_step: number of steps, and mean number of sequences per step.
         busy: share of the time in which a replica's device ran a step.
-        preemptions: how often a request lost its blocks.
-        kv_use_mean, kv_use_most: share of a replica's KV blocks in use, over its steps' time.
-        prefix_hits: share of the prompt tokens that the prefix cache had.
+        preemptions: number of times a request lost its blocks.
+        kv_use_mean, kv_use_max: share of a replica's KV blocks in use, over the time of its steps.
+        prefix_hits: share of the prompt tokens found in the prefix cache.
     """
 
     requests: int
@@ -82,7 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     busy: float
     preemptions: int
     kv_use_mean: float
-    kv_use_most: float
+    kv_use_max: float
     prefix_hits: float
     replicas: int
 
@@ -91,7 +71,7 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
     """The report of a simulation."""
     requests = outcome.requests
     served = [request for request in requests if request.first is not None]
-    seconds, good = outcome.seconds, sum(map(slo.met, requests))
+    seconds, good = outcome.seconds, sum(slo.met(request.ttft, request.tpot) for request in requests)
     tokens, steps = sum(request.tokens for request in served), sum(replica.steps for replica in outcome.replicas)
     per_second = 1.0 / seconds if seconds else 0.0
     pools = [replica.pool for replica in outcome.replicas]
@@ -115,14 +95,14 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         busy=sum(replica.busy for replica in outcome.replicas) * per_second / len(outcome.replicas),
         preemptions=sum(replica.scheduler.num_preempted_total for replica in outcome.replicas),
         kv_use_mean=sum(means) / len(means),
-        kv_use_most=max(most for _, most in outcome.kv_use),
+        kv_use_max=max(peak for _, peak in outcome.kv_use),
         prefix_hits=sum(pool.num_prefix_hits for pool in pools) / queried if queried else 0.0,
         replicas=len(outcome.replicas),
     )
 
 
 def table(report: Report, slo: SLO) -> str:
-    """The report as lines of text."""
+    """The report as text."""
     lines = [
         f"requests      {report.requests} in {report.seconds:.1f} s on {report.replicas} replica"
         + ("s" if report.replicas > 1 else "")
@@ -139,7 +119,7 @@ def table(report: Report, slo: SLO) -> str:
     lines += [
         f"steps         {report.steps} with {report.sequences_per_step:.1f} sequences; "
         f"device busy {100 * report.busy:.0f}%",
-        f"KV blocks     {100 * report.kv_use_mean:.1f}% in use on average, {100 * report.kv_use_most:.1f}% at most; "
+        f"KV blocks     {100 * report.kv_use_mean:.1f}% in use on average, {100 * report.kv_use_max:.1f}% at most; "
         f"{report.preemptions} preemptions; {100 * report.prefix_hits:.1f}% of prompt tokens cached",
     ]
     return "\n".join(lines)

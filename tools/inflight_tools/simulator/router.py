@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Routers choose the replica of a request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ROUTERS", "LeastLoaded", "PrefixAffinity", "RoundRobin", "Router", "
 
 
 class Router(Protocol):
-    """Chooses from what a router outside of the engines can see: the prompt, and who has how many requests."""
+    """Chooses by what a router outside the engines can see: the prompt and the load of each replica."""
 
     def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
         """Index of the replica."""
 
 
 class RoundRobin:
-    """One after the other."""
+    """The replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -30,20 +30,20 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Whoever has the fewest sequences, running and waiting; of equals the first."""
+    """The replica with the fewest sequences, running or waiting; the first one of equals."""
 
     def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
         return min(range(len(replicas)), key=lambda index: replicas[index].load)
 
 
 class PrefixAffinity:
-    """Where prompts with this beginning went before, so that its blocks are in that replica's cache.
+    """The replica that got earlier prompts with the same prefix, whose blocks are in its cache.
 
-    A beginning that is new goes to the least loaded replica, and so does one whose replica has `slack`
-    times the mean load and more than `spare` sequences: from then on it is at home there.
+    A new prefix goes to the least loaded replica and stays there.  It moves to the replica that is then
+    least loaded when its own has more than `slack` times the mean load and more than `spare` sequences.
 
     Args:
-        num_tokens: length of a prompt's beginning.
+        num_tokens: length of the prefix.
     """
 
     def __init__(self, num_tokens: int = 256, slack: float = 1.5, spare: int = 4) -> None:
@@ -52,13 +52,13 @@ class PrefixAffinity:
         self._least = LeastLoaded()
 
     def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
-        beginning = tuple(prompt[: self._num_tokens])
-        home = self._home.get(beginning)
+        prefix = tuple(prompt[: self._num_tokens])
+        home = self._home.get(prefix)
         if home is not None:
             mean = sum(replica.load for replica in replicas) / len(replicas)
             if replicas[home].load <= max(self._spare, self._slack * mean):
                 return home
-        self._home[beginning] = home = self._least.choose(prompt, replicas)
+        self._home[prefix] = home = self._least.choose(prompt, replicas)
         return home
 
 
@@ -70,7 +70,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """Raises ConfigError where there is no router of that name."""
+    """A router by name; raises ConfigError for an unknown one."""
     if name not in ROUTERS:
-        raise ConfigError(f"router {name!r}: allowed are {', '.join(ROUTERS)}")
+        raise ConfigError(f"router {name!r}: must be one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()

@@ -1,4 +1,4 @@
-"""A simulation as options: which machine, which engine, which load, how many replicas."""
+"""The options of a simulation: machine, engine, load and replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Scene:
     """Everything that a simulation depends on.
 
     Attributes:
-        values: keys of `model.json`, on top of the profile's.
-        users: of a closed loop; 0 takes the scenario's.
+        values: keys of `model.json` that override the profile's.
+        users: of a closed loop; 0 uses the scenario's number.
     """
 
     profile: Profile
@@ -35,21 +35,21 @@ class Scene:
     router: str = "least-loaded"
 
     def check(self) -> None:
-        """Refuse what cannot be simulated, before anything is.
+        """Reject what cannot be simulated.
 
         Raises:
-            ConfigError, WorkloadError: an option that cannot be used, or a pool too small for a request.
+            ConfigError, WorkloadError: an invalid option, or a pool that is too small for a request.
         """
         config, source = self.config(), self.load.load()
         next(self.load.jobs(), None)
         make_router(self.router)
         if self.load.requests < 0:
-            raise ConfigError("requests=-1 never ends; a simulation needs a number of requests")
+            raise ConfigError("requests=-1 is endless; a simulation needs a number of requests")
         longest = min(source.longest, config.max_model_len or self.profile.max_model_len)
         room = self.profile.blocks(config) * config.block_size
         if room < longest:
             raise ConfigError(
-                f"the KV pool holds {room} tokens, and the load has requests of {longest}; raise kv_cache_memory or "
+                f"the KV pool holds {room} tokens, but the load has requests of {longest}; raise kv_cache_memory or "
                 "num_gpu_blocks_override"
             )
 
@@ -58,7 +58,7 @@ class Scene:
         return self.profile.config(self.values)
 
     def run(self) -> Outcome:
-        """Simulate."""
+        """Run the simulation."""
         config, source = self.config(), self.load.load()
         engines = [SimulatedEngine.of(config, self.profile) for _ in range(self.replicas)]
         users = self.users or (source.users if isinstance(source, Scenario) else 1)
@@ -66,16 +66,16 @@ class Scene:
         return Simulation(engines, make_router(self.router), self.load.jobs(), prompts, users).run()
 
     def with_values(self, values: dict[str, Any]) -> Scene:
-        """The same with other engine options."""
+        """The same simulation with other engine options."""
         return dataclasses.replace(self, values={**self.values, **values})
 
     def at_rate(self, rate: float) -> Scene:
-        """The same in an open loop of so many requests per second."""
+        """The same simulation at another arrival rate, in requests per second."""
         return dataclasses.replace(self, load=dataclasses.replace(self.load, rate=rate))
 
     def model_json(self) -> dict[str, Any]:
-        """Keys of `model.json` for the engine that is simulated."""
-        # What calibration resolved ("auto") is not what the user chose: only what was chosen is written.
+        """Keys of `model.json` for the simulated engine."""
+        # Options that calibration resolved from "auto" are not the user's choice and stay out.
         sizes = {key: self.profile.options[key] for key in _CHOSEN if key in self.profile.options}
         return {"model": self.profile.checkpoint, **sizes, **self.values}
 

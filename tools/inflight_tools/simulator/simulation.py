@@ -1,4 +1,4 @@
-"""Sends a load to replicas on a virtual clock and writes down what its users would have seen."""
+"""Sends a load to replicas on a virtual clock and records what its users would have seen."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NEVER = float("inf")
 
 @dataclass(slots=True)
 class Served:
-    """One request; times are virtual seconds.
+    """A request; times are virtual seconds.
 
     Attributes:
-        replica: index of the engine that had it.
-        first, last: when its first and its last token so far came.
-        error: why it was refused.
+        replica: index of its engine.
+        first, last: arrival of its first and of its latest token.
+        error: why it was rejected; None if it was not.
     """
 
     job: Job
@@ -42,7 +42,7 @@ class Served:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of a token behind the first; None where there is none."""
+        """Mean seconds per token after the first; None if there is only one."""
         if self.first is None or self.tokens < 2:
             return None
         return (self.last - self.first) / (self.tokens - 1)
@@ -50,13 +50,13 @@ class Served:
 
 @dataclass
 class Outcome:
-    """What became of a load.
+    """The outcome of a load.
 
     Attributes:
         requests: in order of arrival.
-        gaps: seconds between two tokens of a request, all of them.
-        replicas: the engines, as they were at the end.
-        kv_use: per replica, (mean over its steps' time, most) of the share of its blocks in use.
+        gaps: seconds between consecutive tokens of a request, over all requests.
+        replicas: the engines in their final state.
+        kv_use: per replica, the share of its blocks in use: (mean over the time of its steps, maximum).
     """
 
     requests: list[Served]
@@ -74,31 +74,31 @@ class Outcome:
 @dataclass(slots=True)
 class _KvUse:
     seconds: float = 0.0
-    blocks: float = 0.0  # times seconds
-    most: int = 0
+    block_seconds: float = 0.0
+    peak: int = 0
 
     def add(self, seconds: float, blocks: int) -> None:
         self.seconds += seconds
-        self.blocks += seconds * blocks
-        self.most = max(self.most, blocks)
+        self.block_seconds += seconds * blocks
+        self.peak = max(self.peak, blocks)
 
     def shares(self, num_blocks: int) -> tuple[float, float]:
-        mean = self.blocks / self.seconds if self.seconds else 0.0
-        return mean / num_blocks, self.most / num_blocks
+        mean = self.block_seconds / self.seconds if self.seconds else 0.0
+        return mean / num_blocks, self.peak / num_blocks
 
 
 class Simulation:
-    """A load on its way.
+    """A discrete-event simulation of a load.
 
-    Requests with a due time come then (open loop).  Those without come when one of `users` is free
-    (closed loop), `users` of them at the start.
+    Requests with a due time arrive at that time (open loop).  Those without arrive whenever one of `users`
+    is free (closed loop), the first `users` of them at the start.
 
     Args:
         replicas: idle engines at time 0.
-        router: sends each request to one of them.  It sees a step's outcome when the step begins.
-        jobs: the load, not endless.
-        prompts: makes its prompts.
-        users: requests open at once in a closed loop.
+        router: chooses the replica of a request.  It sees the outcome of a step when the step begins.
+        jobs: the load; finite.
+        prompts: generates the prompts.
+        users: number of users in a closed loop.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Simulation:
         self._requests: list[Served] = []
         self._gaps: array[float] = array("d")
         self._due = next(jobs, None)
-        self._free_users = [0.0] * users  # since when each is free; a heap
-        self._ready: list[tuple[float, int]] = []  # when which busy replica begins its next step; a heap
+        self._free_users = [0.0] * users  # heap of the times since which users are free
+        self._ready: list[tuple[float, int]] = []  # heap of (start of the next step, busy replica)
         self._kv = [_KvUse() for _ in replicas]
 
     def run(self) -> Outcome:
-        """Until the last request has ended; events in the order of their times."""
+        """Process events in the order of their times until the last request has ended."""
         while True:
             arrival, step = self._next_arrival(), self._ready[0][0] if self._ready else _NEVER
             if arrival == step == _NEVER:

@@ -1,4 +1,4 @@
-"""Tries settings on a load: which meets the SLO, with the highest goodput?"""
+"""Tries settings on a load to find the one that meets the SLO with the highest goodput."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.config import ConfigError, EngineConfig
-from inflight_tools.simulator.report import SLO, Report
+from inflight_tools.simulator.report import Report
+from inflight_tools.workload.slo import SLO
 
 __all__ = ["Trial", "best", "highest_rate", "parse_sweep", "settings"]
 
-_MOST_SETTINGS = 400
+_MAX_SETTINGS = 400
 _BISECTIONS = 6
-_MOST_DOUBLINGS = 12
+_MAX_DOUBLINGS = 12
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting and what it gave; `rate` is the arrival rate at which that was, 0 in a closed loop."""
+    """A setting and its result; `rate` is the arrival rate in requests per second, 0 in a closed loop."""
 
     setting: dict[str, Any]
     report: Report
@@ -36,10 +37,10 @@ def parse_sweep(text: str) -> dict[str, list[Any]]:
     """Keys of `model.json` and the values to try.
 
     `max_num_seqs=8,16,32,max_num_batched_tokens=256..2048`: values are separated by commas, `a..b`
-    doubles from a to b.  Values are JSON where they parse as JSON, else text.
+    doubles from a to b.  A value is JSON if it parses as JSON, otherwise a string.
 
     Raises:
-        ConfigError: no `key=values`, an unknown key, or a range that is none.
+        ConfigError: no `key=values`, an unknown key, or an invalid range.
     """
     found: dict[str, list[Any]] = {}
     key = ""
@@ -48,7 +49,7 @@ def parse_sweep(text: str) -> dict[str, list[Any]]:
         if equals:
             key = name.strip()
             if key not in EngineConfig.__struct_fields__:
-                raise ConfigError(f"--sweep {text!r}: {key!r} is no key of model.json")
+                raise ConfigError(f"--sweep {text!r}: {key!r} is not a key of model.json")
             found.setdefault(key, [])
         elif not key:
             raise ConfigError(f"--sweep {text!r}: expected KEY=VALUES, such as max_num_seqs=8,16,32")
@@ -56,10 +57,8 @@ def parse_sweep(text: str) -> dict[str, list[Any]]:
     if not found or not all(found.values()):
         raise ConfigError(f"--sweep {text!r}: expected KEY=VALUES, such as max_num_seqs=8,16,32")
     count = len(list(settings(found)))
-    if count > _MOST_SETTINGS:
-        raise ConfigError(
-            f"--sweep {text!r}: {count} settings; at most {_MOST_SETTINGS} can be tried, name fewer values"
-        )
+    if count > _MAX_SETTINGS:
+        raise ConfigError(f"--sweep {text!r}: {count} settings exceed the limit of {_MAX_SETTINGS}; give fewer values")
     return found
 
 
@@ -74,7 +73,7 @@ def _values(part: str, text: str) -> list[Any]:
             return [part]
     low, high = int(span[1]), int(span[2])
     if not 0 < low <= high:
-        raise ConfigError(f"--sweep {text!r}: {part} is no range; give the smaller number first, above 0")
+        raise ConfigError(f"--sweep {text!r}: {part} is not a range; give positive numbers, the smaller one first")
     return [*itertools.takewhile(lambda value: value < high, (low << k for k in itertools.count())), high]
 
 
@@ -87,14 +86,14 @@ def highest_rate(attempt: Callable[[float], Trial], start: float, slo: SLO) -> T
     """The highest arrival rate at which a setting meets the SLO, by doubling and bisection.
 
     Args:
-        attempt: simulates the load at so many requests per second.
-        start: the first rate that is tried.
+        attempt: simulates the load at a rate in requests per second.
+        start: the first rate to try.
 
     Returns:
-        The trial at that rate; the one at the lowest rate tried where none meets the SLO.
+        The trial at that rate; if none meets the SLO, the trial at the lowest rate.
     """
     good, bad, trial = None, None, attempt(start)
-    for _ in range(_MOST_DOUBLINGS):
+    for _ in range(_MAX_DOUBLINGS):
         if trial.meets(slo):
             good = trial
             if bad is not None:
@@ -117,6 +116,6 @@ def highest_rate(attempt: Callable[[float], Trial], start: float, slo: SLO) -> T
 
 
 def best(trials: list[Trial], slo: SLO) -> Trial | None:
-    """Of those that meet the SLO the one with the highest goodput; of equals the first."""
+    """The trial with the highest goodput among those that meet the SLO; the first one of equals."""
     meeting = [trial for trial in trials if trial.meets(slo)]
     return max(meeting, key=lambda trial: trial.report.goodput, default=None)

@@ -1,4 +1,4 @@
-"""`inflight trace`.  Exit status: 0 done, 1 the server has no trace, 2 no server or wrong usage."""
+"""`inflight trace`.  Exit status: 0 success, 1 the server has no trace, 2 no server or wrong usage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def trace(
     output: Annotated[
         list[Path], typer.Option("--output", "-o", help="File to write: .html, .perfetto.json or .json; repeatable.")
     ],
-    url: Annotated[str, typer.Option(help="host:port of Triton's HTTP endpoint.")] = "127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Model to ask; its model.json must turn step_trace on.")] = "demo",
-    format_: Annotated[str | None, typer.Option("--format", help="html, perfetto or json; else the name says.")] = None,
-    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Only the last so many seconds of work.")] = None,
-    input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json instead of asking.")] = None,
+    url: Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")] = "127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Model to ask; its model.json must set step_trace.")] = "demo",
+    format_: Annotated[
+        str | None, typer.Option("--format", help="html, perfetto or json; by default from the name.")
+    ] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Keep only this many of the last steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Keep only the last seconds of the trace.")] = None,
+    input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json file instead of asking.")] = None,
 ) -> None:
-    """Write what the engine's last steps did as a timeline (HTML), for ui.perfetto.dev, or raw (JSON)."""
+    """Write the engine's last steps as a timeline (HTML), for ui.perfetto.dev, or raw (JSON)."""
     try:
         formats = [_checked(format_) if format_ else format_of(path) for path in output]
         found = read_trace(input_) if input_ else fetch_trace(url, model)
@@ -34,7 +36,7 @@ def trace(
             since = found.steps[-1].end - seconds
             found = found.last(sum(step.end >= since for step in found.steps))
         if not found.steps:
-            _fail("the engine has not run a step since it was started: send requests first", 1)
+            _fail("the engine has not run a step yet; send requests first", 1)
         for path, name in zip(output, formats):
             path.write_bytes(render(found, name, title=None if input_ else model))
             typer.echo(f"wrote {path}: {len(found.steps)} steps, {len(found.requests)} requests")
@@ -46,7 +48,7 @@ def trace(
 
 def _checked(format_: str) -> str:
     if format_ not in FORMATS:
-        raise ValueError(f"--format {format_!r}: allowed is {', '.join(FORMATS)}")
+        raise ValueError(f"--format {format_!r}: must be one of {', '.join(FORMATS)}")
     return format_
 
 

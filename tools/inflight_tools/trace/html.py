@@ -1,4 +1,4 @@
-"""A step trace as one HTML page that opens from disk: no server, no network, no library."""
+"""A step trace as a single HTML page without scripts from elsewhere, which opens from disk."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import msgspec
 
-from inflight_tools.trace.static_baseline import Job, StaticSchedule, fit_step_cost, schedule_static
+from inflight_tools.trace.static_baseline import StaticRequest, fit_step_cost, schedule_static
 from inflight_tools.trace.timeline import Row, Timeline
 
-__all__ = ["static_jobs", "timeline_html"]
+__all__ = ["static_requests", "timeline_html"]
 
 _PAGE = Path(__file__).with_name("page.html")
 _KINDS = {"waiting": 0, "prefill": 1, "decode": 2, "preempted": 3}
 
 
 def timeline_html(timeline: Timeline, title: str | None = None) -> str:
-    """The page.  Its data stand in one JSON object; `page.html` draws them.
+    """The page: `page.html` with the data as a JSON object.
 
     Args:
-        title: what was traced; None takes the checkpoint's name.
+        title: what was traced; None uses the name of the checkpoint.
     """
     trace = timeline.trace
     data = {
@@ -39,20 +39,20 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
     return _PAGE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
-def static_jobs(timeline: Timeline) -> list[Job]:
-    """The sequences that the static baseline serves: those the trace holds from arrival to end."""
+def static_requests(timeline: Timeline) -> list[StaticRequest]:
+    """The sequences for the static baseline: those that the trace covers from arrival to end."""
     return [
-        Job(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
+        StaticRequest(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
         for row in timeline.rows
         if row.whole and row.request.finish_reason in ("stop", "length") and (output := row.request.num_output_tokens)
     ]
 
 
 def _static(timeline: Timeline) -> dict[str, Any] | None:
-    jobs = static_jobs(timeline)
-    if not jobs:
+    requests = static_requests(timeline)
+    if not requests:
         return None
-    schedule: StaticSchedule = schedule_static(jobs, fit_step_cost(timeline))
+    schedule = schedule_static(requests, fit_step_cost(timeline))
     batches = [
         [
             _round(batch.start),
@@ -65,10 +65,10 @@ def _static(timeline: Timeline) -> dict[str, Any] | None:
     ]
     return {
         "size": schedule.batch_size,
-        "requests": len(jobs),
+        "requests": len(requests),
         "end": _round(schedule.end),
         "idle": schedule.idle_share,
-        "arrivals": {job.label: _round(job.arrival) for job in jobs},
+        "arrivals": {request.label: _round(request.arrival) for request in requests},
         "batches": batches,
     }
 
@@ -106,8 +106,11 @@ def _row(timeline: Timeline, row: Row) -> dict[str, Any]:
 
 
 def _slices(row: Row) -> list[list[float]]:
-    """Waiting and preempted as [kind, start, end]; prefill as [kind, step, tokens, computed before];
-    decodes in steps on end as one [kind, first step, last step, computed before the first]."""
+    """The slices as the page reads them.
+
+    Waiting and preempted: [kind, start, end].  Prefill: [kind, step, tokens, computed before].  Decodes in
+    consecutive steps: one [kind, first step, last step, computed before the first].
+    """
     found: list[list[float]] = []
     for piece in row.slices:
         kind = _KINDS[piece.kind]

@@ -12,14 +12,14 @@ from inflight_tools.trace.timeline import Row, Timeline
 
 __all__ = ["perfetto_trace"]
 
-_ENGINE, _REQUESTS = 1, 2  # process ids: the two groups of tracks
+_ENGINE, _REQUESTS = 1, 2  # process ids of the two groups of tracks
 _PHASES = ("schedule", "forward", "sample", "update", "send")
-# Reserved colour names of the trace viewer; Perfetto's own interface chooses by name.
+# Reserved colour names of chrome://tracing; Perfetto's UI picks colours by slice name.
 _COLOURS = {"waiting": "grey", "prefill": "thread_state_iowait", "decode": "thread_state_running", "preempted": "bad"}
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
-    """The JSON object: step phases and counters in one group, a track a sequence in the other."""
+    """The JSON object: step phases and counters in one group, a track per sequence in the other."""
     events = [
         _name("process_name", _ENGINE, 0, "engine"),
         _name("thread_name", _ENGINE, 1, "step"),
@@ -52,7 +52,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    # Both ends are rounded, not the duration: rounding must not make neighbours overlap.
+    # Round both ends rather than the duration, so that neighbours do not overlap.
     first = _us(start)
     return {
         "ph": "X",
@@ -83,7 +83,7 @@ def _steps(timeline: Timeline) -> Iterator[dict[str, Any]]:
         for name, values in counters.items():
             yield {"ph": "C", "name": name, "pid": _ENGINE, "tid": 0, "ts": at, "args": values}
     if timeline.steps:
-        for name, values in counters.items():  # back to zero, else the last value goes on for ever
+        for name, values in counters.items():  # back to zero, or the last value would continue forever
             zero = dict.fromkeys(values, 0)
             yield {"ph": "C", "name": name, "pid": _ENGINE, "tid": 0, "ts": _us(timeline.end), "args": zero}
 

@@ -1,4 +1,4 @@
-"""From a step trace to what each sequence did when: the slices that the exports draw."""
+"""Turns a step trace into what each sequence did when: the slices that the exports draw."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Kind = Literal["waiting", "prefill", "decode", "preempted"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of time in which a sequence did one thing; seconds from the timeline's origin.
+    """A span of time in which a sequence did one thing; seconds from the timeline's origin.
 
     Attributes:
-        kind: "waiting" for a slot, blocks or budget; "prefill" for a chunk of known tokens, after a
-            preemption output computed again included; "decode" for one token from the one before;
-            "preempted" from losing the slot to the next step that computes something.
-        step: index into `Timeline.steps`; None where the sequence sat out.
+        kind: "waiting" for a slot, blocks or budget; "prefill" for a chunk of known tokens, which after a
+            preemption include output; "decode" for one token from the one before; "preempted" from the
+            loss of the slot to the next step that computes something.
+        step: index into `Timeline.steps`; None if the sequence did not run.
         tokens: tokens computed.
-        computed: tokens that were computed before.
+        computed: tokens computed before.
     """
 
     kind: Kind
@@ -35,11 +35,11 @@ class Slice:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence and its slices, in order and without overlap.
+    """A sequence and its slices, in order and without overlap.
 
     Attributes:
-        first_token: end of the step that sampled its first token; None when that is not in the trace.
-        whole: whether the trace holds all of its steps.
+        first_token: end of the step that sampled its first token; None if the trace does not contain it.
+        whole: whether the trace contains all of its steps.
     """
 
     request: RequestRecord
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The request's id; with the sequence's index behind it where that is not 0."""
+        """The request's id, followed by the sequence's index unless that is 0."""
         index = self.request.index
         return str(self.request.request_id) + (f".{index}" if index else "")
 
@@ -59,8 +59,8 @@ class Timeline:
     """All sequences of a trace by arrival.
 
     Attributes:
-        origin: `time.monotonic()` seconds that count as 0 here.
-        end: when the last step ended.
+        origin: `time.monotonic()` seconds at the timeline's zero.
+        end: end of the last step.
         prefill_tokens, decode_tokens: per step.
     """
 
@@ -77,26 +77,28 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Progress:
-    """Where the sweep over the steps stands with one sequence."""
+class _SequenceState:
+    """State of a sequence while the steps are processed in order."""
 
     row: Row
     free_from: float
     idle: Kind = "waiting"
     last_step: int | None = None
-    catch_up: int = 0  # known tokens that a preemption has thrown away; computing them is no decoding
+    catch_up: int = 0  # known tokens that a preemption discarded; computing them is not decoding
 
 
 def build_timeline(trace: Trace) -> Timeline:
-    """Slices of every sequence the trace speaks of.  A trace without steps gives an empty timeline."""
+    """Slices of every sequence in the trace.  A trace without steps gives an empty timeline."""
     steps = trace.steps
-    # What arrived before the oldest step that is left is drawn from that step on.
+    # Requests that arrived before the oldest retained step are drawn from that step on.
     ring_start = steps[0].start if steps else 0.0
     whole_from = ring_start if steps and steps[0].number else 0.0
     arrivals = [request.arrival for request in trace.requests]
     origin = ring_start if whole_from else min([ring_start, *arrivals])
     end = max([steps[-1].end - origin, *(a - origin for a in arrivals)]) if steps else 0.0
-    progress = {request.key: _Progress(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests}
+    progress = {
+        request.key: _SequenceState(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests
+    }
     prefill, decode = [0] * len(steps), [0] * len(steps)
     for index, step in enumerate(steps):
         for key in step.preempted:
@@ -113,7 +115,7 @@ def build_timeline(trace: Trace) -> Timeline:
     return Timeline(trace, origin, end, rows, prefill, decode)
 
 
-def _preempt(state: _Progress, step: StepRecord, index: int, origin: float) -> None:
+def _preempt(state: _SequenceState, step: StepRecord, index: int, origin: float) -> None:
     now = step.start - origin
     if state.last_step != index - 1:
         _fill(state, now)
@@ -124,13 +126,13 @@ def _preempt(state: _Progress, step: StepRecord, index: int, origin: float) -> N
 
 
 def _advance(
-    state: _Progress, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
+    state: _SequenceState, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
 ) -> Kind:
     row, prompt = state.row, state.row.request.num_prompt_tokens
     start, end = step.start - origin, step.end - origin
     if state.last_step is None:
         row.whole = computed <= row.request.num_cached_tokens
-    if state.last_step != index - 1:  # between two steps on end there is only the loop itself
+    if state.last_step != index - 1:  # between consecutive steps there is only the engine's loop
         _fill(state, start)
     kind: Kind = "prefill" if tokens > 1 or computed < max(prompt, state.catch_up) else "decode"
     row.slices.append(Slice(kind, start, end, index, tokens, computed))
@@ -140,15 +142,15 @@ def _advance(
     return kind
 
 
-def _fill(state: _Progress, until: float) -> None:
-    """Close the stretch in which the sequence sat out."""
+def _fill(state: _SequenceState, until: float) -> None:
+    """Add a slice for the time in which the sequence did not run."""
     if until > state.free_from:
         state.row.slices.append(Slice(state.idle, state.free_from, until))
     state.free_from = until
 
 
-def _close(state: _Progress, end: float, origin: float) -> None:
-    """What a sequence does behind its last step: nothing if it ended there, else wait."""
+def _close(state: _SequenceState, end: float, origin: float) -> None:
+    """Add the slice after a sequence's last step, unless it ended there."""
     ended = state.row.request.end
     until = end if ended is None else min(ended - origin, end)
     ran_last = state.last_step is not None and state.idle == "waiting"

@@ -1,5 +1,5 @@
-"""What a load consists of: which requests (`scenarios`, `traces`), when (`arrivals`), with which tokens
-(`prompts`), and all of it as options (`load`).
+"""Loads as data: the requests (`scenarios`, `traces`), their arrivals (`arrivals`), their tokens
+(`prompts`), the options of a load (`load`), and what users expect of it (`slo`).
 
-Plain data and arithmetic: the load test sends it, the simulator computes with it.
+The load test sends these requests to a server; the simulator runs them on a virtual clock.
 """

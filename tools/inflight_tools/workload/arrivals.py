@@ -1,4 +1,4 @@
-"""When requests arrive in an open loop: seconds after the start, from a seeded process."""
+"""Arrival times of an open loop, from seeded random processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ PROCESSES = ("poisson", "gamma", "constant")
 
 
 def arrival_times(process: str, rate: float, seed: int, cv: float = 2.0, burst: int = 1) -> Iterator[float]:
-    """Endless, non-decreasing arrival times.
+    """Endless, non-decreasing arrival times in seconds after the start.
 
     Args:
         process: "poisson" (exponential gaps), "gamma" (gaps with the coefficient of variation `cv`;
-            1 is Poisson again, above is burstier) or "constant".
+            1 equals Poisson, larger values are burstier) or "constant".
         rate: mean requests per second.
-        seed: the same seed, the same times.
+        seed: the same seed gives the same times.
         cv: standard deviation of a gap over its mean, for "gamma".
-        burst: requests that arrive together; gaps grow as much, so that `rate` stays the mean.
+        burst: requests that arrive together; gaps grow accordingly, so `rate` remains the mean.
 
     Raises:
         WorkloadError: an unknown process, or a rate, cv or burst that is not positive.
     """
     if process not in PROCESSES:
-        raise WorkloadError(f"arrivals {process!r}: allowed are closed, {', '.join(PROCESSES)} and trace")
+        raise WorkloadError(f"arrivals {process!r}: must be closed, {', '.join(PROCESSES)} or trace")
     if not (rate > 0 and cv > 0 and burst > 0):
         raise WorkloadError(f"rate {rate:g}, cv {cv:g}, burst {burst}: all must be above 0")
     return _times(process, burst / rate, seed, cv, burst)
@@ -42,7 +42,7 @@ def _times(process: str, gap: float, seed: int, cv: float, burst: int) -> Iterat
             yield now
         if process == "poisson":
             now += float(rng.exponential(gap))
-        elif process == "gamma":  # shape 1 / cv^2 and scale gap * cv^2 have this mean and this cv
+        elif process == "gamma":  # shape 1 / cv^2 and scale gap * cv^2 give this mean and cv
             now += float(rng.gamma(1 / cv**2, gap * cv**2))
         else:
             now += gap

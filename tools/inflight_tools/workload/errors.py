@@ -1,4 +1,4 @@
-"""What stops a load before it starts."""
+"""The error that stops a load before it starts."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["WorkloadError"]
 
 
 class WorkloadError(ValueError):
-    """Wrong input: one line that says what came and what to do.  Ends a command with status 2."""
+    """Wrong input; the message is one line with the fix.  Exit status 2."""

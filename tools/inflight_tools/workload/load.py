@@ -1,4 +1,4 @@
-"""Which requests a load has and when they are due, as options."""
+"""The options of a load: its requests and when they are due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from inflight_tools.workload.arrivals import arrival_times
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import Job, Scenario, find_scenario
-from inflight_tools.workload.traces import Trace, read_trace
+from inflight_tools.workload.traces import TrafficTrace, read_trace
 
 __all__ = ["Load"]
 
@@ -21,15 +21,15 @@ class Load:
     """The requests of a load.
 
     Attributes:
-        scenario: name of a scenario; ignored when `trace` is given.
+        scenario: name of a scenario; ignored if `trace` is given.
         trace: CSV or JSONL file to replay instead.
-        speed: the trace's arrivals, this many times as dense.
-        seed: repeats lengths, prompts and arrivals.
-        requests: how many; 0 takes the scenario's number, -1 is endless.
-        arrivals: "closed", "poisson", "gamma", "constant", "trace", or "" for the scenario's own.
-        rate: requests per second of an open loop; 0 takes the scenario's.
+        speed: factor by which the trace's arrivals are sped up.
+        seed: determines lengths, prompts and arrivals.
+        requests: number of requests; 0 uses the scenario's, -1 is endless.
+        arrivals: "closed", "poisson", "gamma", "constant", "trace", or "" for the scenario's.
+        rate: requests per second of an open loop; 0 uses the scenario's.
         cv: coefficient of variation of the gaps of "gamma".
-        context: tokens to scale the scenario to; 0 leaves it as it is.
+        context: tokens to scale the scenario to; 0 leaves it unscaled.
     """
 
     scenario: str = "lognormal"
@@ -42,24 +42,26 @@ class Load:
     cv: float = 2.0
     context: int = 0
 
-    def load(self) -> Scenario | Trace:
+    def load(self) -> Scenario | TrafficTrace:
         """The scenario or trace, scaled.
 
         Raises:
-            WorkloadError: an option that cannot be used.
+            WorkloadError: an invalid option.
         """
         if self.trace:
-            source: Scenario | Trace = read_trace(Path(self.trace), max(self.requests, 0) or None).at_speed(self.speed)
+            source: Scenario | TrafficTrace = read_trace(Path(self.trace), max(self.requests, 0) or None).at_speed(
+                self.speed
+            )
         else:
             source = find_scenario(self.scenario)
         return source.scaled(self.context) if self.context else source
 
     def process(self) -> str:
-        """The arrival process in force."""
+        """The arrival process of this load."""
         if self.trace:
             return self.arrivals or "trace"
         if self.arrivals == "trace":
-            raise WorkloadError("arrivals trace: there is no trace; give one with --trace")
+            raise WorkloadError("arrivals trace: no trace given; give one with --trace")
         return self.arrivals or find_scenario(self.scenario).arrivals
 
     def jobs(self) -> Iterator[Job]:
@@ -69,7 +71,7 @@ class Load:
             WorkloadError: as `load` and `arrival_times`.
         """
         source, process = self.load(), self.process()
-        if isinstance(source, Trace):
+        if isinstance(source, TrafficTrace):
             count: int | None = len(source.jobs)
             rate, burst = self.rate or 1.0, 1
         else:

@@ -1,4 +1,4 @@
-"""Prompts of exact token counts, as token ids."""
+"""Prompts with exact token counts, as token ids."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from inflight_tools.workload.scenarios import Job
 
 __all__ = ["IdPrompts"]
 
-_FIRST_ID = 300  # special and byte tokens lie below in every tokenizer that these loads use
+_FIRST_ID = 300  # above the special and byte tokens of the tokenizers that these loads use
 _HASH_BLOCK = 512
 
 
 class IdPrompts:
-    """Random token ids below `vocab_size`; requests do not share prefixes unless a trace says so."""
+    """Random token ids below `vocab_size`; requests share prefixes only where a trace says so."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         if vocab_size < 2:
-            raise WorkloadError(f"vocab_size {vocab_size}: it must be at least 2")
+            raise WorkloadError(f"vocab_size {vocab_size}: must be at least 2")
         self._low = _FIRST_ID if vocab_size > 2 * _FIRST_ID else 1
         self._high, self._seed = vocab_size, seed
 
     def make(self, job: Job) -> list[int]:
-        """Exactly `job.prompt_tokens` ids; equal hash ids become equal blocks of 512 tokens."""
+        """Exactly `job.prompt_tokens` ids; equal hash ids give equal blocks of 512 tokens."""
         if not job.hash_ids:
             return self._draw([self._seed, job.index, 1], job.prompt_tokens)
         ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Load mixes as named data.  A scenario says what request number k is; the same seed, the same request."""
+"""Load mixes as named data.  A scenario and a seed determine request number k."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Job:
         index: its number, from 0.
         kind: name of its prompt class, under which its latencies are reported.
         prompt_tokens, output_tokens: exact numbers of tokens.
-        due: seconds after the start of the load at which it is sent; None: when a user is free.
-        hash_ids: ids of the prompt's blocks of 512 tokens; equal ids are equal tokens (Mooncake).
+        due: seconds after the start of the load at which it is sent; None if it waits for a free user.
+        hash_ids: ids of the prompt's blocks of 512 tokens; equal ids mean equal tokens (Mooncake).
     """
 
     index: int
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Integers from `low` to `high`, both included."""
+    """Integers from `low` to `high`, inclusive."""
 
     low: int
     high: int
@@ -69,7 +69,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Cycle:
-    """`values` over and over: request k gets value k modulo their number."""
+    """`values` in rotation: request k gets value k modulo their number."""
 
     values: tuple[int, ...]
 
@@ -86,7 +86,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class PromptClass:
-    """A share of the requests with prompts of a kind."""
+    """A share of the requests and the lengths of their prompts."""
 
     name: str
     share: float
@@ -98,15 +98,15 @@ class Scenario:
     """A load mix.
 
     Attributes:
-        name, about: for people.
+        name, about: human-readable.
         classes: prompt classes; their shares add up to 1.
-        output: numbers of output tokens.
-        users: closed loop: requests open at once.
-        requests: how many a measured run sends.
-        arrivals: "closed", or the arrival process when it is not said otherwise.
+        output: distribution of the number of output tokens.
+        users: of a closed loop.
+        requests: number of requests in a measured run.
+        arrivals: "closed", or the default arrival process.
         rate: requests per second of an open loop.
-        burst: requests that arrive together, `burst / rate` seconds apart; 1 for none.
-        ramp: seconds of a ramp up, a peak and a ramp down of the users; empty for constant users.
+        burst: requests that arrive together, `burst / rate` seconds apart; 1 for no bursts.
+        ramp: seconds of the rise, the peak and the fall of the number of users; empty if it is constant.
     """
 
     name: str
@@ -126,20 +126,20 @@ class Scenario:
 
     @property
     def longest(self) -> int:
-        """Most tokens, prompt and output together, that a request can have."""
+        """Maximum length of a request in tokens, prompt and output together."""
         return self.longest_prompt + self.output.high
 
     def job(self, index: int, seed: int) -> Job:
-        """Request number `index`; depends on nothing but the scenario, `index` and `seed`."""
+        """Request number `index`; depends only on the scenario, `index` and `seed`."""
         rng = np.random.default_rng([seed, index])
         chosen = rng.choice(len(self.classes), p=[prompt_class.share for prompt_class in self.classes])
         prompt_class = self.classes[chosen]
         return Job(index, prompt_class.name, prompt_class.prompt.draw(rng, index), self.output.draw(rng, index))
 
     def scaled(self, context: int) -> Scenario:
-        """The same mix for a model of `context` tokens; unchanged where it fits already.
+        """The same mix for a model of `context` tokens; unchanged if it fits already.
 
-        Outputs shrink only where they would take more than half of the context; prompts shrink by one
+        Outputs shrink only if they would take more than half of the context; prompts shrink by a common
         factor, so that the longest request just fits.
 
         Raises:
@@ -202,7 +202,7 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         Scenario(
             "uniform",
-            "for contrast: every request alike, 128 prompt tokens and 64 output tokens",
+            "for contrast: identical requests of 128 prompt tokens and 64 output tokens",
             (PromptClass("uniform", 1.0, Uniform(128, 128)),),
             Uniform(64, 64),
         ),
@@ -214,8 +214,8 @@ def find_scenario(name: str, known: Sequence[str] = tuple(SCENARIOS)) -> Scenari
     """The named scenario.
 
     Raises:
-        WorkloadError: there is none of that name.
+        WorkloadError: an unknown name.
     """
     if name not in SCENARIOS:
-        raise WorkloadError(f"scenario {name!r}: there is no such scenario; choose one of {', '.join(known)}")
+        raise WorkloadError(f"unknown scenario {name!r}; choose one of {', '.join(known)}")
     return SCENARIOS[name]

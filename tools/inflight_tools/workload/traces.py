@@ -1,6 +1,6 @@
 """Replay of recorded traffic: arrival, prompt tokens and output tokens from a CSV or JSONL file.
 
-Known columns, the first spelling found wins:
+Known columns; the first set that is present is used:
 
 - Azure LLM inference traces (CSV): `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`
 - Mooncake traces (JSONL): `timestamp` (milliseconds), `input_length`, `output_length`, `hash_ids`
@@ -23,21 +23,21 @@ from typing import Any
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Trace", "read_trace"]
+__all__ = ["TrafficTrace", "read_trace"]
 
-# Arrival column, prompt column, output column, seconds in one unit of the arrival column.
+# Arrival column, prompt column, output column, seconds per unit of the arrival column.
 _FORMATS = (
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", 1.0),
     ("timestamp", "input_length", "output_length", 1e-3),
     ("arrival", "prompt_tokens", "output_tokens", 1.0),
 )
 _CLASSES = ((512, "under 512"), (2048, "512 to 2K"), (8192, "2K to 8K"))
-_HASH_BLOCK = 512  # tokens that one of Mooncake's hash ids stands for
+_HASH_BLOCK = 512  # tokens per hash id in Mooncake's traces
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Recorded requests in order of arrival; what a `Scenario` is for a run."""
+class TrafficTrace:
+    """Recorded requests in order of arrival; takes the place of a `Scenario`."""
 
     name: str
     jobs: tuple[Job, ...]
@@ -53,15 +53,15 @@ class Trace:
     def job(self, index: int, seed: int) -> Job:
         return self.jobs[index]
 
-    def at_speed(self, speed: float) -> Trace:
-        """Arrivals `speed` times as dense."""
+    def at_speed(self, speed: float) -> TrafficTrace:
+        """The same requests, `speed` times as fast."""
         if not speed > 0:
-            raise WorkloadError(f"speed {speed:g}: it must be above 0")
+            raise WorkloadError(f"speed {speed:g}: must be above 0")
         jobs = (dataclasses.replace(job, due=(job.due or 0.0) / speed) for job in self.jobs)
         return dataclasses.replace(self, jobs=tuple(jobs))
 
-    def scaled(self, context: int) -> Trace:
-        """All lengths by one factor, so that the longest request just fits `context` tokens."""
+    def scaled(self, context: int) -> TrafficTrace:
+        """The same requests with all lengths reduced by one factor, so that the longest fits `context` tokens."""
         factor = min(1.0, context / self.longest)
 
         def scale(job: Job) -> Job:
@@ -73,15 +73,15 @@ class Trace:
         return dataclasses.replace(self, jobs=tuple(map(scale, self.jobs)))
 
 
-def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """Read a trace; arrivals count from the first one.
+def read_trace(path: Path, limit: int | None = None) -> TrafficTrace:
+    """Read a trace; arrivals are relative to the first one.
 
     Args:
-        path: CSV with a header line, or one JSON object a line (`.jsonl`, `.json`).
-        limit: take this many requests from the front.
+        path: CSV with a header line, or one JSON object per line (`.jsonl`, `.json`).
+        limit: read only this many requests.
 
     Raises:
-        WorkloadError: no such file, no known columns, a row that cannot be read, or no request in it.
+        WorkloadError: no such file, no known columns, an unreadable row, or no request.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -96,14 +96,14 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
         raise WorkloadError(f"trace {path}: {reason}; give a CSV or JSONL file") from None
     found = [entry for entry in found if entry[1] > 0 and entry[2] > 0]
     if not found:
-        raise WorkloadError(f"trace {path}: no request in it; give a CSV or JSONL file with at least one")
+        raise WorkloadError(f"trace {path}: contains no request; give a CSV or JSONL file with at least one")
     found.sort(key=lambda entry: entry[0])
     first = found[0][0]
     jobs = [
         Job(index, _class_of(prompt), prompt, output, due=arrival - first, hash_ids=hashes)
         for index, (arrival, prompt, output, hashes) in enumerate(found)
     ]
-    return Trace(path.name, tuple(jobs))
+    return TrafficTrace(path.name, tuple(jobs))
 
 
 def _json_rows(lines: Any, path: Path) -> Iterator[dict[str, Any]]:
@@ -114,7 +114,7 @@ def _json_rows(lines: Any, path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise WorkloadError(f"trace {path}, line {number}: no JSON object; give one request a line")
+                raise WorkloadError(f"trace {path}, line {number}: not a JSON object; give one request per line")
             yield row
 
 
@@ -122,22 +122,22 @@ def _request(row: dict[str, Any], where: str) -> tuple[float, int, int, tuple[in
     for arrival, prompt, output, unit in _FORMATS:
         if arrival in row and prompt in row and output in row:
             try:
-                hashes = tuple(int(some) for some in row.get("hash_ids") or ())
+                hashes = tuple(map(int, row.get("hash_ids") or ()))
                 return _seconds(row[arrival], unit), int(row[prompt]), int(row[output]), hashes
             except (ValueError, TypeError, OverflowError):
                 raise WorkloadError(
                     f"{where}: cannot read {arrival}={row[arrival]!r}, {prompt}={row[prompt]!r}, "
-                    f"{output}={row[output]!r}; give a time and two numbers of tokens"
+                    f"{output}={row[output]!r}; expected a time and two numbers of tokens"
                 ) from None
     known = "; ".join(", ".join(columns[:3]) for columns in _FORMATS)
-    raise WorkloadError(f"{where}: columns {', '.join(map(str, row))}; allowed are: {known}")
+    raise WorkloadError(f"{where}: unknown columns {', '.join(map(str, row))}; expected one of: {known}")
 
 
 def _seconds(value: Any, unit: float) -> float:
     try:
         seconds = float(value) * unit
     except ValueError:
-        # Azure writes seven digits of a second, which fromisoformat of Python 3.10 does not read.
+        # Azure writes seven fractional digits, which fromisoformat of Python 3.10 does not accept.
         text = re.sub(r"(\.\d{6})\d+", r"\1", str(value).strip())
         text = re.sub(r"\.(\d{1,5})(?=$|[+-])", lambda match: "." + match[1].ljust(6, "0"), text)
         stamp = datetime.fromisoformat(text)

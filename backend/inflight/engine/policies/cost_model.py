@@ -1,20 +1,24 @@
-"""What a step costs, as a function of what is in it; fitted to the steps while serving.
+"""What a step costs as a function of its load, and a fit of it to the steps of a serving engine.
 
-    seconds = fixed
+    seconds = curve(tokens)
             + per_sequence        * sequences
             + per_context_token   * tokens that the decodes read from the KV cache
-            + prefill_fixed, where there are tokens of prompts
-            + per_prefill_token   * tokens of prompts
+            + prefill_fixed, if the step computes prompt tokens
+            + per_prefill_token   * prompt tokens
             + per_attention_pair  * query-key pairs of the prompts' attention (quadratic in a prompt)
 
-No coefficient is below zero: a step never gets cheaper by having more in it, and an extrapolation
-from a few noisy steps must not say so.  Errors are relative to the step, or the few long steps
-would decide everything.  The terms follow Sarathi-Serve (arXiv:2403.02310, section 3) and Vidur
+The curve is piecewise linear over the tokens of a step; with a single knot it is a constant.  The
+model is shared by `OnlineStepCost` (one knot), the simulator's calibration (many knots) and the static
+baseline of a step trace.
+
+No coefficient is negative: adding work never makes a step cheaper, and an extrapolation from a few
+noisy steps must not claim so.  The terms follow Sarathi-Serve (arXiv:2403.02310, section 3) and Vidur
 (arXiv:2405.05465, section 4).  Pure Python, no torch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,15 +33,15 @@ __all__ = ["OnlineStepCost", "StepCost", "StepLoad", "prefill_pairs", "step_load
 class StepLoad(NamedTuple):
     """What a step computes.
 
-    A row that computes one token is a decode here, even if that token is a prompt's last: it costs the
-    same.
+    A row that computes one token counts as a decode even if that token is the last of a prompt: the
+    cost is the same.
 
     Attributes:
         decodes: rows that compute one token.
-        context_tokens: keys that they attend to.
-        prefills: rows that compute several.
-        prefill_tokens: their tokens.
-        attention_pairs: their query-key pairs.
+        context_tokens: keys they attend to.
+        prefills: rows that compute several tokens.
+        prefill_tokens: tokens of those rows.
+        attention_pairs: query-key pairs of those rows.
     """
 
     decodes: int = 0
@@ -55,7 +59,7 @@ class StepLoad(NamedTuple):
         return self.decodes + self.prefills
 
     def with_prefill(self, computed: int, num_tokens: int) -> StepLoad:
-        """This and a chunk of `num_tokens` tokens behind `computed` ones."""
+        """This load plus a chunk of `num_tokens` tokens that follows `computed` ones."""
         return self._replace(
             prefills=self.prefills + 1,
             prefill_tokens=self.prefill_tokens + num_tokens,
@@ -64,12 +68,12 @@ class StepLoad(NamedTuple):
 
 
 def prefill_pairs(computed: int, num_tokens: int) -> int:
-    """Query-key pairs of causal attention of `num_tokens` tokens behind `computed` ones."""
+    """Query-key pairs in causal attention of `num_tokens` tokens that follow `computed` ones."""
     return num_tokens * computed + num_tokens * (num_tokens + 1) // 2
 
 
 def step_load(out: SchedulerOutput) -> StepLoad:
-    """The load of a step that was made."""
+    """The load of a scheduled step."""
     decodes = context = prefill = pairs = 0
     for num_tokens, computed in zip(out.num_scheduled_tokens, out.num_computed_tokens):
         if num_tokens == 1:
@@ -81,27 +85,71 @@ def step_load(out: SchedulerOutput) -> StepLoad:
     return StepLoad(decodes, context, len(out.num_scheduled_tokens) - decodes, prefill, pairs)
 
 
-class StepCost(msgspec.Struct, frozen=True):
-    """Coefficients of the model, all in seconds and none below zero."""
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Coefficients of the model, in seconds; none is negative.
 
-    fixed: float = 0.0
+    Attributes:
+        tokens: knots of the curve, increasing, at least one.  Below the first knot the curve is flat;
+            beyond the last one its last segment continues.
+        seconds_at: the curve at each knot, not decreasing.
+        per_sequence, per_context_token, prefill_fixed, per_prefill_token, per_attention_pair: see above.
+    """
+
+    tokens: tuple[int, ...] = (1,)
+    seconds_at: tuple[float, ...] = (0.0,)
     per_sequence: float = 0.0
     per_context_token: float = 0.0
     prefill_fixed: float = 0.0
     per_prefill_token: float = 0.0
     per_attention_pair: float = 0.0
 
+    @classmethod
+    def linear(
+        cls,
+        fixed: float = 0.0,
+        per_sequence: float = 0.0,
+        per_context_token: float = 0.0,
+        prefill_fixed: float = 0.0,
+        per_prefill_token: float = 0.0,
+        per_attention_pair: float = 0.0,
+    ) -> StepCost:
+        """The model without a curve: every step takes `fixed` seconds plus the linear terms."""
+        return cls(
+            seconds_at=(fixed,),
+            per_sequence=per_sequence,
+            per_context_token=per_context_token,
+            prefill_fixed=prefill_fixed,
+            per_prefill_token=per_prefill_token,
+            per_attention_pair=per_attention_pair,
+        )
+
     def seconds(self, load: StepLoad) -> float:
-        """Seconds of a step."""
-        seconds = self.fixed + self.per_sequence * load.sequences + self.per_context_token * load.context_tokens
-        if load.prefills:
-            seconds += self.prefill_fixed + self.per_prefill_token * load.prefill_tokens
-            seconds += self.per_attention_pair * load.attention_pairs
+        """Seconds that a step with this load takes."""
+        decodes, context_tokens, prefills, prefill_tokens, attention_pairs = load
+        seconds = self.seconds_at[0] if len(self.seconds_at) == 1 else self._curve(decodes + prefill_tokens)
+        seconds += self.per_sequence * (decodes + prefills) + self.per_context_token * context_tokens
+        if prefills:
+            seconds += self.prefill_fixed + self.per_prefill_token * prefill_tokens
+            seconds += self.per_attention_pair * attention_pairs
         return seconds
 
+    def recompute_seconds(self, num_kept: int, num_computed: int) -> float:
+        """Seconds added to a step by computing tokens `num_kept` to `num_computed` of a request again."""
+        num_tokens = num_computed - num_kept
+        seconds = self.per_prefill_token * num_tokens + self.per_attention_pair * prefill_pairs(num_kept, num_tokens)
+        return seconds + self._curve(num_tokens) - self.seconds_at[0]
 
-# A load's terms stand in the order in which the descent visits them: what a step has of prompts
-# explains its cost before what every step has, so that doubt makes prompts dear and not free.
+    def _curve(self, tokens: int) -> float:
+        knots, values = self.tokens, self.seconds_at
+        if len(knots) == 1 or tokens <= knots[0]:
+            return values[0]
+        right = min(bisect_right(knots, tokens), len(knots) - 1)
+        share = (tokens - knots[right - 1]) / (knots[right] - knots[right - 1])
+        return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+# The order of a load's terms is the order in which the descent visits them: prompt terms come first,
+# so that what cannot be told apart is charged to prompts rather than making them look free.
 _TERMS = 6
 
 
@@ -112,18 +160,25 @@ def _terms(load: StepLoad) -> tuple[float, ...]:
 
 def _cost(weights: Sequence[float]) -> StepCost:
     per_token, per_pair, prefill_fixed, per_sequence, per_context, fixed = weights
-    return StepCost(fixed, per_sequence, per_context, prefill_fixed, per_token, per_pair)
+    return StepCost(
+        seconds_at=(fixed,),
+        per_sequence=per_sequence,
+        per_context_token=per_context,
+        prefill_fixed=prefill_fixed,
+        per_prefill_token=per_token,
+        per_attention_pair=per_pair,
+    )
 
 
 class _NormalEquations:
-    """Weighted sums of x x' and x y: all that least squares needs of the steps seen."""
+    """Weighted sums of x x' and x y: all that least squares needs to know of the observed steps."""
 
     def __init__(self) -> None:
         self.gram = [[0.0] * _TERMS for _ in range(_TERMS)]
         self.moment = [0.0] * _TERMS
 
     def add(self, x: Sequence[float], y: float, weight: float, keep: float = 1.0) -> None:
-        """Take a step in; what is there already counts `keep` as much as before."""
+        """Add an observation; scale the earlier ones by `keep`."""
         for i, row in enumerate(self.gram):
             wx = weight * x[i]
             for j in range(_TERMS):
@@ -132,10 +187,10 @@ class _NormalEquations:
 
 
 def _descend(parts: Sequence[_NormalEquations], weights: list[float], sweeps: int) -> None:
-    """Coordinate descent to the least squares solution with no weight below zero, in place.
+    """Coordinate descent towards the non-negative least squares solution, in place.
 
-    Each update is exact for its coordinate, so the terms need no common scale.  From where the last
-    call ended, a few sweeps a step follow a machine that drifts.
+    Each update is exact for its coordinate, so the terms need no common scale.  Starting from the
+    previous solution, a few sweeps per step suffice to follow a machine that drifts.
     """
     gram = [[sum(part.gram[i][j] for part in parts) for j in range(_TERMS)] for i in range(_TERMS)]
     moment = [sum(part.moment[i] for part in parts) for i in range(_TERMS)]
@@ -148,22 +203,27 @@ def _descend(parts: Sequence[_NormalEquations], weights: list[float], sweeps: in
 
 @dataclass
 class _Kind:
-    """Steps of one kind, which only steps of that kind push out of memory."""
+    """Observed steps of one kind; only newer steps of the same kind displace them."""
 
     equations: _NormalEquations
     count: int = 0
 
 
 class OnlineStepCost:
-    """The model, fitted to the steps as they come: recursive least squares with forgetting.
+    """Fits the model to the steps as they come: recursive least squares with forgetting.
 
-    Steps with and without prompts are remembered apart, so that hours of decoding do not wash out
-    what a prompt costs.  A step that took far longer than expected (a garbage collection, another
-    process) counts as little longer than one that took somewhat longer (Huber's weights); when such
-    steps go on, the tolerance grows by a tenth a step, and the model follows.
+    Errors count relative to the step; otherwise the few long steps would decide everything.  Steps with
+    and without prompts are remembered separately, so that hours of decoding do not wash out what a
+    prompt costs.  A step that takes far longer than expected (a garbage collection, another process) is
+    an outlier and counts little more than a slightly slow one (Huber weights).  If outliers persist, the
+    tolerance grows by a tenth per step and the model adapts.
 
     Args:
-        memory: steps of a kind after which one counts 1/e.
+        memory: number of steps of a kind after which an observation weighs 1/e.
+
+    Attributes:
+        cost: the current fit.
+        largest_prefill: most prompt tokens observed in a step.
     """
 
     def __init__(self, memory: int = 50) -> None:
@@ -176,11 +236,11 @@ class OnlineStepCost:
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether it has seen enough steps with prompts for one of them to be an outlier."""
+        """Whether enough steps with prompts were observed to tell an outlier among them."""
         return self._kinds[True].count >= _WARM_UP
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step with this load took this long."""
+        """Learn from a step with this load that took `seconds`; ignored unless positive."""
         if seconds <= 0.0:
             return
         kind = self._kinds[load.prefills > 0]
@@ -189,7 +249,7 @@ class OnlineStepCost:
         if kind.count >= _WARM_UP and expected > 0.0:
             scale = expected
             error = abs(seconds - expected) / expected
-            tolerance = max(3.0 * self._deviation, _LEAST_TOLERANCE)
+            tolerance = max(3.0 * self._deviation, _MIN_TOLERANCE)
             if error > tolerance:
                 weight = tolerance / error
             self._deviation += _SMOOTHING * (min(error, tolerance) - self._deviation)
@@ -201,8 +261,8 @@ class OnlineStepCost:
             self.cost = _cost(self._weights)
 
 
-_WARM_UP = 8  # steps of a kind before one of them can be an outlier
+_WARM_UP = 8  # steps of a kind before one of them can count as an outlier
 _SMOOTHING = 0.05
-_LEAST_TOLERANCE = 0.05
+_MIN_TOLERANCE = 0.05
 _ONLINE_SWEEPS = 8
 _REFIT_EVERY = 4  # steps without prompts, of which there are many alike

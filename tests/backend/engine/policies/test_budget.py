@@ -20,7 +20,8 @@ from inflight.engine.policies.cost_model import StepCost, StepLoad, step_load
 from inflight.engine.step import SchedulerOutput, StepOutput
 
 INFO = Info(max_model_len=4096, num_blocks=2048)
-COST = StepCost(0.004, 100e-6, 0.2e-6, 0.0, 50e-6, 3e-9)
+COEFFICIENTS = (0.004, 100e-6, 0.2e-6, 0.0, 50e-6, 3e-9)
+COST = StepCost.linear(*COEFFICIENTS)
 
 
 class Machine:
@@ -142,7 +143,7 @@ def test_on_a_machine_as_measured_one_step_in_a_hundred_is_late_at_most(target, 
 
 
 def test_where_the_usual_chunk_does_not_fit_a_smaller_one_does():
-    rig = Rig(StepCost(0.004, 0.0, 0.0, 0.0, 500e-6, 0.0), itl_target_ms=10)
+    rig = Rig(StepCost.linear(0.004, 0.0, 0.0, 0.0, 500e-6, 0.0), itl_target_ms=10)
     for request_id in range(4):
         rig.add(request_id, 20, 1000)
     rig.step()
@@ -162,7 +163,7 @@ def test_headroom_is_the_most_that_a_hundred_steps_took_beyond_what_was_expected
     rig.step()
 
     def prefill(steps: int, factor: float = 1.0) -> float:
-        rig.cost = StepCost(*(factor * getattr(COST, name) for name in COST.__struct_fields__))
+        rig.cost = StepCost.linear(*(factor * coefficient for coefficient in COEFFICIENTS))
         for _ in range(steps):
             if len(rig.scheduler.running) == 4 and not len(rig.scheduler.waiting):
                 rig.add(9, 3000, 1)
@@ -234,7 +235,7 @@ def test_steps_stay_within_the_target_whatever_a_step_costs(
     fixed, jump, per_token, per_sequence, per_context, per_pair, slack, noise, prompts, seed
 ):
     """The target is `slack` times a decode step; after a warm-up no step with decodes takes longer."""
-    cost = StepCost(fixed, per_sequence, per_context, jump * fixed, per_token, per_pair)
+    cost = StepCost.linear(fixed, per_sequence, per_context, jump * fixed, per_token, per_pair)
     decode = fixed + 8 * per_sequence + 8 * 700 * per_context
     target = slack * decode + jump * fixed + MIN_CHUNK * per_token + (MIN_CHUNK * 1600) * per_pair
     rig = Rig(cost, noise, seed, itl_target_ms=1000 * target)
@@ -322,7 +323,7 @@ def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, stream
     seed=st.integers(0, 9),
 )
 def test_whatever_the_target_a_prompt_is_computed_within_the_steps_stated(prompt, target, per_token, noise, seed):
-    rig = Rig(StepCost(0.004, 100e-6, 0.0, 0.0, per_token), noise, seed, itl_target_ms=target)
+    rig = Rig(StepCost.linear(0.004, 100e-6, 0.0, 0.0, per_token), noise, seed, itl_target_ms=target)
     for request_id in range(3):
         rig.add(request_id, 8, 2000)
     for _ in range(20):

@@ -1,0 +1,49 @@
+"""Finds out which protocol a server speaks at an address, so that either of its ports will do."""
+
+from __future__ import annotations
+
+from inflight_client.connection import Connection, Protocol
+from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_client.transport_grpc import GrpcTransport
+from inflight_client.transport_http import HttpTransport
+
+__all__ = ["find_endpoint"]
+
+_IS_SECURE = {"": False, "http": False, "https": True, "grpc": False, "grpcs": True}
+_PROTOCOLS: tuple[Protocol, ...] = ("http", "grpc")
+
+
+def find_endpoint(url: str, timeout: float = 5.0) -> tuple[Protocol, str]:
+    """Ask the server at `url` which protocol it speaks there.
+
+    Args:
+        url: `host:port` of Triton's HTTP or gRPC service, with or without a scheme.  `https` and `grpcs`
+            ask for TLS; beyond that the scheme does not matter.
+        timeout: seconds to wait for an answer by each protocol.
+
+    Returns:
+        The protocol, and the URL with the scheme that a client for it takes.
+
+    Raises:
+        ValueError: `url` is not an address.
+        ServerUnreachableError: no server answers there by either protocol.
+    """
+    scheme, _, address = url.rpartition("://")
+    if scheme not in _IS_SECURE:
+        raise ValueError(f"url={url!r}: the scheme must be one of {', '.join(filter(None, _IS_SECURE))}, or left out")
+    reasons = []
+    for protocol in _PROTOCOLS:
+        found = f"{protocol}{'s' * _IS_SECURE[scheme]}://{address}"
+        connection = Connection.build(found, protocol, {"connect_timeout": timeout})
+        transport = HttpTransport(connection) if protocol == "http" else GrpcTransport(connection)
+        try:
+            transport.server_live()
+        except ServerUnreachableError as error:
+            reasons.append(error.message)
+            continue
+        except InflightError:
+            pass  # it speaks the protocol and only refuses this call
+        finally:
+            transport.close()
+        return protocol, found
+    raise ServerUnreachableError("; ".join(reasons))

@@ -1,0 +1,67 @@
+"""TCP ports for a server: free ones, and one-line errors for those that cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+
+from inflight_tools.installation import LauncherError
+
+__all__ = ["pick_ports", "resolve_ports"]
+
+
+def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` distinct TCP ports of `host` that are free now.
+
+    Raises:
+        LauncherError: `host` is not an address of this machine.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(_family(host))) for _ in range(count)]
+        try:
+            for sock in sockets:
+                sock.bind((host, 0))
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise LauncherError(f"cannot listen on host {host!r}: {reason}; change --host") from None
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def resolve_ports(requested: Mapping[str, int | None], host: str) -> dict[str, int]:
+    """Port of each service: the requested one, or a free one where 0 is requested; None leaves the service out.
+
+    Raises:
+        LauncherError: a port is out of range, in use, requested twice or not permitted, or `host` is
+            not an address of this machine.
+    """
+    wanted = {service: port for service, port in requested.items() if port is not None}
+    pick_ports(1, host)  # otherwise a wrong host would be blamed on a port
+    fixed = [port for port in wanted.values() if port]
+    for service, port in wanted.items():
+        option = f"--{service.lower()}-port"
+        if port and fixed.count(port) > 1:
+            raise LauncherError(f"port {port} is given to more than one service; change {option}")
+        if port:
+            _check_port(host, port, service, option)
+    free = iter(pick_ports(len(wanted) - len(fixed), host))
+    return {service: port or next(free) for service, port in wanted.items()}
+
+
+def _check_port(host: str, port: int, service: str, option: str) -> None:
+    if not 0 < port < 2**16:
+        raise LauncherError(f"port {port} ({service}) must be between 0 and 65535; change {option}")
+    with socket.socket(_family(host)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except PermissionError:
+            raise LauncherError(f"no permission to listen on port {port} ({service}); change {option}") from None
+        except OSError as error:
+            raise LauncherError(
+                f"port {port} ({service}) on {host}: {error.strerror}; change {option} (0 picks a free port)"
+            ) from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,32 @@
+"""What a tritonserver's log says about why it failed."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["end_reason", "last_line", "load_failure"]
+
+# How tritonserver words a fatal error; the NVML line appears on every machine without a GPU.
+_FATAL = re.compile(
+    r"(?m)^(?:E\d{4} [^\]]*\] |error: |Error: (?!Failed to initialize NVML)|\S*tritonserver: (?=\S+ option))(.+)$"
+)
+
+
+def load_failure(log: str) -> str | None:
+    """Why a model failed to load; None if none has failed so far."""
+    match = re.search(r"failed to load '([^']*)' version \d+: [A-Za-z ]+: (.*)", log)
+    if match is None:
+        return None
+    # Triton quotes and escapes its messages; the Python traceback follows the first line.
+    reason = match[2].split(r"\n")[0].rstrip('"').replace(r"\"", '"')
+    return f"model '{match[1]}' failed to load: {reason}"
+
+
+def end_reason(log: str) -> str:
+    """Why the server ended: its last error, else its last line."""
+    errors: list[str] = _FATAL.findall(log)
+    return errors[-1].strip('" ') if errors else last_line(log)
+
+
+def last_line(log: str) -> str:
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "(the log is empty)")
