@@ -194,7 +194,7 @@ class KVPool:
             self._free.append(block)
         self.num_references -= len(surplus)
         del request.block_ids[kept:]
-        self._set_room(request)
+        request.num_computable_tokens = min(kept * self.block_size, request.max_total_tokens - 1)
         return True
 
     def release(self, request: Request) -> None:
@@ -215,12 +215,9 @@ class KVPool:
     def _append(self, request: Request, blocks: Sequence[int]) -> None:
         """Append blocks, whose references are counted, to the request's block table."""
         request.block_ids += blocks
-        self._set_room(request)
-        self.num_references += len(blocks)
-
-    def _set_room(self, request: Request) -> None:
         room = len(request.block_ids) * self.block_size
         request.num_computable_tokens = min(room, request.max_total_tokens - 1)
+        self.num_references += len(blocks)
 
     def _hash(self, request: Request, count: int) -> None:
         """Grow the chain hashes to the request's first `count` blocks, which are full."""

@@ -175,17 +175,18 @@ class Scheduler:
             self.waiting.add_first(request)
         self.late += late
 
-    def _hold(self, request: Request, answer: NotYet) -> None:
-        """Take a request out of the queue: others pass it."""
+    def _hold(self, request: Request, answer: NotYet) -> bool:
+        """Take a request out of the queue, so that others pass it; False where no more may be held."""
+        if len(self.held) >= self.held.limit:
+            return False
         self.waiting.remove(request)
         self.held.hold(request, answer)
+        return True
 
     def _admission(self, request: Request, prefix: Sequence[int], running: Sequence[Request]) -> bool | NotYet:
-        """Yes, no, or not yet; where no more requests may be held, not yet is no."""
+        """Admission's answer; a yes takes a free slot, too."""
         answer = self.policies.admission.admits(request, prefix, running, self.pool)
-        if isinstance(answer, NotYet):
-            return answer if len(self.held) < self.held.limit else False
-        return answer and bool(self._free_slots)
+        return answer if isinstance(answer, NotYet) else answer and bool(self._free_slots)
 
     def _admit_urgent(self, out: SchedulerOutput) -> None:
         """Admit those next in line that outrank running requests, before these get their tokens.
@@ -210,10 +211,10 @@ class Scheduler:
                 if victim is None:
                     return
                 self._preempt(victim, out)
-            if isinstance(answer, NotYet):
-                self._hold(request, answer)
-            else:
+            if not isinstance(answer, NotYet):
                 self._admit(out, request, prefix, num_tokens)
+            elif not self._hold(request, answer):
+                return
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.
@@ -314,10 +315,9 @@ class Scheduler:
                 return
             prefix = self.pool.find_prefix(request)
             answer = self._admission(request, prefix, self.running)
-            if isinstance(answer, NotYet):
-                self._hold(request, answer)
+            if isinstance(answer, NotYet) and self._hold(request, answer):
                 continue
-            if not answer:
+            if answer is not True:
                 return  # nobody overtakes it: it would never find room
             num_tokens = self._grant(request, prefix, left)
             if num_tokens > 0:
