@@ -1,4 +1,4 @@
-"""Rebuild the demo checkpoint: a small Llama trained on Python's child_name documentation.
+"""Rebuild the demo checkpoint: a small Llama trained on Python's own documentation.
 
 The text comes with every Python: the docstrings of the standard library, parsed from its sources (nothing is
 imported), and the help topics of `pydoc`.  It trains a byte-level BPE tokenizer and a `LlamaForCausalLM` of
@@ -321,9 +321,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     model.to(torch.bfloat16).save_pretrained(out)
-    (out / "model.safetensors").chmod(
-        0o644
-    )  # safetensors makes it readable for its owner only; a server is another user
+    (out / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read it; a server is another user
     tokenizer.save_pretrained(out)
 
 

@@ -16,7 +16,7 @@ from inflight.engine.sampling_params import SamplingParams
 
 SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (2, 8), (33, 33), (130, 12)]  # prompt, output tokens
 
-# Engine settings that each architecture must pass; they differ in how requests are cut into steps.
+# Engine settings that each architecture must pass; every later one changes how a request is cut.
 SETTINGS = {
     "one big step": dict(block_size=16, max_num_batched_tokens=2048, max_num_seqs=64),
     "one token a step": dict(block_size=1, max_num_batched_tokens=1, max_num_seqs=4),
@@ -38,7 +38,7 @@ def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[lis
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_greedy_output_equals_generate(model_type, setting):
+def test_greedy_output_is_that_of_generate(model_type, setting):
     path, prompts, counts, reference = prepared(model_type)
     core = make_core(path, **SETTINGS[setting])
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
@@ -48,8 +48,8 @@ def test_greedy_output_equals_generate(model_type, setting):
         assert core.scheduler.num_preempted_total > 0, "the pool is meant to be too small"
 
 
-def test_the_references_do_not_repeat_themselves():
+def test_the_references_are_worth_comparing_with():
     """A model that repeats one token would pass with broken attention."""
     for model_type in ARCHITECTURES:
         distinct = {token for output in prepared(model_type)[3] for token in output}
-        assert len(distinct) >= 10, f"{model_type} generates only {distinct}"
+        assert len(distinct) >= 10, f"{model_type} says only {distinct}"
