@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Admission by predicted peak against admission by free blocks, on a virtual clock.
+"""Admission by predicted peak and admission by free blocks, on a virtual clock.
 
     python bench/admission.py [--requests 400] [--seeds 4] [--output FILE]
 
-The real core, scheduler, pool and policies; only the device is missing: a step takes 8 ms, 0.1 ms a
-token and 0.05 ms a sequence, and a request ends after a drawn number of tokens, of which the scheduler
-knows nothing but `max_tokens`.  All requests come at once, outputs are lognormal(4.5, 0.9) clipped to
-5..1000, and the pool holds a tenth of the blocks that they take in all.
+The real core, scheduler, pool and policies; only the device is simulated: a step takes 8 ms plus 0.1 ms a
+token and 0.05 ms a sequence.  Requests end after random numbers of tokens, of which the scheduler knows only
+`max_tokens`.  All arrive at once, outputs are lognormal(4.5, 0.9) clipped to 5..1000, and the pool holds a
+tenth of the blocks that they need together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Info:
 
 
 class _NoDevice:
-    """Samples a token for every row that is due; the one at the drawn length ends the request."""
+    """Samples a token for every row that samples; the one at the drawn length ends the request."""
 
     def __init__(self, info: _Info, lengths: list[int], num_prompt_tokens: list[int]) -> None:
         self.info = info
@@ -119,9 +119,9 @@ def main() -> None:
                 results = [run(seed, args.requests, prompt_range, max_tokens, options) for seed in range(args.seeds)]
                 runs[name][side] = results
                 rate, total = (statistics.mean(r[key] for r in results) for key in ("tokens_per_second", "preemptions"))
-                most = max(result["most_of_one_request"] for result in results)
+                highest = max(result["most_of_one_request"] for result in results)
                 print(
-                    f"  {side:<26} {rate:7.0f} tokens/s  {total:6.1f} preemptions, {most:2.0f} at most of one request"
+                    f"  {side:<26} {rate:7.0f} tokens/s  {total:6.1f} preemptions, at most {highest:.0f} of one request"
                 )
     common.record(args.output, runs, {"requests": args.requests, "seeds": args.seeds})
 

@@ -1,4 +1,4 @@
-"""The engines that `bench/cpu.py` compares: where their interpreters are, what they can run, how one run is made."""
+"""The engines that `bench/cpu.py` compares: where they are installed, what they can run, and how to run them once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import psutil
 
 PEERS = Path(__file__).parent / "peers"
 _SAME = frozenset({("bf16", "bf16"), ("fp32", "fp32")})
-_SAMPLING = 1.0  # seconds between two looks at the memory of a process tree
+_SAMPLING = 1.0  # seconds between two samples of a process tree's memory
 
 
 class RunFailed(RuntimeError):
-    """A run that gave no result; the message says why."""
+    """A run without a result; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Engine:
 
     Attributes:
         script: in `peers/`.
-        precisions: pairs of weights and KV that it runs.
-        module: what its own interpreter must be able to import; None runs it with this one.
-        install: what to put into its virtual environment.
+        precisions: (weights, KV) pairs that it supports.
+        module: what its interpreter must be able to import; None runs it with this interpreter.
+        install: what pip installs into its virtual environment.
     """
 
     script: str
@@ -60,10 +60,10 @@ ENGINES = {
 
 
 def interpreter(name: str, given: dict[str, str]) -> str:
-    """Interpreter of an engine: given by `--peer`, by INFLIGHT_BENCH_PEER_<NAME>, or in the benchmarks' cache.
+    """Interpreter of an engine: from `--peer`, from INFLIGHT_BENCH_PEER_<NAME>, or in the benchmarks' cache.
 
     Raises:
-        RunFailed: not installed; says how to.
+        RunFailed: not installed; the message says how to install it.
     """
     module = ENGINES[name].module
     if module is None:
@@ -80,7 +80,7 @@ def interpreter(name: str, given: dict[str, str]) -> str:
 
 
 def checkpoint(name: str, python: str, folder: Path) -> Path:
-    """The checkpoint in the form that the engine reads; converted once, beside the others.
+    """The checkpoint in the engine's format; converted once.
 
     Raises:
         RunFailed: the conversion failed.
@@ -99,10 +99,10 @@ def checkpoint(name: str, python: str, folder: Path) -> Path:
 
 
 def run(name: str, python: str, task: dict[str, Any], limit: float) -> dict[str, Any]:
-    """One run in a fresh process: what the script writes, with `peak_rss` in bytes over all its processes.
+    """One run in a fresh process: the script's result, with `peak_rss` in bytes over all of its processes.
 
     Raises:
-        RunFailed: it fails, or takes more than `limit` seconds; its processes are gone then.
+        RunFailed: it fails or takes more than `limit` seconds; none of its processes is left.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         job, result, log = (Path(folder) / file for file in ("job.json", "result.json", "log.txt"))
@@ -132,10 +132,10 @@ def run(name: str, python: str, task: dict[str, Any], limit: float) -> dict[str,
 
 
 class _Memory:
-    """Looks at a process tree now and then.
+    """Samples the memory of a process tree.
 
     Attributes:
-        peak: largest sum, in bytes, of the high-water marks of the resident memory of the processes alive.
+        peak: largest sum, in bytes, of the live processes' high-water marks of resident memory.
     """
 
     def __init__(self, pid: int) -> None:
@@ -166,7 +166,7 @@ def _high_water_mark(pid: int) -> int:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End what the run left behind; its processes share the group that `start_new_session` made."""
+    """Kill what the run left behind; its processes share the group that `start_new_session` created."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

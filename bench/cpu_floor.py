@@ -1,13 +1,13 @@
-"""The least time that a machine needs for a schedule: bytes and FLOPs counted, rates measured.
+"""The least time that a machine needs for a schedule, from counted bytes and FLOPs and measured rates.
 
-A step computes T tokens of which R are sampled. With P parameters in the layers' matrices and H in the output head,
-rates B (bytes/s of reading) and G (FLOP/s of square matrix products), b bytes per weight, the step takes at least
+A step computes T tokens and samples R. With P parameters in the layers' matrices, H in the output head, b bytes per
+weight, and rates B (bytes/s read) and G (FLOP/s of square matrix products), it takes at least
 
     max(P b / B, 2 P T / G)  +  max(H b / B, 2 H R / G)  +  max(KV bytes / B, attention FLOPs / G)
 
-The three follow each other, so the maximum is taken of each. KV bytes: every sequence of the step reads the keys and
-values of its context once in each layer. Attention FLOPs: 4 x query heads x head size for each pair of a query and
-a key that it sees, in each layer. Norms, rotary embedding, sampling and everything that is not arithmetic are free.
+The three run one after another, hence a maximum for each. KV bytes: every sequence of the step reads the keys and
+values of its context once per layer. Attention FLOPs: 4 x query heads x head size per layer for each query and each
+key that it attends to. Norms, rotary embedding, sampling and everything that is not arithmetic are free.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Bytes of one element; u8 carries a scale beside the values of each head, which is not counted.
+# Bytes per element; the scale that u8 stores with each head is not counted.
 BYTES = {"bf16": 2, "fp32": 4, "u8": 1}
 
-# One step: new tokens of each sequence, tokens of it computed before, whether one is sampled.
+# One step, per sequence: new tokens, tokens computed before, whether it samples.
 Step = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder with gated MLP (llama, Qwen3) as far as it costs time."""
+    """What of a dense decoder with gated MLP (llama, Qwen3) costs time."""
 
     layers: int
     hidden: int
@@ -63,17 +63,17 @@ class ModelShape:
         return self.hidden * self.vocab
 
     def kv_elements(self, tokens: int) -> int:
-        """Elements of keys and values that a context of `tokens` keeps in all layers."""
+        """Elements of the keys and values of `tokens` tokens in all layers."""
         return tokens * 2 * self.layers * self.kv_heads * self.head_size
 
     def attention_flops(self, pairs: int) -> int:
-        """FLOPs of `pairs` of a query and a key, in all layers and heads."""
+        """FLOPs of `pairs` query-key pairs in all layers and heads."""
         return pairs * 4 * self.layers * self.heads * self.head_size
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does at best: bytes/s of reading memory, FLOP/s of multiplying matrices."""
+    """The machine's best rates: bytes/s of reading memory, FLOP/s of matrix products."""
 
     read: float
     multiply: float

@@ -1,4 +1,4 @@
-"""What `bench/cpu.py` makes of its runs: medians and ratios, a table, the record, a plot."""
+"""The results of `bench/cpu.py`: medians and ratios, a table, the record, a plot."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def summarise(runs: dict[str, list[dict[str, Any]]], floor: float | None) -> dic
     """Per engine: medians, the ratio of ours to it, and its share of the floor.
 
     Args:
-        runs: engine -> its runs, one a round, in the order of the rounds.
-        floor: least seconds that the machine needs for the work; None when it was not counted.
+        runs: engine -> its runs, one per round, in order.
+        floor: least seconds that the machine needs for the work, or None if unknown.
     """
     ours = runs.get(OURS, [])
     summary = {}
     for name, made in runs.items():
         if not made:
             continue
-        # Round by round, so that a machine that drifts drifts for both.
+        # Round by round, so that drift of the machine affects both sides.
         ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, made)]
         seconds = statistics.median(run["seconds"] for run in made)
         summary[name] = {
@@ -40,7 +40,7 @@ def summarise(runs: dict[str, list[dict[str, Any]]], floor: float | None) -> dic
 
 
 def table(summary: dict[str, dict[str, Any]], left_out: dict[str, str]) -> str:
-    """The comparison as text, one engine a line, the fastest first."""
+    """The comparison as text, one engine per line, fastest first."""
     heads = zip(("tokens/s", "ours / it", "of floor", "ready s", "cores", "peak GiB", "rounds"), _WIDTHS)
     lines = [" " * 16 + "".join(f"{head:>{width}}" for head, width in heads)]
     for name, row in sorted(summary.items(), key=lambda item: -item[1]["tokens_per_second"]):
@@ -67,7 +67,7 @@ def breakdown_lines(breakdown: dict[str, float]) -> str:
 
 
 def store(path: Path, key: str, comparison: dict[str, Any]) -> dict[str, Any]:
-    """Put one comparison into the record, in the place of an earlier one of that key; returns the whole record."""
+    """Store one comparison in the record, replacing an earlier one under that key; returns the whole record."""
     record = json.loads(path.read_text()) if path.exists() else {}
     record[key] = comparison
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ def store(path: Path, key: str, comparison: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Bars of tokens/s, one panel a comparison; in brackets the ratio of ours to each engine."""
+    """Bars of tokens/s, one panel per comparison; in parentheses the ratio of Inflight to each engine."""
     from matplotlib.figure import Figure
 
     record = {key: comparison for key, comparison in record.items() if comparison["engines"]}
     if not record:
         return
     figure = Figure(figsize=(3.6 * len(record), 3.4), layout="constrained")
-    most = max(len(comparison["engines"]) for comparison in record.values())
+    max_engines = max(len(comparison["engines"]) for comparison in record.values())
     for index, (key, comparison) in enumerate(record.items()):
         axes = figure.add_subplot(1, len(record), index + 1)
         rows = sorted(comparison["engines"].items(), key=lambda item: item[1]["tokens_per_second"])
@@ -94,7 +94,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
         labels = [_label(name, row) for name, row in rows]
         axes.bar_label(bars, labels, padding=3, fontsize=8)
         axes.set_xlim(0, max(rates) * 1.45)
-        axes.set_ylim(len(rows) - most - 0.6, len(rows) - 0.4)  # bars of one height in all panels, from the top
+        # Bars of the same height in all panels, from the top.
+        axes.set_ylim(len(rows) - max_engines - 0.6, len(rows) - 0.4)
         axes.set_title(key, fontsize=10)
         axes.set_xlabel("output tokens/s (Inflight is ... times as fast)", fontsize=9)
         axes.tick_params(labelsize=8)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a long prompt does to running streams: the gaps between their tokens, without a target and with `itl_target_ms`.
+"""What a long prompt does to running streams: the gaps between their tokens with and without `itl_target_ms`.
 
     python bench/itl.py [--target-ms 40] [--streams 8] [--prompt 12000] [--rounds 3] [--output FILE]
 
-In-process.  Streams decode; a prompt arrives; the gaps of the streams are taken from its arrival to
-its first token.  "alone" is the engine with the target and without the prompt: what the machine gives
-anyway.  The checkpoint is that of the other benchmarks, with more positions where the prompt needs them.
+In-process.  Streams decode, a prompt arrives, and the gaps of the streams are measured from its arrival to
+its first token.  "alone" is the engine with the target and without the prompt, as a baseline.  The checkpoint
+is that of the other benchmarks, with more positions if the prompt needs them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import common
 import numpy as np
 
 SIDES = ("alone", "static", "target")
-_WARM_UP_PROMPT = 512  # lets the cost model see prompts beside decodes before the clock starts
+_WARM_UP_PROMPT = 512  # shows the cost model prompts beside decodes before the measurement
 _SECONDS_ALONE = 5.0
-_ROOM_TO_DECODE = 2048  # tokens of a stream beyond the long prompt's
+_ROOM_TO_DECODE = 2048  # positions for the streams beyond those of the long prompt
 
 
 def checkpoint(dtype: str, positions: int) -> str:
-    """Directory of the benchmarks' checkpoint with that many positions at least; rotary embeddings know no end."""
+    """Directory of the benchmarks' checkpoint with at least that many positions; rotary embeddings have no limit."""
     source = Path(common.checkpoint(dtype))
     config = json.loads((source / "config.json").read_text())
     if config["max_position_embeddings"] >= positions:
@@ -129,7 +129,7 @@ def main() -> None:
         print(f"  {side:<8} " + "  ".join(f"{key} {value:.2f}" for key, value in medians.items()))
     rise = summary["target"]["itl_p99_ms"] - summary["alone"]["itl_p99_ms"]
     longer = summary["target"]["ttft_of_the_prompt_s"] / summary["static"]["ttft_of_the_prompt_s"]
-    print(f"  with the target the prompt raises the ITL p99 by {rise:.1f} ms, and waits {longer:.2f} times as long")
+    print(f"  with the target the prompt raises the ITL p99 by {rise:.1f} ms and waits {longer:.2f} times as long")
     common.record(args.output, runs, arguments, medians=summary, itl_p99_rise_ms=rise, ttft_over_static=longer)
 
 

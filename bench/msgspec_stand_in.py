@@ -1,6 +1,6 @@
-"""As much of msgspec as SamplingParams needs, for a machine that has torch, triton and numpy and no more.
+"""As much of msgspec as SamplingParams needs, for a machine that has only torch, triton and numpy.
 
-`install()` before importing `inflight`; it does nothing where msgspec is there.
+Call `install()` before importing `inflight`; it does nothing if msgspec is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["install"]
 
 
 class _Struct:
-    """Subclasses become dataclasses; msgspec's options only concern what is sent."""
+    """Subclasses become dataclasses; msgspec's options only affect serialisation."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         for name, default in list(vars(cls).items()):

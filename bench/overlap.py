@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The engine with `async_scheduling` against the engine without: same checkpoint, work, threads.
+"""The engine with and without `async_scheduling`: same checkpoint, work and threads.
 
     python bench/overlap.py [--threads 1] [--requests 64] [--rounds 3] [--dtype bfloat16] [--output FILE]
 
-With it step n + 1 is made while step n runs in a thread of its own.  Where the device is the CPU, that
-needs a core that the kernels leave free: `--threads 1` of two cores has one, `--threads 2` has none.
+With it step n + 1 is scheduled while a second thread runs step n.  If the device is the CPU, that needs a core
+that the kernels leave free: on two cores `--threads 1` leaves one, `--threads 2` none.
 """
 
 from __future__ import annotations

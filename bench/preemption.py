@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Preemption by swap to host memory against recompute: tokens/s of a burst that outgrows the KV pool.
+"""Preemption by swap to host memory and by recompute: tokens/s of a burst that outgrows the KV pool.
 
     python bench/preemption.py [--requests 32] [--rounds 3] [--output FILE]
 
-In-process.  Every prompt has 100 tokens and every output 150; the pool holds 192 blocks of 16 tokens,
-which is all prompts of 27 requests and all of 12.  Admission looks at the free blocks only, so that the
-burst does preempt (by default it would be predicted, and next to nobody preempted), and prefix caching
-is off, so that recompute is whole.  Swap is `preemption_mode: "auto"`: it has to find out that it is cheaper.
+In-process.  Every prompt has 100 tokens and every output 150; the pool has 192 blocks of 16 tokens, enough for
+the prompts of 27 requests or for 12 complete ones.  Admission looks at free blocks only, so that the burst does
+preempt (the default would predict it and preempt almost nobody), and prefix caching is off, so that recompute
+starts from nothing.  Swap is `preemption_mode: "auto"`, which has to find out that swapping is cheaper.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Time to first token with a shared prefix of 2048 tokens: the first request against the next ones.
+"""Time to first token with a shared prefix of 2048 tokens: the first request and the next ones.
 
     python bench/prefix.py [--rounds 20] [--prefix 2048] [--tail 32] [--triton] [--output FILE]
 
-A round has a new random prefix.  One request computes it (miss), the next one has the same prefix and
-another tail (hit); the third is the second again under another `cache_salt` (salted), which must not
-find the prefix and has to say the same as the second.  An idle engine, one request at a time, so that
-nothing but the prefix differs.  With --triton the same goes through a real tritonserver on 127.0.0.1
-over gRPC streaming, measured at the client.
+Each round has a new random prefix.  The first request computes it (miss); the second has the same prefix and
+another tail (hit); the third repeats the second under another `cache_salt` (salted): it must not find the
+prefix, and must give the same output.  The engine is idle and takes one request at a time, so that only the
+prefix differs.  With --triton the requests go to a real tritonserver on 127.0.0.1 over gRPC streaming, and
+times are those of the client.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Receiver:
-    """Callback of the gRPC stream: tokens of the request under way, and when the first ones came."""
+    """Callback of the gRPC stream: the current request's tokens, and when the first of them arrived."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -145,7 +145,7 @@ def inputs_of(prompt: list[int], salt: str) -> list[Any]:
 
 
 def measure(send: Send, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rounds of miss, hit and salted: seconds to the first token of each, and how often hit said what salted did."""
+    """Rounds of miss, hit and salted: seconds to the first token of each, and how often hit and salted agreed."""
     rng = random.Random(1)
 
     def tokens(count: int) -> list[int]:
@@ -157,15 +157,15 @@ def measure(send: Send, arguments: dict[str, Any]) -> dict[str, Any]:
     equal = 0
     for number in range(arguments["rounds"]):
         prefix, tails = tokens(arguments["prefix"]), [tokens(arguments["tail"]) for _ in range(2)]
-        said = {}
+        outputs = {}
         for side, prompt, salt in (
             ("miss", [*prefix, *tails[0]], ""),
             ("hit", [*prefix, *tails[1]], ""),
             ("salted", [*prefix, *tails[1]], f"round {number}"),
         ):
-            first, said[side] = send(prompt, salt)
+            first, outputs[side] = send(prompt, salt)
             seconds[side].append(first)
-        equal += said["hit"] == said["salted"]
+        equal += outputs["hit"] == outputs["salted"]
         print(f"round {number + 1}/{arguments['rounds']}  {line(seconds, -1)}", flush=True)
     return {"seconds_to_first_token": seconds, "equal_outputs": equal}
 
@@ -178,7 +178,7 @@ def main() -> None:
     parser = common.parser(__doc__.splitlines()[0])
     parser.set_defaults(rounds=20)
     parser.add_argument("--prefix", type=int, default=2048, help="tokens of the shared prefix")
-    parser.add_argument("--tail", type=int, default=32, help="tokens behind it")
+    parser.add_argument("--tail", type=int, default=32, help="tokens after the prefix")
     parser.add_argument("--triton", action="store_true", help="through tritonserver instead of in-process")
     args = parser.parse_args()
     keys = ("dtype", "rounds", "threads", "prefix", "tail", "triton")
@@ -191,7 +191,7 @@ def main() -> None:
     print(f"\n{common.machine()}, {args.dtype}, medians of {args.rounds}")
     for side in SIDES:
         print(f"  {side:<8} {1000 * medians[side]:8.1f} ms to the first token")
-    print(f"  miss / hit, pair by pair: {ratio:.1f}; hit and salted said the same {result['equal_outputs']} times")
+    print(f"  miss / hit, pair by pair: {ratio:.1f}; hit and salted agreed in {result['equal_outputs']} rounds")
     common.record(args.output, result, arguments, ratio=ratio, lowest_ratio=min(ratios), median_seconds=medians)
 
 

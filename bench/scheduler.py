@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""What a step costs outside of the device: `schedule()` and `update()` with many requests running.
+"""What a step costs outside the device: `schedule()` and `update()` with many requests running.
 
     python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400] [--pool 1.0 0.25]
                               [--order fcfs priority sjf edf tenants] [--output FILE]
 
-The real scheduler, pool and policies of `model.json`'s defaults or with `--admission free_blocks`, every
-running request decoding one token a step; each request that ends is replaced by a waiting one, and
-blocks are taken, filled and published as they would be.
-`--order` takes other policies in turn with fcfs: requests are of three classes and twenty tenants.
-`--pool` is the pool in 512-token requests, as a share of the slots: at 1 slots are scarce, at 0.25 blocks
-are, fewer requests run than there are slots, and every step asks whether one more fits.
-Nothing else runs in the process; the collector of garbage runs as in the engine process.  The figures to
-hold against them: 300 microseconds at 256 running requests, 1.2 ms at 1,024.
+The real scheduler, pool and policies, with the defaults of `model.json` or `--admission free_blocks`.  Every
+running request decodes one token a step; a waiting one replaces each that ends; blocks are allocated, filled
+and published as in the engine.
+
+--order    policies to measure, in alternating runs; requests are of three classes and twenty tenants
+--pool     size of the pool in 512-token requests, as a share of the slots: at 1 slots are scarce; at 0.25
+           blocks are, fewer requests run than there are slots, and every step asks whether one more fits
+
+Nothing else runs in the process; the garbage collector is set as in the engine process.  Targets: 300
+microseconds with 256 running requests, 1.2 ms with 1,024.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def fill(scheduler: Scheduler, count: int, rng: random.Random, first_id: int) ->
 def measure(
     running: int, waiting: int, steps: int, seed: int, order: str, admission: str, pool: float
 ) -> dict[str, Any]:
-    """Medians in microseconds of `steps` steps, with `running` requests in each where the pool holds as many."""
+    """Medians over `steps` steps, in microseconds; each has `running` requests if the pool holds as many."""
     rng = random.Random(seed)
     blocks = int(pool * (running + 1) * (512 // BLOCK_SIZE))
     policies = make_policies(EngineConfig(model="none", admission=admission, **ORDERS[order]))
@@ -77,7 +79,7 @@ def measure(
         end = time.perf_counter()
         steps_to_fill -= 1
         full = len(out.slots) == running if pool >= 1 else steps_to_fill < 0
-        if full and out.num_tokens <= 2 * running:  # a step of decodes, above all
+        if full and out.num_tokens <= 2 * running:  # mostly decodes
             rows.append(len(out.slots))
             schedule.append(scheduled - start)
             update.append(end - executed)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Inflight against Hugging Face `generate()` in padded static batches: same checkpoint, work, threads.
+"""Inflight and Hugging Face `generate()` in padded static batches: same checkpoint, work and threads.
 
     python bench/static.py [--requests 128] [--rounds 3] [--dtype bfloat16] [--output FILE]
 
-The static side takes the requests in order, eight at a time, left-padded, and decodes until the
-batch's longest output is complete; only the tokens that a request asked for count.  The Inflight
-side is the engine in-process, 32 sequences at once.  Greedy, end-of-sequence ignored, everything
-offered at once.
+The static side takes the requests in order, eight at a time, left-padded, and decodes until the batch's longest
+output is complete; only tokens that a request asked for count.  The Inflight side is the engine in-process, with
+up to 32 sequences in a step.  Greedy, end of sequence ignored, all requests offered at once.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def run_static(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_inflight(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """One run of the engine in-process; `options` are keys of its configuration."""
+    """One run of the engine in-process; `options` are keys of `EngineConfig`."""
     from inflight import LLM, SamplingParams
 
     llm = LLM(

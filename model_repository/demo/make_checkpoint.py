@@ -1,16 +1,15 @@
-"""Make the demo checkpoint again: a small Llama that has read Python's own documentation.
+"""Rebuild the demo checkpoint: a small Llama trained on Python's own documentation.
 
-The text is what every Python carries: the docstrings of the standard library, parsed from
-its sources (nothing is imported), and the help topics of `pydoc`.  From it come a byte-level
-BPE tokenizer and a `LlamaForCausalLM` of about 3.5 M parameters, saved in bfloat16: 7 MB,
-small enough to live in the repository and good enough that its output reads as English.
+The text comes with every Python: the docstrings of the standard library, parsed from its sources (nothing is
+imported), and the help topics of `pydoc`.  It trains a byte-level BPE tokenizer and a `LlamaForCausalLM` of
+about 3.5 M parameters, saved in bfloat16: 7 MB, small enough for the repository and good enough that its output
+reads as English.
 
     python model_repository/demo/make_checkpoint.py    # half an hour on one idle core
 
-The steps are visible in `make()`: gather, split, tokenize, train, measure, save.  The same
-seed, threads, machine, torch and Python give the same weights; another Python has other
-docstrings and so makes another (equally good) checkpoint.  `README.md` beside this file
-records the run whose result is in the repository.
+`make()` shows the steps: gather, split, tokenize, train, measure, save.  The same seed, threads, machine, torch
+and Python give the same weights; another Python has other docstrings and gives another checkpoint of the same
+kind.  `README.md` beside this file records the run whose result is in the repository.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ OUT = Path(__file__).parent / "1" / "checkpoint"
 
 @dataclass(frozen=True)
 class Document:
-    """One piece of text and the dotted name a reader would ask for it by."""
+    """A piece of text and the dotted name under which a reader would look it up."""
 
     name: str
     text: str
@@ -57,12 +56,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number the checkpoint depends on, besides the text.
+    """Every number that the checkpoint depends on, besides the text.
 
     Attributes:
         tokens_per_step: tokens of one optimizer step; a multiple of both lengths below.
-        length, long_length: tokens in a training row of most steps, and of one step in `long_every`.
-        chat_share: share of documents shown as the answer to a question, anew each epoch.
+        length, long_length: tokens per training row in most steps, and in one step of `long_every`.
+        chat_share: share of documents shown as the answer to a question, drawn anew each epoch.
     """
 
     vocab_size: int = 2560
@@ -90,7 +89,7 @@ class Recipe:
 def stdlib_documents(root: Path | None = None) -> list[Document]:
     """Docstrings and pydoc topics under `root` (default: this Python's standard library).
 
-    In the order of path and line, each text once, cleaned by `inspect.cleandoc`.
+    Ordered by path and line, without duplicates, cleaned by `inspect.cleandoc`.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, Document] = {}
@@ -106,7 +105,7 @@ def stdlib_documents(root: Path | None = None) -> list[Document]:
 def _documents_of(path: Path, module: str) -> Iterator[Document]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # old modules hold invalid escapes
+            warnings.simplefilter("ignore", SyntaxWarning)  # old modules contain invalid escapes
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # templates and deliberately broken examples
@@ -122,8 +121,8 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[Document]:
     if isinstance(node, documented) and (text := ast.get_docstring(node)):
         yield Document(name, text.strip())
     for child in ast.iter_child_nodes(node):
-        own = getattr(child, "name", None) if isinstance(child, ast.stmt) else None
-        yield from _docstrings(child, f"{name}.{own}" if own else name)
+        child_name = getattr(child, "name", None) if isinstance(child, ast.stmt) else None
+        yield from _docstrings(child, f"{name}.{child_name}" if child_name else name)
 
 
 def _topics(tree: ast.AST) -> Iterator[Document]:
@@ -136,7 +135,7 @@ def _topics(tree: ast.AST) -> Iterator[Document]:
 
 
 def split(documents: Sequence[Document], one_in: int = 50) -> tuple[list[Document], list[Document]]:
-    """Documents to train on and to measure on, told apart by a hash of their text."""
+    """Documents to train on and documents to measure on, split by a hash of their text."""
     train: list[Document] = []
     held_out: list[Document] = []
     for document in documents:
@@ -151,8 +150,8 @@ def split(documents: Sequence[Document], one_in: int = 50) -> tuple[list[Documen
 def train_tokenizer(texts: Sequence[str], recipe: Recipe) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: any text round-trips, and each encoding starts with `END_OF_TEXT`.
 
-    One token begins, ends and pads: in training it stands between documents, so the model
-    takes it as "a new text starts" and, when it says it, "this one is over".
+    One token begins, ends and pads: in training it separates documents, so that the model reads it as the
+    start of a new text and writes it at the end of one.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -199,7 +198,7 @@ def as_chat(document: Document, question: str, tokenizer: PreTrainedTokenizerFas
 def token_stream(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[list[int]]:
-    """Encoded documents without end, shuffled anew each epoch."""
+    """Encoded documents, endlessly, shuffled anew each epoch."""
     draw = random.Random(recipe.seed)
     plain = [tokenizer.encode(document.text, verbose=False) for document in documents]
     chats = [as_chat(document, draw.choice(QUESTIONS), tokenizer) for document in documents]
@@ -209,7 +208,7 @@ def token_stream(
 
 
 def rows(stream: Iterator[list[int]], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """One batch a step: int64 [tokens_per_step / length, length + 1], inputs and targets overlapping by one."""
+    """One batch per step: int64 [tokens_per_step / length, length + 1]; consecutive rows overlap by one token."""
     buffer: list[int] = []
     for step in range(1, recipe.steps + 1):
         length = recipe.length if step % recipe.long_every else recipe.long_length
@@ -222,10 +221,10 @@ def rows(stream: Iterator[list[int]], recipe: Recipe) -> Iterator[torch.Tensor]:
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained model, drawn from torch's global generator.
+    """An untrained model, initialised from torch's global generator.
 
-    Its configuration names no padding token: the padding row of an embedding gets no gradient,
-    and here that row is `END_OF_TEXT`, which starts every text.
+    Its configuration names no padding token: the padding row of an embedding gets no gradient, and here that row
+    is `END_OF_TEXT`, which starts every text.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -243,7 +242,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warmup, then half a cosine down to nothing."""
+    """Linear warmup, then half a cosine down to zero."""
     warmup = max(1, int(recipe.steps * recipe.warmup_share))
     if step < warmup:
         return recipe.learning_rate * (step + 1) / warmup
@@ -254,8 +253,8 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms.
 
-    Muon (Jordan, 2024) makes more of little text: after 300 thousand tokens the held-out text
-    cost 2.29 bits a byte with it and 2.66 with AdamW alone.
+    Muon (Jordan, 2024) learns more from little text: after 300 thousand tokens the held-out text took 2.29 bits a
+    byte with it and 2.66 with AdamW alone.
     """
     embedding = model.get_input_embeddings().weight
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not embedding]
@@ -268,14 +267,14 @@ def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.
 
 
 def nll(model: LlamaForCausalLM, batch: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Negative log-likelihood, in nats, of batch[:, 1:] given what stands before."""
+    """Negative log-likelihood, in nats, of batch[:, 1:] given the tokens before."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction=reduction)
 
 
 def train(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
-    """A model trained for `recipe.steps` steps, in float32; prints the mean loss of each 50 steps."""
+    """A model trained for `recipe.steps` steps, in float32; prints the mean loss of every 50 steps."""
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, tokenizer).train()
     optimizers = optimizers_for(model, recipe)
@@ -322,12 +321,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     model.to(torch.bfloat16).save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it; a server is another user
+    (out / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read it; a server is another user
     tokenizer.save_pretrained(out)
 
 
 def make(recipe: Recipe, out: Path, documents: Sequence[Document] | None = None) -> dict[str, float]:
-    """Gather, split, tokenize, train, measure and save; returns what was measured."""
+    """Gather, split, tokenize, train, measure and save; returns the measurements."""
     known, held_out = split(stdlib_documents() if documents is None else documents)
     tokenizer = train_tokenizer([document.text for document in known], recipe)
     model = train(known, tokenizer, recipe)
@@ -343,8 +342,8 @@ def make(recipe: Recipe, out: Path, documents: Sequence[Document] | None = None)
 def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = Recipe.steps,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of documents.")] = Recipe.seed,
-    out: Annotated[Path, typer.Option(help="Directory the checkpoint is written to.")] = OUT,
-    threads: Annotated[int, typer.Option(help="Threads of torch; part of what makes a run repeatable.", min=1)] = 1,
+    out: Annotated[Path, typer.Option(help="Directory to write the checkpoint to.")] = OUT,
+    threads: Annotated[int, typer.Option(help="Threads of torch; results depend on it.", min=1)] = 1,
 ) -> None:
     """Train the demo checkpoint from the standard library's docstrings."""
     torch.set_num_threads(threads)

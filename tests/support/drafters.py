@@ -1,4 +1,4 @@
-"""Drafters and a gate for the hashing 'model' of engine_rig: what they say is known to be right or wrong."""
+"""Drafters for the hash "model" of engine_rig, known to be right or wrong, and a gate at admission."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KINDS = ("right", "wrong", "half", "eager")
 
 
 class HashDrafter:
-    """Drafts `length` tokens: "right" all that the model chooses, "wrong" none, "half" every other position,
-    "eager" the right ones and far more of them than it was asked for."""
+    """Drafts `length` tokens: "right" drafts what the model will choose, "wrong" never does, "half" at every other
+    position; "eager" is right and drafts more than was asked for."""
 
     def __init__(self, kind: str, length: int = 4) -> None:
         assert kind in KINDS
@@ -46,10 +46,10 @@ class HashDrafter:
 
 
 class Gate:
-    """Answers "not yet" for the requests named, until `open` has them; else what `inner` answers.
+    """Answers "not yet" for the requests in `waits`, and otherwise what `inner` answers.
 
     Attributes:
-        waits: request id -> times that it is still told to wait; None is for ever.
+        waits: request id -> how many more times it is told to wait; None is forever.
     """
 
     def __init__(self, inner: AdmissionPolicy, waits: dict[int, int | None], seconds: float = 1e9) -> None:

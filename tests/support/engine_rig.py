@@ -1,8 +1,7 @@
-"""A torch-free engine for tests: the real core, scheduler and pool over a runner made of hashing.
+"""A torch-free engine for tests: the real core, scheduler and pool over a runner that hashes.
 
-The runner's next token is a hash of the tokens that it finds *through the block table*, so a
-scheduler or pool that hands out a wrong block, loses a token or forgets to recompute changes the
-output.
+The runner's next token is a hash of the tokens that it finds *through the block table*: if scheduler or pool
+assign a wrong block, lose a token or forget to recompute one, the output changes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def expected_output(prompt: list[int], params: SamplingParams, info: Info) -> tuple[list[int], str]:
-    """What a request must yield, alone in the world: tokens and finish reason."""
+    """Tokens and finish reason that a request must yield, whatever else runs."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens))
@@ -73,7 +72,7 @@ class PagedHashRunner:
         return self.execute(out, self.prepare(out))
 
     def collect(self, ticket: StepOutput) -> StepOutput:
-        """Both ways the data goes through msgspec, as to other processes, and comes back equal."""
+        """Steps and their results cross msgspec, as they would to another process, and come back equal."""
         received = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=StepOutput)
         assert received == ticket
         return received
@@ -134,13 +133,13 @@ class PagedHashRunner:
             self.tokens[out.slots[row]][end - len(drafts) :] = drafts
 
     def _read(self, slot: int, length: int) -> list[int]:
-        """The slot's first tokens, as they stand in the pool."""
+        """The slot's first tokens, as the pool has them."""
         table, size = self.tables[slot], self.block_size
         return [self.pool[table[position // size]][position % size] for position in range(length)]
 
 
 def make_core(info: Info, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineCore:
-    # Most tests squeeze the pool to see what preemption does: admission must let them.
+    # Most tests make the pool too small to provoke preemption, which predicted-peak admission would avoid.
     config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
     runner = PagedHashRunner(info, config.block_size, config.max_num_seqs, clock)
     return EngineCore(config, runner, clock)
@@ -162,7 +161,7 @@ def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons
     assert message.stats.scheduled_tokens <= core.config.max_num_batched_tokens
     for delta in message.deltas:
         key = (delta.request_id, delta.index)
-        assert key not in reasons, "a sequence went on after its end"
+        assert key not in reasons, "a sequence continued after its end"
         outputs.setdefault(key, []).extend(delta.token_ids)
         if delta.finish_reason is not None:
             reasons[key] = delta.finish_reason
@@ -171,7 +170,7 @@ def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons
 def add(
     core: EngineCore, request_id: int, prompt: list[int], scheduling: dict[str, Any] | None = None, **params: Any
 ) -> SamplingParams:
-    """Add a request that must be taken; `scheduling` are more fields of `AddRequest`."""
+    """Add a request that must be accepted; `scheduling` holds other fields of `AddRequest`."""
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, **params})
     failure = core.add_request(AddRequest(request_id, prompt, sampling, **(scheduling or {})))
     assert failure is None, failure

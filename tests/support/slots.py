@@ -1,4 +1,4 @@
-"""Who sits in which slot, learned as a runner learns it: from the rows that enter."""
+"""Which request holds which slot, learned as a runner learns it: from new rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from inflight.engine.step import SchedulerOutput
 
 @dataclass
 class SeenStep:
-    """A step and the requests that it speaks of; everything else is the step's own.
+    """A step and its requests; all other attributes are those of the step.
 
     Attributes:
-        requests: of its rows, in their order: (request id, index), or what stands for these.
-        preempted: those that lost their slots.
+        requests: one per row, in order: (request id, index), or what a test replaces it with.
+        preempted: the requests that lost their slots.
     """
 
     out: SchedulerOutput = field(default_factory=SchedulerOutput)
@@ -30,7 +30,7 @@ class SeenStep:
 
 
 class SlotOwners:
-    """Shown every step in order, says whose rows it has."""
+    """Sees every step in order and names the requests of its rows."""
 
     def __init__(self) -> None:
         self._owner: dict[int, tuple[int, int]] = {}

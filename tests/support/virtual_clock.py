@@ -17,7 +17,7 @@ from inflight.engine.step import SchedulerOutput, StepOutput
 
 
 class RecordingRunner:
-    """Samples token 1 for every row that is due, and remembers the steps."""
+    """Samples token 1 for every row that samples, and records the steps."""
 
     def __init__(self, info: Info) -> None:
         self.info = info
@@ -80,7 +80,7 @@ class Clocked:
         self.core.step()
         self.core.check_integrity()
         out = SeenStep()
-        for step in self.runner.steps[count:]:  # two of them when a pipeline fills
+        for step in self.runner.steps[count:]:  # two when launch-ahead starts
             out = self._slots.see(step)
         out.requests = [self.sequences[key] for key in out.requests]
         out.preempted = [self.sequences[key] for key in out.preempted]
@@ -92,7 +92,7 @@ class Clocked:
         return out
 
     def run(self, limit: int = 5000) -> None:
-        """Until nothing is left."""
+        """Step until no work is left."""
         for _ in range(limit):
             if not self.core.has_work:
                 return

@@ -1,4 +1,4 @@
-"""With `async_scheduling` step n + 1 is made while step n runs; what comes out is the same."""
+"""With `async_scheduling` step n + 1 is scheduled while step n runs; the output does not change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.runner.pipeline import ThreadedRunner
 
 
 class GatedRunner(PagedHashRunner):
-    """A step does not end before the next one was prepared, as long as `gated`."""
+    """While `gated`, a step does not end until the next one has been prepared."""
 
     def __init__(self, info: Info, block_size: int, max_num_seqs: int) -> None:
         super().__init__(info, block_size, max_num_seqs)
@@ -54,7 +54,7 @@ def test_a_step_is_prepared_while_the_one_before_it_runs():
     assert outputs[1, 0] == expected_output([1, 2, 3], params, core.info)[0]
 
 
-def test_an_end_by_length_is_foreseen():
+def test_a_request_that_ends_for_length_wastes_no_row():
     core = make_core(Info(), async_scheduling=True)
     add(core, 1, [1, 2, 3], max_tokens=5, ignore_eos=True)
     run_until_idle(core, {}, {})
@@ -62,23 +62,23 @@ def test_an_end_by_length_is_foreseen():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_stop_costs_one_row_whose_token_is_dropped(caching):
+def test_a_stop_token_wastes_one_row_whose_token_is_dropped(caching):
     info = Info()
     core = make_core(info, async_scheduling=True, block_size=2, enable_prefix_caching=caching)
     free = add(core, 1, [3, 1, 4], max_tokens=12, ignore_eos=True)
     outputs, reasons = {}, {}
     run_until_idle(core, outputs, reasons)
-    said = expected_output([3, 1, 4], free, info)[0]
+    expected = expected_output([3, 1, 4], free, info)[0]
     del core.runner.batch_sizes[:]
-    stop = next(token for index, token in enumerate(said) if index >= 2 and token not in said[:index])
+    stop = next(token for index, token in enumerate(expected) if index >= 2 and token not in expected[:index])
     add(core, 2, [3, 1, 4], max_tokens=12, stop_token_ids=[stop], ignore_eos=True)
     run_until_idle(core, outputs, reasons)
-    assert outputs[2, 0] == said[: said.index(stop) + 1]
+    assert outputs[2, 0] == expected[: expected.index(stop) + 1]
     assert reasons[2, 0] == "stop"
     assert sum(core.runner.batch_sizes) == len(outputs[2, 0]) + 1
 
 
-def test_what_is_aborted_while_it_is_in_flight_says_nothing_more():
+def test_a_request_aborted_in_flight_yields_no_more_tokens():
     core = make_core(Info(), async_scheduling=True)
     add(core, 1, [1, 2], max_tokens=20, ignore_eos=True)
     kept = add(core, 2, [5, 6], max_tokens=20, ignore_eos=True)
@@ -91,8 +91,8 @@ def test_what_is_aborted_while_it_is_in_flight_says_nothing_more():
     assert set(reasons) == {(2, 0)}
 
 
-def test_a_token_in_flight_outlives_its_request_s_preemption(monkeypatch):
-    """It was sampled from blocks that were whole: it is not sampled again."""
+def test_a_token_in_flight_survives_preemption(monkeypatch):
+    """It was sampled from intact blocks, so it is not sampled again."""
     core = make_core(Info(num_blocks=16), async_scheduling=True, block_size=4, enable_prefix_caching=False)
     params = {i: add(core, i, [i + 1] * 20, max_tokens=40, ignore_eos=True) for i in range(2)}
     sampled, execute = [], core.runner.execute

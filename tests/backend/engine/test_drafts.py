@@ -1,4 +1,4 @@
-"""Rows of several tokens: what drafts may change is how many steps it takes, and nothing else."""
+"""Rows of several tokens: drafts change how many steps a request takes, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def test_right_drafts_yield_several_tokens_a_step(overlap):
     outputs, reasons = {}, {}
     run_until_idle(core, outputs, reasons)
     assert outputs[1, 0] == expected_output([1, 2, 3], params, core.info)[0]
-    assert len(core.runner.batch_sizes) == 4, "five tokens a step: the prompt's step drafts, too"
+    assert len(core.runner.batch_sizes) == 4, "five tokens a step, the prompt's step included"
 
 
-def test_wrong_drafts_cost_no_step():
+def test_wrong_drafts_cost_no_extra_step():
     core = drafted("wrong")
     params = add(core, 1, [1, 2, 3], max_tokens=20, ignore_eos=True)
     outputs, reasons = {}, {}
@@ -34,16 +34,16 @@ def test_wrong_drafts_cost_no_step():
     assert core.runner.num_drafts == core.scheduler.policies.drafter.num_drafts > 0
 
 
-def test_a_stop_inside_a_run_ends_it_there():
+def test_a_stop_token_among_drafts_ends_the_request_there():
     free = make_core(Info())
     params = add(free, 1, [3, 1, 4], max_tokens=12, ignore_eos=True)
-    said = expected_output([3, 1, 4], params, free.info)[0]
-    stop = next(token for index, token in enumerate(said) if index in (1, 2, 3) and token not in said[:index])
+    expected = expected_output([3, 1, 4], params, free.info)[0]
+    stop = next(token for index, token in enumerate(expected) if index in (1, 2, 3) and token not in expected[:index])
     core = drafted("right", length=11)
     add(core, 1, [3, 1, 4], max_tokens=12, ignore_eos=True, stop_token_ids=[stop], logprobs=None)
     message = core.step()
     (delta,) = message.deltas
-    assert delta.token_ids == said[: said.index(stop) + 1]
+    assert delta.token_ids == expected[: expected.index(stop) + 1]
     assert (delta.finish_reason, delta.stop_token) == ("stop", stop)
     core.check_integrity()
     assert not core.has_work
@@ -72,13 +72,15 @@ def test_drafts_take_only_what_the_step_has_left():
     assert (out.num_scheduled_tokens, out.draft_token_ids) == ([1, 5], {}), "a prompt comes before drafts"
 
 
-def test_drafts_preempt_nobody_and_take_no_block_that_is_not_there():
+def test_drafts_preempt_nobody_and_take_only_available_blocks():
     core = drafted("right", length=8, info=Info(num_blocks=16), block_size=4, enable_prefix_caching=False)
     params = {i: add(core, i, [i + 1] * 27, max_tokens=30, ignore_eos=True) for i in range(2)}
     out = core.scheduler.schedule()
     assert not out.preempted and len(out.draft_token_ids) == 2
     assert core.pool.num_available == 0
-    assert [len(drafts) for drafts in out.draft_token_ids.values()] == [8, 1], "up to what their blocks hold"
+    assert [len(drafts) for drafts in out.draft_token_ids.values()] == [8, 1], (
+        "the second gets what its blocks have room for"
+    )
     core.scheduler.update(out, core.runner.launch(out))
     outputs, reasons = {}, {}
     run_until_idle(core, outputs, reasons)
@@ -87,7 +89,7 @@ def test_drafts_preempt_nobody_and_take_no_block_that_is_not_there():
         assert whole[-len(outputs[i, 0]) :] == outputs[i, 0]
 
 
-def test_a_request_whose_drafts_are_in_flight_sits_out_the_next_step():
+def test_a_request_with_drafts_in_flight_sits_out_the_next_step():
     core = drafted("half", async_scheduling=True)
     params = {i: add(core, i, [i + 1, 2], max_tokens=15, ignore_eos=True) for i in range(3)}
     outputs, reasons = {}, {}
@@ -97,7 +99,7 @@ def test_a_request_whose_drafts_are_in_flight_sits_out_the_next_step():
     assert core.runner.num_accepted > 0
 
 
-def test_preempted_with_drafts_in_flight_it_keeps_what_they_yield():
+def test_a_request_preempted_with_drafts_in_flight_keeps_the_accepted_ones():
     core = drafted(
         "right", info=Info(num_blocks=16, num_host_blocks=100), async_scheduling=True, block_size=4,
         enable_prefix_caching=False, swap_space="1MiB", preemption_mode="swap", scheduling_policy="priority",
@@ -137,6 +139,6 @@ def test_no_draft_reaches_past_the_end_of_its_request(max_tokens):
     add(core, 1, [1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
     out = core.scheduler.schedule()
     drafts = out.draft_token_ids.get(0, [])
-    assert len(drafts) == max_tokens - 1, "with the target's own sample that is all it may yield"
+    assert len(drafts) == max_tokens - 1, "with the target's sample that is all it may yield"
     core.scheduler.update(out, core.runner.launch(out))
     assert not core.has_work

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import pytest
 
-from inflight import worker as process
+from inflight import worker
 from inflight.config import EngineConfig
 
 
@@ -24,19 +24,19 @@ def restored():
 
 def test_it_is_off_while_the_checkpoint_is_loaded(monkeypatch):
     seen = []
-    monkeypatch.setattr(process, "_load", lambda connection, config: seen.append(gc.isenabled()))
-    monkeypatch.setattr(process.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(worker, "_load", lambda connection, config: seen.append(gc.isenabled()))
+    monkeypatch.setattr(worker.signal, "signal", lambda *args: None)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     ours, theirs = socket.socketpair()
     frontend = Connection(ours.detach())
     frontend.send_bytes(msgspec.msgpack.encode(EngineConfig(model="none")))
-    assert process.main(["--fd", str(theirs.detach())]) == 1
+    assert worker.main(["--fd", str(theirs.detach())]) == 1
     assert seen == [False]
 
 
-def test_settled_it_is_on_and_passes_over_what_lives():
+def test_once_settled_it_is_on_and_skips_long_lived_objects():
     gc.disable()
-    process.settle_garbage_collector()
+    worker.settle_garbage_collector()
     assert gc.isenabled()
     assert gc.get_freeze_count() > 1000
     assert gc.get_threshold()[0] > 2000

@@ -1,4 +1,4 @@
-"""Admission's third answer, "not yet": others pass, it is asked again, and it does not wait for ever."""
+"""Admission's third answer, "not yet": others pass the request, which is asked about again until its deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_others_pass_a_request_that_is_not_ready():
     assert outputs[1, 0] == expected_output([1, 2], params[1], core.info)[0]
 
 
-def test_ready_again_it_stands_where_it_stood():
+def test_a_request_that_is_ready_returns_to_the_front_of_the_queue():
     core = make_core(Info(), max_num_seqs=1)
     gate = add_gate(core, {1: None, 2: None})
     for request_id in (1, 2, 3, 4):
@@ -46,7 +46,7 @@ def test_ready_again_it_stands_where_it_stood():
     assert list(reasons) == [(3, 0), (1, 0), (2, 0), (4, 0)]
 
 
-def test_one_that_waits_too_long_fails_with_the_reason():
+def test_a_request_held_too_long_fails_with_the_reason():
     clock = Clock()
     core = make_core(Info(), clock=clock)
     add_gate(core, {1: None}, seconds=5)
@@ -61,10 +61,10 @@ def test_one_that_waits_too_long_fails_with_the_reason():
     assert (failure.request_id, failure.code) == (1, "UNAVAILABLE")
     assert "waited too long for its grammar to compile" in failure.message
     core.check_integrity()
-    assert not core.has_work, "all of its sequences ended with it"
+    assert not core.has_work, "all of its sequences ended"
 
 
-def test_a_child_that_waits_too_long_takes_its_siblings_along():
+def test_a_sequence_held_too_long_fails_its_whole_request():
     clock = Clock()
     core = make_core(Info(), clock=clock)
     gate = add_gate(core, {}, seconds=5)
@@ -101,7 +101,7 @@ def test_nobody_is_preempted_for_a_request_that_is_not_ready():
     assert [request.request_id for request in core.scheduler.held] == [2]
 
 
-def test_a_preempted_request_may_have_to_wait_again():
+def test_a_preempted_request_may_be_held_again():
     info = Info(num_blocks=16, num_host_blocks=50)
     core = make_core(info, block_size=4, enable_prefix_caching=False, preemption_mode="swap", swap_space="1MiB")
     gate = add_gate(core, {})
@@ -115,7 +115,7 @@ def test_a_preempted_request_may_have_to_wait_again():
         assert outputs[i, 0] == expected_output([i] * 20, params[i], info)[0]
 
 
-def test_the_deadline_counts_anew_for_a_request_that_ran_meanwhile():
+def test_the_deadline_starts_anew_once_a_request_has_run():
     clock = Clock()
     core = make_core(Info(num_blocks=16), clock=clock, block_size=4, enable_prefix_caching=False)
     gate = add_gate(core, {2: 1}, seconds=5)
@@ -131,7 +131,7 @@ def test_the_deadline_counts_anew_for_a_request_that_ran_meanwhile():
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_no_more_are_held_than_may_be_and_then_nobody_overtakes(limit):
+def test_at_the_limit_of_held_requests_nobody_overtakes(limit):
     core = make_core(Info(), max_num_seqs=8)
     old = core.scheduler
     limits = SchedulerLimits(8, 2048, max_num_held=limit)
@@ -142,4 +142,20 @@ def test_no_more_are_held_than_may_be_and_then_nobody_overtakes(limit):
     out = core.scheduler.schedule()
     core.scheduler.check_integrity()
     assert len(core.scheduler.held) == limit
-    assert not out.slots, "the first that could not be held keeps its place"
+    assert not out.slots, "the first request that cannot be held keeps its place"
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_an_urgent_request_that_cannot_be_held_preempts_nobody(limit):
+    core = make_core(Info(), max_num_seqs=3, scheduling_policy="priority")
+    core.scheduler.held.limit = limit
+    add_gate(core, dict.fromkeys(range(10, 13)))
+    for request_id in range(3):
+        add(core, request_id, [1, 2], {"priority": 9}, max_tokens=20, ignore_eos=True)
+    core.step()
+    for request_id in range(10, 13):
+        add(core, request_id, [3], {"priority": 0}, max_tokens=2)
+    core.step()
+    core.check_integrity()
+    assert (len(core.scheduler.running), core.scheduler.num_preempted_total) == (3, 0)
+    assert len(core.scheduler.held) == limit

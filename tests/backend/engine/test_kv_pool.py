@@ -1,4 +1,4 @@
-"""Pool behaviour as examples; its invariants are driven in test_scheduler_properties.py."""
+"""Examples of pool behaviour; test_scheduler_properties.py checks its invariants."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_hashes_cover_everything_before_a_block():
     assert pool.find_prefix(request([9, 1, 1, 1, 2, 2, 2, 2, 3])) == []
 
 
-def test_eviction_takes_the_least_recent_and_its_tail_first():
+def test_eviction_takes_the_least_recently_used_prefix_and_its_tail_first():
     pool = KVPool(4, 4)
     old = fill(pool, request([1] * 8))
     new = fill(pool, request([2] * 8))
@@ -58,7 +58,7 @@ def test_eviction_takes_the_least_recent_and_its_tail_first():
     taker = request([3] * 4)
     pool.admit(taker, [])
     pool.extend(taker, 4)
-    assert len(pool.find_prefix(request([1] * 9))) == 1, "the old one's tail went, its head stayed"
+    assert len(pool.find_prefix(request([1] * 9))) == 1, "the older prefix lost its tail and kept its head"
     assert len(pool.find_prefix(request([2] * 9))) == 2
     pool.check_integrity([taker])
 
@@ -76,23 +76,23 @@ def test_blocks_in_use_are_shared_and_survive_their_first_owner():
     assert pool.num_used == 3
 
 
-def test_twins_computed_at_once_are_published_once():
+def test_equal_blocks_computed_at_the_same_time_are_published_once():
     pool = KVPool(8, 4)
-    twins = [request([1] * 8), request([1] * 8)]
-    for twin in twins:
-        pool.admit(twin, [])
-        pool.extend(twin, 8)
-        twin.num_computed_tokens = 8
-    for twin in twins:
-        pool.publish(twin, 8)
-    pool.check_integrity(twins)
-    for twin in twins:
-        pool.release(twin)
+    requests = [request([1] * 8), request([1] * 8)]
+    for each in requests:
+        pool.admit(each, [])
+        pool.extend(each, 8)
+        each.num_computed_tokens = 8
+    for each in requests:
+        pool.publish(each, 8)
+    pool.check_integrity(requests)
+    for each in requests:
+        pool.release(each)
     pool.check_integrity([])
     assert pool.num_available == 8
 
 
-def test_salts_and_uncached_requests_meet_nobody():
+def test_another_salt_and_uncached_requests_find_no_prefix():
     pool = KVPool(8, 4)
     fill(pool, request([1] * 9))
     assert pool.find_prefix(request([1] * 9, cache_salt="b")) == []

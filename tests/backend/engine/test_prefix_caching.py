@@ -1,4 +1,4 @@
-"""Prefix caching: who shares with whom, when, and that a prefix is computed once."""
+"""Prefix caching: who shares blocks with whom and when; a prefix is computed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(core: EngineCore, request_id: int, prompt: list[int], params: SamplingPa
 
 
 def counted(core: EngineCore) -> list[dict[int, int]]:
-    """For each step, request id -> tokens computed; grows while the core runs."""
+    """For each step, request id -> tokens computed; grows as the core runs."""
     steps: list[dict[int, int]] = []
     execute, slots = core.runner.execute, SlotOwners()
 
@@ -49,8 +49,8 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once(overlap)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prefix_that_is_still_being_computed_is_waited_for(overlap):
-    """The first takes all of each step's budget: who comes meanwhile computes its own tail."""
+def test_a_prefix_is_shared_while_it_is_being_computed(overlap):
+    """The first request takes all of the budget; the one that arrives meanwhile computes only its tail."""
     core = make_core(Info(), block_size=4, max_num_batched_tokens=16, async_scheduling=overlap)
     steps = counted(core)
     outputs, reasons = {}, {}
@@ -63,7 +63,7 @@ def test_a_prefix_that_is_still_being_computed_is_waited_for(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_answer_is_found_when_its_request_has_ended(overlap):
+def test_an_answer_is_cached_once_its_request_has_ended(overlap):
     """The next turn of a conversation: prompt, answer and a new question."""
     core = make_core(Info(), block_size=4, async_scheduling=overlap)
     outputs, reasons = {}, {}
@@ -73,7 +73,7 @@ def test_an_answer_is_found_when_its_request_has_ended(overlap):
     turn = [*PREFIX, *outputs[0, 0], 7]
     add(core, 1, turn)
     run_until_idle(core, outputs, reasons)
-    assert steps[0] == {1: 2}, "44 of 46 tokens: of the last one of the answer, no KV was computed"
+    assert steps[0] == {1: 2}, "44 of 46 tokens: the answer's last token has no KV"
     assert outputs[1, 0] == expected_output(turn, PARAMS, core.info)[0]
 
 
@@ -86,16 +86,16 @@ def test_a_preempted_request_finds_what_it_computed():
         collect(core, outputs, reasons)
     (victim,) = core.scheduler.waiting
     computed = victim.num_tokens - 1
-    assert len(core.pool.find_prefix(victim)) == computed // 4 - 1, "all but the block for which it gave way"
+    assert len(core.pool.find_prefix(victim)) == computed // 4 - 1, "all but the block that it was preempted for"
     run_until_idle(core, outputs, reasons)
     assert all(len(outputs[request_id, 0]) == 40 for request_id in (0, 1))
 
 
-def test_one_that_is_aborted_while_it_computes_leaves_a_whole_prefix():
+def test_a_request_aborted_during_prefill_leaves_an_intact_prefix():
     core = make_core(Info(), block_size=4, max_num_batched_tokens=16, async_scheduling=True)
     outputs, reasons = {}, {}
     add(core, 0, [*PREFIX, 40, 7])
-    collect(core, outputs, reasons)  # one step is executed, another one is made
+    collect(core, outputs, reasons)  # one step has run, the next one is launched
     core.abort(0)
     add(core, 1, [*PREFIX, 41, 7])
     run_until_idle(core, outputs, reasons)
@@ -103,7 +103,7 @@ def test_one_that_is_aborted_while_it_computes_leaves_a_whole_prefix():
     assert core.pool.num_prefix_hits == 32
 
 
-def test_tenants_and_salts_do_not_meet():
+def test_tenants_and_salts_share_no_blocks():
     core = make_core(Info(), block_size=4)
     steps = counted(core)
     groups = [{}, {"tenant": "a"}, {"tenant": "b"}, {"cache_salt": "a"}, {"tenant": "a", "cache_salt": "a"}]
@@ -115,7 +115,7 @@ def test_tenants_and_salts_do_not_meet():
     assert steps[0] == {**dict.fromkeys(range(5), 33), **{10 + i: 1 for i in range(5)}}
 
 
-def test_tenant_and_salt_are_not_run_together():
+def test_tenant_and_salt_are_told_apart():
     pool = KVPool(16, 4)
     first = Request(1, [1] * 9, PARAMS, tenant="ab", cache_salt="c")
     pool.admit(first, [])
@@ -125,7 +125,7 @@ def test_tenant_and_salt_are_not_run_together():
     assert pool.find_prefix(Request(2, [1] * 9, PARAMS, tenant="ab", cache_salt="c")) == first.block_ids[:2]
 
 
-def test_prompt_logprobs_take_hits_only_for_what_was_delivered():
+def test_prompt_logprobs_take_hits_only_for_delivered_entries():
     pool = KVPool(16, 4)
     tokens = list(range(17))
     first = Request(1, tokens, PARAMS)
@@ -134,13 +134,13 @@ def test_prompt_logprobs_take_hits_only_for_what_was_delivered():
     pool.publish(first, 17)
     asks = Request(2, tokens, SamplingParams(prompt_logprobs=0))
     assert pool.find_prefix(asks) == []
-    asks.num_prompt_logprobs = 9  # it was preempted: 8 tokens were computed, which tell of tokens 1 to 8
+    asks.num_prompt_logprobs = 9  # preempted after 8 tokens, whose logits predict tokens 1 to 8
     assert pool.find_prefix(asks) == first.block_ids[:2]
     asks.num_prompt_logprobs = 17
     assert pool.find_prefix(asks) == first.block_ids[:4]
 
 
-def test_off_means_off():
+def test_it_can_be_turned_off():
     core = make_core(Info(), block_size=4, enable_prefix_caching=False)
     steps = counted(core)
     for request_id in range(3):

@@ -1,4 +1,4 @@
-"""A request may begin with output: it goes on as if it had made it itself."""
+"""A request may begin with output: it goes on as if it had generated that output itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [3, 1, 4]
 
 @pytest.mark.parametrize("cut", range(1, 12))
 @pytest.mark.parametrize("overlap", [False, True])
-def test_it_goes_on_where_it_was_cut(cut, overlap):
+def test_it_continues_where_it_was_cut(cut, overlap):
     core = make_core(Info(), async_scheduling=overlap, block_size=4)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
     whole, reason = expected_output(PROMPT, params, core.info)
@@ -25,17 +25,17 @@ def test_it_goes_on_where_it_was_cut(cut, overlap):
     assert (outputs[1, 0], reasons[1, 0]) == (whole[cut:], reason)
 
 
-def test_the_runner_gets_the_output_as_output():
+def test_the_runner_is_told_where_the_output_starts():
     core = make_core(Info())
     add(core, 1, PROMPT, {"output_token_ids": [[7, 8]]}, max_tokens=12, ignore_eos=True)
     out = core.scheduler.schedule()
     (row,) = out.new_rows
-    assert row.num_prompt_tokens == 3, "penalties and min_tokens count from there"
+    assert row.num_prompt_tokens == 3, "penalties and min_tokens count from here"
     assert memoryview(row.token_ids).cast("i").tolist() == [*PROMPT, 7, 8]
     assert (out.num_computed_tokens, out.num_scheduled_tokens) == ([0], [5])
 
 
-def test_of_several_sequences_each_goes_on_and_those_that_ended_do_not_run():
+def test_each_sequence_continues_and_ended_ones_do_not_run():
     core = make_core(Info(), block_size=4)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=10, ignore_eos=True, n=4)
     whole, _ = expected_output(PROMPT, params, core.info)
@@ -47,7 +47,7 @@ def test_of_several_sequences_each_goes_on_and_those_that_ended_do_not_run():
     assert set(reasons) == set(outputs)
 
 
-def test_the_first_delta_of_a_resumed_request_is_a_full_one():
+def test_the_first_delta_of_a_resumed_request_is_full():
     core = make_core(Info(), block_size=4)
     add(core, 1, list(range(1, 14)), max_tokens=3, ignore_eos=True)
     run_until_idle(core, {}, {})
@@ -59,7 +59,7 @@ def test_the_first_delta_of_a_resumed_request_is_a_full_one():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "n", "said"),
+    ("outputs", "n", "message"),
     [
         ([[1]], 2, "has 1 entries: give one for each of the n=2"),
         ([[1], [1], [1]], 2, "has 3 entries"),
@@ -72,10 +72,10 @@ def test_the_first_delta_of_a_resumed_request_is_a_full_one():
         ([[1, 9]], 1, "ended with stop token 9"),
     ],
 )
-def test_output_that_cannot_go_on_is_refused(outputs, n, said):
+def test_output_that_cannot_be_continued_is_refused(outputs, n, message):
     core = make_core(Info())
     params = SamplingParams(max_tokens=10, n=n, stop_token_ids=[9])
     failure = core.add_request(AddRequest(1, PROMPT, params, output_token_ids=outputs))
     assert failure is not None and failure.code == "INVALID_ARG"
-    assert re.search(said, failure.message), failure.message
+    assert re.search(message, failure.message), failure.message
     assert not core.has_work

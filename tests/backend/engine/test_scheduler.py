@@ -1,4 +1,4 @@
-"""Scheduler behaviour that can be stated as examples."""
+"""Examples of scheduler behaviour."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_request_joins_and_leaves_between_steps():
     add(core, 3, [3], max_tokens=2, ignore_eos=True)
     assert [r for r, _ in scheduled(core)] == [1, 2]
     assert [r for r, _ in scheduled(core)] == [1, 2]
-    assert [r for r, _ in scheduled(core)] == [2, 3], "3 takes the slot that 1 left, while 2 goes on"
+    assert [r for r, _ in scheduled(core)] == [2, 3], "3 takes the slot of 1, and 2 goes on"
     assert [r for r, _ in scheduled(core)] == [2, 3]
     assert not core.has_work
 
@@ -94,19 +94,19 @@ def test_sequences_of_one_request_share_the_prompts_blocks(caching):
     tables = [request.block_ids for request in core.scheduler.running]
     assert len(tables) == 4
     assert all(table[:4] == tables[0][:4] for table in tables), "the full blocks of the prompt are shared"
-    assert len({table[4] for table in tables}) == 4, "what is written to is not"
+    assert len({table[4] for table in tables}) == 4, "the block that each writes to is not"
     run_until_idle(core, outputs, reasons)
     assert len(reasons) == 4
 
 
-def test_an_equal_prefix_is_computed_once_and_a_salt_keeps_it_apart():
+def test_an_equal_prefix_is_computed_once_unless_the_salt_differs():
     core = make_core(Info(), block_size=4)
     prompt = list(range(1, 14))
     outputs, reasons = {}, {}
     add(core, 1, prompt, max_tokens=2, ignore_eos=True)
     run_until_idle(core, outputs, reasons)
     add(core, 2, prompt, max_tokens=2, ignore_eos=True)
-    assert scheduled(core) == [(2, 1)], "12 of 13 tokens were in the pool"
+    assert scheduled(core) == [(2, 1)], "12 of 13 tokens are cached"
     run_until_idle(core, outputs, reasons)
     salted = AddRequest(3, prompt, SamplingParams(max_tokens=2, seed=0), cache_salt="someone else")
     assert core.add_request(salted) is None
@@ -160,7 +160,7 @@ def test_stop_token_ids_and_eos():
         ([1], {"stop_token_ids": [99]}, "stop_token_ids: token id 99"),
     ],
 )
-def test_what_cannot_run_is_refused_and_changes_nothing(prompt, params, message):
+def test_an_invalid_request_is_refused_and_changes_nothing(prompt, params, message):
     core = make_core(Info())
     failure = core.add_request(AddRequest(1, prompt, SamplingParams(**params)))
     assert failure.code == "INVALID_ARG"
@@ -169,7 +169,7 @@ def test_what_cannot_run_is_refused_and_changes_nothing(prompt, params, message)
     core.check_integrity()
 
 
-def test_a_full_queue_refuses_and_takes_again_when_it_drains():
+def test_a_full_queue_refuses_requests_until_it_drains():
     core = make_core(Info(), max_num_seqs=1, max_queue_size=2)
     for request_id in range(3):  # one can run, two wait
         add(core, request_id, [1], max_tokens=2, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_abort_frees_blocks_at_once_in_every_state():
     outputs, reasons = {}, {}
     collect(core, outputs, reasons)
     core.abort(2)  # waiting
-    core.abort(1, 0)  # running, while its sibling waits
+    core.abort(1, 0)  # running; its sibling waits
     core.check_integrity()
     run_until_idle(core, outputs, reasons)
     assert set(reasons) == {(1, 1)}
@@ -199,7 +199,7 @@ def test_abort_frees_blocks_at_once_in_every_state():
     core.check_integrity()
 
 
-def test_only_what_is_more_than_a_token_is_news():
+def test_a_full_delta_is_made_only_for_more_than_a_token():
     core = make_core(Info())
     scheduler, slots = core.scheduler, SlotOwners()
     add(core, 1, [1, 2], max_tokens=3, ignore_eos=True)
@@ -211,8 +211,10 @@ def test_only_what_is_more_than_a_token_is_news():
         ids = slots.see(out).request_ids
         entries = {row: [[(token, -0.5, 1)]] for row, token in enumerate(tokens) if ids[row] == 2}
         news, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
-        told = [(delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news]
-        return told, list(zip(columns.request_ids, columns.indices, columns.token_ids))
+        deltas = [
+            (delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news
+        ]
+        return deltas, list(zip(columns.request_ids, columns.indices, columns.token_ids))
 
     logprobs = [[(7, -0.5, 1)]]
     first = [(1, 0, [7], None, None), (2, 0, [7], None, logprobs), (3, 0, [7], None, None)]
@@ -224,7 +226,7 @@ def test_only_what_is_more_than_a_token_is_news():
     assert not core.scheduler.has_work
 
 
-def test_what_ended_while_the_step_ran_has_no_news():
+def test_a_request_that_ended_while_the_step_ran_gets_no_delta():
     core = make_core(Info())
     for request_id in (1, 2):
         add(core, request_id, [1, 2], max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)

@@ -65,7 +65,7 @@ def workloads(draw):
                     st.booleans(),  # ignore_eos
                     st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
                     scheduling_fields,
-                    st.one_of(st.just(0), st.integers(0, 20)),  # output tokens that it begins with
+                    st.one_of(st.just(0), st.integers(0, 20)),  # output tokens that it arrives with
                     st.one_of(st.just(0), st.integers(0, 5)),  # times that admission answers "not yet"
                 ),
                 min_size=1,
@@ -135,10 +135,10 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     host_blocks,
     drafters,
 )
-def test_a_pool_for_one_request_still_finishes_all(
+def test_a_pool_that_holds_one_request_still_serves_all(
     requests, block_size, budget, overlap, memory, order, num_host_blocks, drafter
 ):
-    """Blocks for a single max_model_len request: constant preemption, no deadlock, same tokens."""
+    """Blocks for a single request of max_model_len: constant preemption, no deadlock, the same tokens."""
     info = Info(num_blocks=64 // block_size, num_host_blocks=num_host_blocks)
     options = {"block_size": block_size, "max_num_batched_tokens": budget, "async_scheduling": overlap}
     core = make_core(info, max_num_seqs=8, **options, **memory, **order)

@@ -1,4 +1,4 @@
-"""Preemption by swap: what is copied, when it is chosen, and that it loses nothing."""
+"""Preemption by swap: what is copied, when it is chosen, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.engine.swap import SwapSpace
 
 
 def running(pool: KVPool, num_tokens: int, token: int = 1) -> Request:
-    """A request whose tokens but the last are computed and published."""
+    """A request all of whose tokens but the last are computed and published."""
     request = Request(1, [token] * num_tokens, SamplingParams(), slot=0)
     pool.admit(request, pool.find_prefix(request))
     pool.extend(request, num_tokens - 1)
@@ -29,7 +29,7 @@ def copies(swap: SwapSpace) -> dict[int, int]:
     return out.swap_out
 
 
-def test_a_request_comes_back_with_all_that_it_had_computed():
+def test_a_request_resumes_with_all_that_it_had_computed():
     pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
     request = running(pool, 11)
     blocks = list(request.block_ids)
@@ -42,7 +42,7 @@ def test_a_request_comes_back_with_all_that_it_had_computed():
     assert (swap.num_used, swap.num_swapped_out, swap.num_swapped_in) == (0, 3, 3)
 
 
-def test_what_the_prefix_cache_gives_back_is_not_copied_in():
+def test_blocks_found_in_the_prefix_cache_are_not_copied_in():
     pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
     request = running(pool, 11)
     swap.swap_out(request, pool)
@@ -51,7 +51,7 @@ def test_what_the_prefix_cache_gives_back_is_not_copied_in():
     assert swap.swap_in(request, 2) == host[2:]
 
 
-def test_shared_blocks_are_not_copied_and_count_where_they_are_still_there():
+def test_shared_blocks_are_not_copied_and_count_while_they_are_cached():
     pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
     first = running(pool, 11)
     second = running(pool, 11)
@@ -59,12 +59,12 @@ def test_shared_blocks_are_not_copied_and_count_where_they_are_still_there():
     swap.swap_out(second, pool)
     assert list(copies(swap).values()) == second.block_ids[2:]
     assert swap.num_resumable(second, 2) == 10
-    assert swap.num_resumable(second, 1) == 4, "what follows the gap is of no use"
+    assert swap.num_resumable(second, 1) == 4, "blocks behind the gap are of no use"
     assert swap.swap_in(second, 1) == []
     assert swap.num_used == 0
 
 
-def test_a_full_host_takes_the_head_and_the_tail_is_computed_again():
+def test_what_does_not_fit_the_host_is_recomputed():
     pool, swap = KVPool(8, 4), SwapSpace(2, 4, mode="swap")
     request = running(pool, 11)
     swap.swap_out(request, pool)
@@ -76,18 +76,18 @@ def test_a_full_host_takes_the_head_and_the_tail_is_computed_again():
     assert swap.num_resumable(other, 0) == 0
 
 
-def test_copies_wait_for_a_step_that_is_executed():
+def test_copies_wait_for_a_step_with_rows():
     pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
     swap.swap_out(running(pool, 11), pool)
     empty = SchedulerOutput()
     swap.send(empty)
     assert not empty.swap_out
     assert len(copies(swap)) == 3
-    assert copies(swap) == {}, "once"
+    assert copies(swap) == {}, "they are sent once"
 
 
-def test_a_step_copies_nothing_over_what_it_copies_in():
-    """An urgent request may come back in the step in which another one gives way to it."""
+def test_a_step_does_not_overwrite_host_blocks_that_it_copies_in():
+    """An urgent request may resume in the very step that preempts another one for it."""
     pool, swap = KVPool(12, 4), SwapSpace(3, 4, mode="swap")
     back, victim = running(pool, 11), running(pool, 11, token=2)
     swap.swap_out(back, pool)
@@ -95,13 +95,13 @@ def test_a_step_copies_nothing_over_what_it_copies_in():
     copies(swap)
     assert len(swap.swap_in(back, 0)) == 3
     swap.swap_out(victim, pool)
-    assert copies(swap) == {}, "the host has no other room in this step"
+    assert copies(swap) == {}, "the host has no other block in this step"
     swap.swap_out(victim, pool)
-    assert len(copies(swap)) == 3, "and has it in the next one"
+    assert len(copies(swap)) == 3, "and has them back in the next one"
 
 
 def observed(seconds_per_block: float, seconds_per_token: float) -> SwapSpace:
-    """A swap space in mode "auto" that saw prompts computed at this rate."""
+    """A swap space in mode "auto" that has observed prompts at this rate."""
     swap = SwapSpace(100, 4, seconds_per_block)
     for count in (10, 40, 80, 20, 60) * 8:
         out = SchedulerOutput(slots=[0], num_scheduled_tokens=[count], num_computed_tokens=[0])
@@ -110,7 +110,7 @@ def observed(seconds_per_block: float, seconds_per_token: float) -> SwapSpace:
 
 
 @pytest.mark.parametrize(("seconds_per_block", "swaps"), [(0.003, True), (0.005, False)])
-def test_the_cheaper_of_copies_and_recompute_is_taken(seconds_per_block, swaps):
+def test_the_cheaper_of_swap_and_recompute_is_chosen(seconds_per_block, swaps):
     """A block of 4 tokens at 1 ms each: 4 ms to compute, 3 or 5 to copy out and in."""
     pool, swap = KVPool(8, 4), observed(seconds_per_block, 0.001)
     swap.swap_out(running(pool, 13), pool)
@@ -123,7 +123,7 @@ def test_nothing_is_swapped_before_the_cost_of_prompts_is_known():
     assert copies(swap) == {}
 
 
-def test_a_step_that_copies_teaches_nothing():
+def test_steps_with_copies_are_not_fitted():
     swap = SwapSpace(8, 4, 0.001)
     out = SchedulerOutput(slots=[0], num_scheduled_tokens=[50], num_computed_tokens=[0])
     out.swap_in = {1: 1}
@@ -133,7 +133,7 @@ def test_a_step_that_copies_teaches_nothing():
     assert copies(swap) == {}
 
 
-def test_recompute_grows_with_the_square_of_what_it_attends_to():
+def test_the_cost_of_recompute_includes_attention():
     cost = StepCost(per_prefill_token=1.0, per_attention_pair=0.5)
     assert cost.recompute_seconds(0, 4) == 4 + 0.5 * (1 + 2 + 3 + 4)
     assert cost.recompute_seconds(2, 4) == 2 + 0.5 * (3 + 4)
@@ -165,7 +165,7 @@ def test_swap_computes_no_token_twice(caching, overlap):
     assert sum(computed) == 3 * (20 + 30 - 1), "the last token of each is never computed"
 
 
-def test_prompt_logprobs_come_back_from_the_host():
+def test_a_request_with_prompt_logprobs_is_swapped_like_any_other():
     core = squeezed()
     add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
     add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True, prompt_logprobs=0)
@@ -173,7 +173,7 @@ def test_prompt_logprobs_come_back_from_the_host():
     assert core.swap.num_swapped_in > 0
 
 
-def test_abort_of_a_swapped_request_frees_the_host():
+def test_aborting_a_swapped_request_frees_its_host_blocks():
     core = squeezed()
     add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
     add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True)
@@ -187,20 +187,20 @@ def test_abort_of_a_swapped_request_frees_the_host():
     assert set(reasons) == {(1, 0)}
 
 
-def test_statistics_tell_of_swap():
+def test_statistics_count_swaps():
     core = squeezed(enable_prefix_caching=False)
     add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
     add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True)
-    most = 0
+    peak = 0
     while core.has_work:
         stats = core.step().stats
-        most = max(most, stats.host_blocks_used)
-    assert most > 0
-    assert stats.swapped_out_total == stats.swapped_in_total == core.swap.num_swapped_out >= most
+        peak = max(peak, stats.host_blocks_used)
+    assert peak > 0
+    assert stats.swapped_out_total == stats.swapped_in_total == core.swap.num_swapped_out >= peak
     assert stats.host_blocks_used == 0
 
 
-def test_recompute_holds_no_host_blocks():
+def test_recompute_mode_has_no_host_blocks():
     core = make_core(
         Info(num_blocks=16, num_host_blocks=8), block_size=4, swap_space="1MiB", preemption_mode="recompute"
     )

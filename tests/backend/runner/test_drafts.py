@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory):
 
 
 class Replayer:
-    """Drafts what each request is known to say, with every `wrong`-th position off by one token."""
+    """Drafts the known output of each request, with every `wrong`-th position off by one token id."""
 
     def __init__(self, outputs: dict[tuple[int, int], list[int]], wrong: int, length: int = 5) -> None:
         self.outputs, self.wrong, self.length = outputs, wrong, length
@@ -40,7 +40,7 @@ class Replayer:
 
 
 OPTIONS = {
-    "one step after the other": dict(),
+    "one step at a time": dict(),
     "launched ahead": dict(async_scheduling=True),
     "squeezed": dict(block_size=4, num_gpu_blocks_override=80, max_num_batched_tokens=50),
 }
@@ -48,7 +48,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("wrong", [1, 3, 10**9])
-def test_a_seeded_request_says_the_same_whatever_is_drafted(checkpoint, options, wrong):
+def test_seeded_output_does_not_depend_on_the_drafts(checkpoint, options, wrong):
     prompts = random_prompts(24)
     params = [mixed_params(index) for index in range(24)]
     plain = {key: tokens(deltas) for key, deltas in run(make_core(checkpoint), prompts, params).items()}
@@ -63,7 +63,7 @@ def test_a_seeded_request_says_the_same_whatever_is_drafted(checkpoint, options,
     assert drafter.num_drafts - drafter.num_accepted > 0 or wrong > 3
 
 
-def test_greedy_output_with_drafts_is_that_of_generate(checkpoint):
+def test_greedy_output_with_drafts_equals_generate(checkpoint):
     prompts = random_prompts(6, seed=3, low=5, high=50)
     reference = greedy_reference(checkpoint, prompts, [20] * 6)
     core = make_core(checkpoint)
@@ -73,7 +73,7 @@ def test_greedy_output_with_drafts_is_that_of_generate(checkpoint):
     assert [tokens(deltas[i, 0]) for i in range(6)] == reference
 
 
-def test_logprobs_with_drafts_are_those_without(checkpoint):
+def test_logprobs_do_not_depend_on_the_drafts(checkpoint):
     prompts = random_prompts(4, seed=21)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True)

@@ -38,10 +38,10 @@ def mixed_params(index: int) -> SamplingParams:
     return SamplingParams(**kinds[index % len(kinds)], seed=1000 + index, max_tokens=20, ignore_eos=True)
 
 
-def test_a_seeded_request_gives_the_same_tokens_alone_in_a_crowd_and_after_preemption(checkpoint):
+def test_a_seeded_request_gives_the_same_tokens_alone_batched_and_after_preemption(checkpoint):
     prompts = random_prompts(64)
     params = [mixed_params(index) for index in range(64)]
-    crowd = run(make_core(checkpoint), prompts, params)
+    batch = run(make_core(checkpoint), prompts, params)
     squeezed_core = make_core(
         checkpoint, block_size=4, num_gpu_blocks_override=80, max_num_batched_tokens=50, async_scheduling=True
     )
@@ -50,11 +50,11 @@ def test_a_seeded_request_gives_the_same_tokens_alone_in_a_crowd_and_after_preem
     alone_core = make_core(checkpoint, enable_prefix_caching=False)
     for index, prompt in enumerate(prompts):
         alone = tokens(run(alone_core, [prompt], [params[index]])[0, 0])
-        assert tokens(crowd[index, 0]) == alone, f"request {index} in a batch of 64"
+        assert tokens(batch[index, 0]) == alone, f"request {index} in a batch of 64"
         assert tokens(squeezed[index, 0]) == alone, f"request {index} after preemption"
 
 
-def test_prefix_hits_do_not_change_what_is_said(checkpoint):
+def test_prefix_hits_do_not_change_the_output(checkpoint):
     shared = random_prompts(1, seed=3, low=100, high=101)[0]
     prompts = [[*shared, *tail] for tail in random_prompts(12, seed=5, high=20)]
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(prompts)
@@ -74,10 +74,10 @@ def test_n_sequences_differ_and_each_is_reproducible(checkpoint, caching):
     assert len({tuple(output) for output in outputs}) == 4
     assert outputs == [tokens(again[0, index]) for index in range(4)]
     single = run(make_core(checkpoint), [prompt], [SamplingParams(temperature=1.0, seed=5, max_tokens=10)])
-    assert tokens(single[0, 0]) == outputs[0], "the first of n is the request without n"
+    assert tokens(single[0, 0]) == outputs[0], "the first sequence equals the request without n"
 
 
-def test_logprobs_are_those_of_the_model(checkpoint):
+def test_logprobs_equal_the_model_s(checkpoint):
     prompt = random_prompts(1, seed=11, low=30, high=31)[0]
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     deltas = run(make_core(checkpoint, max_num_batched_tokens=7), [prompt], [params])[0, 0]
@@ -119,7 +119,7 @@ def test_prompt_logprobs_survive_preemption_without_repeats(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close_to_float32(checkpoint, dtype):
-    """Compared by the float32 log probability of what was chosen: equal tokens cannot be asked for."""
+    """Compares the float32 log probabilities of the chosen tokens; the tokens themselves may differ."""
     prompts = random_prompts(6, seed=17, high=30)
     params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * 6
     deltas = run(make_core(checkpoint, dtype=dtype), prompts, params)
@@ -129,4 +129,4 @@ def test_half_precision_stays_close_to_float32(checkpoint, dtype):
         with torch.inference_mode():
             rows = torch.log_softmax(model(torch.tensor([[*prompt, *output]])).logits[0], dim=-1)
         gaps = [(rows[len(prompt) + i - 1].max() - rows[len(prompt) + i - 1, t]).item() for i, t in enumerate(output)]
-        assert max(gaps) < 0.2, f"{dtype} chose a token that float32 finds {max(gaps):.2f} nats worse"
+        assert max(gaps) < 0.2, f"{dtype} chose a token that is {max(gaps):.2f} nats less likely in float32"

@@ -109,7 +109,8 @@ class AdmissionPolicy(Protocol):
     ) -> bool | NotYet:
         """Whether it may start beside `running`: all running requests, or those that will not give way to it.
 
-        Yes; no, and then nobody overtakes it; or not yet, and then others pass it.
+        Yes; no, and then nobody overtakes it; or not yet, and then others pass it.  Not yet comes before no: a
+        no may have running requests preempted, which a request that cannot start is not worth.
 
         Args:
             prefix: the blocks that the prefix cache would give it.

@@ -1,4 +1,4 @@
-"""Admission: the watermark, the predicted peak, and that a burst starts no preemption storm."""
+"""Admission: the watermark, the predicted peak, and a burst that causes no preemption storm."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ def run(admission: AdmissionPolicy, pool: KVPool, *arguments, **options) -> Requ
     return result
 
 
-def test_the_watermark_is_kept_for_those_that_run():
+def test_the_watermark_is_reserved_for_running_requests():
     pool = KVPool(100, 4)
     admission = FreeBlocksAdmission(0.1)
     runs = run_one(pool, 4 * 80)
-    assert admission.admits(request(4 * 10 - 1), [], [runs], pool), "10 blocks, and 10 stay free"
+    assert admission.admits(request(4 * 10 - 1), [], [runs], pool), "it takes 10 blocks, and 10 stay free"
     assert not admission.admits(request(4 * 10), [], [runs], pool)
 
 
-def test_the_watermark_keeps_nobody_out_who_would_run_alone():
+def test_the_watermark_does_not_keep_out_a_request_that_would_run_alone():
     pool = KVPool(10, 4)
     for admission in (FreeBlocksAdmission(0.5), PredictedPeakAdmission(0.5)):
         assert admission.admits(request(39), [], [], pool)
         assert not admission.admits(request(40), [], [], pool)
 
 
-def test_outputs_are_expected_to_be_as_those_that_ended():
+def test_output_lengths_are_predicted_from_ended_requests():
     lengths = OutputLengths()
     for length in range(1, 101):
         lengths.add(length)
     fresh = [lengths.expected(request(5, request_id=i)) for i in range(1000)]
-    assert sum(fresh) / len(fresh) == pytest.approx(52, abs=1), "their mean, and 1% for the guess of 256"
+    assert sum(fresh) / len(fresh) == pytest.approx(52, abs=1), "their mean, plus 1% for the guess of 256"
     old = [lengths.expected(request(5, 80, request_id=i)) for i in range(1000)]
-    assert min(old) == 81, "those that ended before are no model for it"
-    assert lengths.expected(request(5, 300)) == 600, "it has outlived all: twice as long"
+    assert min(old) == 81, "shorter outputs no longer count"
+    assert lengths.expected(request(5, 300)) == 600, "longer than all: twice its length"
     assert lengths.expected(request(5, 300, max_tokens=400)) == 400
 
 
-def test_nothing_is_known_at_first_and_old_news_is_forgotten():
+def test_the_first_prediction_is_a_guess_and_old_outputs_are_forgotten():
     lengths = OutputLengths(window=10)
     assert lengths.expected(request(5)) == 256
     assert lengths.expected(request(5, max_tokens=30)) == 30
@@ -88,12 +88,12 @@ def test_the_peak_is_reached_just_before_an_end(prompt, max_tokens, peak):
         assert admission.admits(new, [], running, pool) is (there == peak)
 
 
-courses = st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 60)), max_size=12)
+growths = st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 60)), max_size=12)
 
 
-@given(courses, courses, st.integers(0, 60), st.floats(0, 9))
-def test_the_forecast_is_the_sum_of_its_courses(stay, leave, step, extra):
-    """Against a look at every step; `final_tokens` lets in nobody whom the peak would keep out."""
+@given(growths, growths, st.integers(0, 60), st.floats(0, 9))
+def test_the_forecast_is_the_sum_of_its_requests(stay, leave, step, extra):
+    """Compared with the sums at every step; `final_tokens` admits nobody whom the peak would keep out."""
     forecast, alive = Forecast(), {}
     for number, (tokens, end) in enumerate([*stay, *leave]):
         each = request(1, request_id=number)
@@ -103,7 +103,7 @@ def test_the_forecast_is_the_sum_of_its_courses(stay, leave, step, extra):
         forecast.remove(each)
         del alive[each]
     assert set(forecast.pop_ending(step)) == {each for each, (_, end) in alive.items() if end == step}
-    alive = {each: course for each, course in alive.items() if course[1] != step}
+    alive = {each: growth for each, growth in alive.items() if growth[1] != step}
     assert len(forecast) == len(alive)
     held = [sum(offset + t + extra for offset, end in alive.values() if end >= t) for t in range(61)]
     for each in (forecast, forecast.of(alive)):
@@ -111,7 +111,7 @@ def test_the_forecast_is_the_sum_of_its_courses(stay, leave, step, extra):
         assert each.peak(extra) <= each.final_tokens + extra * len(alive) + 1e-6
 
 
-def test_a_roomy_pool_is_not_looked_at(monkeypatch):
+def test_the_peak_is_not_computed_where_everything_fits(monkeypatch):
     pool = KVPool(200, 4)
     admission = PredictedPeakAdmission()
     running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
@@ -119,7 +119,7 @@ def test_a_roomy_pool_is_not_looked_at(monkeypatch):
     assert admission.admits(request(8, max_tokens=200, request_id=3), [], running, pool), "3 * 53 blocks"
 
 
-def test_who_outlives_the_prediction_is_expected_to_go_on():
+def test_a_request_that_outlives_its_prediction_gets_a_longer_one():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission(margin=0)
     for _ in range(300):
@@ -136,20 +136,20 @@ def test_who_outlives_the_prediction_is_expected_to_go_on():
     assert not admission.admits(request(8, max_tokens=200), [], running, KVPool(60, 4)), "256 tokens now"
 
 
-def test_who_gives_way_later_is_not_waited_for():
-    """Those behind are expected to keep what they have, since they are preempted when that is needed."""
+def test_requests_that_would_give_way_are_not_expected_to_grow():
+    """Requests ranked behind it count with the blocks that they hold now: they are preempted when needed."""
     pool = KVPool(120, 4)
     admission = PredictedPeakAdmission(margin=0)
     running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
     late = request(8, max_tokens=200, request_id=3)
     assert not admission.admits(late, [], running, pool), "3 * 53 blocks"
-    assert admission.admits(late, [], running[:1], pool), "2 * 53 and the 2 that the other has"
+    assert admission.admits(late, [], running[:1], pool), "2 * 53 plus the 2 that the other one holds"
     running += [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(4, 12)]
-    assert not admission.admits(late, [], running[:1], pool), "2 * 53 and 18"
+    assert not admission.admits(late, [], running[:1], pool), "2 * 53 plus 18"
 
 
-def test_the_forecast_follows_who_runs():
-    """Whatever is shared, preempted, swapped or aborted: it speaks of those that run, and of no block twice."""
+def test_the_forecast_covers_exactly_the_running_requests():
+    """Whatever is shared, preempted, swapped or aborted; and it counts no block twice."""
     info = Info(num_blocks=40, num_host_blocks=5, max_model_len=100)
     core = make_core(info, block_size=4, admission="predicted_peak", watermark=0, scheduling_policy="priority")
     admission, pool = core.scheduler.policies.admission, core.pool
@@ -170,14 +170,14 @@ def test_the_forecast_follows_who_runs():
         core.abort(rng.randrange(400))
         running = core.scheduler.running
         assert len(admission._forecast) == len(running)
-        own = pool.num_references - admission._num_hits // 4
-        assert own == sum(len(each.block_ids) - admission._hits[each] // 4 for each in running)
-        assert 0 <= own <= pool.num_used
+        num_unshared = pool.num_references - admission._num_hits // 4
+        assert num_unshared == sum(len(each.block_ids) - admission._hits[each] // 4 for each in running)
+        assert 0 <= num_unshared <= pool.num_used
     assert core.scheduler.num_preempted_total > 0
     assert admission._num_hits == 0
 
 
-def test_a_burst_that_fits_now_and_not_later_waits():
+def test_a_burst_that_fits_now_but_not_later_waits():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
     running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
@@ -190,7 +190,7 @@ def test_a_burst_that_fits_now_and_not_later_waits():
     assert admission.admits(late, [], running, pool), "outputs turn out to be short"
 
 
-def test_a_refusal_is_reconsidered_when_a_running_request_leaves():
+def test_admission_is_reconsidered_when_a_running_request_leaves():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
     running = [run(admission, pool, 8, max_tokens=200, request_id=i) for i in range(2)]
@@ -198,10 +198,10 @@ def test_a_refusal_is_reconsidered_when_a_running_request_leaves():
     assert not admission.admits(late, [], running, pool)
     admission.left(running[1])
     pool.release(running.pop())
-    assert admission.admits(late, [], running, pool), "it was preempted, say"
+    assert admission.admits(late, [], running, pool), "because it was preempted, for example"
 
 
-def test_who_was_preempted_comes_back_when_it_is_likely_to_stay():
+def test_a_preempted_request_returns_when_it_is_likely_to_stay():
     running_and_room = {0: True, 1: True, 2: False}
     for num_preemptions, admitted in running_and_room.items():
         pool = KVPool(100, 4)
@@ -212,7 +212,7 @@ def test_who_was_preempted_comes_back_when_it_is_likely_to_stay():
         assert admission.admits(back, [], running, pool) is admitted, "90 blocks at the peak"
 
 
-def test_those_admitted_in_the_same_step_count():
+def test_requests_admitted_in_the_same_step_count():
     pool = KVPool(100, 4)
     admission = PredictedPeakAdmission()
     running = [run(admission, pool, 8, max_tokens=116, request_id=0)]
@@ -221,7 +221,7 @@ def test_those_admitted_in_the_same_step_count():
         late = request(8, max_tokens=116, request_id=request_id)
         fits.append(admission.admits(late, [], running, pool))
         if fits[-1]:
-            assert admission.admits(late, [], running, pool), "passed over by a budget, it does not count"
+            assert admission.admits(late, [], running, pool), "passed over by the budget, it does not count"
             pool.admit(late, [])
             pool.extend(late, 8)
             admission.admitted(late, [], pool)
@@ -236,10 +236,10 @@ def test_a_shared_prefix_counts_once():
         add(core, request_id, [*range(1, 41), request_id + 1], max_tokens=4, ignore_eos=True)
     outputs, reasons = {}, {}
     collect(core, outputs, reasons)
-    assert len(core.scheduler.running) == 10, "10 blocks of prefix and 2 of each"
+    assert len(core.scheduler.running) == 10, "10 blocks of prefix and 2 more for each"
 
 
-def test_what_never_fits_is_refused_at_once_with_the_arithmetic():
+def test_a_request_that_never_fits_is_refused_with_the_arithmetic():
     core = make_core(Info(max_model_len=64, num_blocks=8), block_size=4)
     refused = core.add_request(AddRequest(1, [1] * 10, SamplingParams(max_tokens=23)))
     assert refused.code == "INVALID_ARG"
@@ -291,8 +291,8 @@ def burst(seed: int, **options):
     ],
     ids=str,
 )
-def test_a_pool_at_a_tenth_of_the_demand_ends_all_without_a_storm(options):
-    """Bound: nobody is preempted more than twice, and there is one preemption for two requests at most."""
+def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_storm(options):
+    """Bounds: no request is preempted more than twice, and there is at most one preemption per two requests."""
     for seed in range(5):
         preemptions, core = burst(seed, **options)
         assert max(preemptions) <= 2
@@ -300,7 +300,7 @@ def test_a_pool_at_a_tenth_of_the_demand_ends_all_without_a_storm(options):
         assert core.swap.num_swapped_out > 0 or "swap_space" not in options
 
 
-def test_the_prediction_is_what_prevents_the_storm():
+def test_the_prediction_prevents_the_storm():
     with_prediction = sum(sum(burst(seed)[0]) for seed in range(5))
     without = sum(sum(burst(seed, admission="free_blocks")[0]) for seed in range(5))
     assert without > 3 * with_prediction

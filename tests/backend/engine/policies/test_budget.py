@@ -1,4 +1,4 @@
-"""Latency control and limits of partial prefills, on a virtual clock with a known cost of a step."""
+"""Latency targets and limits on partial prefills, on a virtual clock with known step costs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COST = StepCost.linear(*COEFFICIENTS)
 
 
 class Machine:
-    """Steps as one thread of an AMD EPYC takes for a llama of 60 M parameters, 8 streams of it beside a prompt.
+    """Step times of a llama of 60 M parameters on one thread of an AMD EPYC: 8 streams beside a prompt.
 
-    Against the model's straight lines: tokens cost a tenth more in steps of over 96 of them, where the kernels
-    change, and few tokens cost more each.  Against its evenness: noise of a percent, and one step in
-    twelve takes 6 to 15% longer.
+    They are not linear, as the cost model assumes: tokens cost a tenth more each in steps of more than 96, where
+    the kernels change, and more in very small chunks.  They are noisy: by a percent, and one step in twelve
+    takes 6 to 15% longer.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,7 +45,7 @@ class Machine:
 
 
 class Rig:
-    """The real core; its steps are executed by hand and take what `cost` says."""
+    """The real core; its steps are run by hand and take what `cost` says."""
 
     def __init__(
         self, cost: StepCost | Machine = COST, noise: float = 0.0, seed: int = 0, info: Info = INFO, **options
@@ -97,7 +97,7 @@ def test_the_static_budget_is_the_default():
     assert isinstance(make_budget(EngineConfig(model="m")), StaticBudget)
 
 
-def test_a_long_prompt_keeps_running_streams_within_the_target():
+def test_beside_a_long_prompt_running_streams_stay_within_the_target():
     plain, kept = Rig(), Rig(itl_target_ms=12)
     for rig in (plain, kept):
         for request_id in range(4):
@@ -111,14 +111,16 @@ def test_a_long_prompt_keeps_running_streams_within_the_target():
     assert max(seconds for out, seconds in plain.steps if has_decode(out)) > 0.025
     waits = [seconds for out, seconds in kept.steps if has_decode(out)]
     assert max(waits) <= 0.012
-    assert max(out.num_tokens for out, _ in kept.steps if has_decode(out)) > 2 * MIN_CHUNK, "and uses it"
+    assert max(out.num_tokens for out, _ in kept.steps if has_decode(out)) > 2 * MIN_CHUNK, (
+        "the room within the target is used"
+    )
 
 
 @pytest.mark.parametrize(("target", "prompt"), [(20, 6000), (40, 6000), (80, 6000), (40, 12_000)])
-def test_on_a_machine_as_measured_one_step_in_a_hundred_is_late_at_most(target, prompt):
-    """The prompt raises the 99th percentile of the streams' gaps by no more than the target, and waits little for it.
+def test_with_measured_step_times_at_most_one_step_in_a_hundred_is_late(target, prompt):
+    """The 99th percentile of the streams' gaps stays within the target, and the prompt takes little longer.
 
-    At 12,000 tokens a chunk of MIN_CHUNK takes longer than the target.
+    At 12,000 tokens even a chunk of MIN_CHUNK takes longer than the target.
     """
     info = Info(max_model_len=16_384, num_blocks=16_384)
     waits, took = {}, {}
@@ -155,7 +157,7 @@ def test_where_the_usual_chunk_does_not_fit_a_smaller_one_does():
     assert sum(seconds > 0.010 for _, seconds in rig.steps) <= 2
 
 
-def test_headroom_is_the_most_that_a_hundred_steps_took_beyond_what_was_expected():
+def test_headroom_is_the_largest_overrun_of_the_last_hundred_steps():
     rig = Rig(itl_target_ms=12)
     assert rig.budget.headroom == 0.25, "nothing is known"
     for request_id in range(4):
@@ -170,15 +172,15 @@ def test_headroom_is_the_most_that_a_hundred_steps_took_beyond_what_was_expected
             rig.step()
         return rig.budget.headroom
 
-    assert 0.125 <= prefill(50) <= 0.25, "half of it is known"
+    assert 0.125 <= prefill(50) <= 0.25, "half of the hundred are known"
     assert prefill(250) < 0.01
     assert prefill(1, 1.2) == pytest.approx(0.2, abs=0.02)
     assert prefill(80) == pytest.approx(0.2, abs=0.02)
     assert prefill(40) < 0.02
-    assert prefill(1, 1.9) < 0.02, "a hiccup, which none covers"
+    assert prefill(1, 1.9) < 0.02, "an outlier, which no headroom covers"
 
 
-def test_what_is_kept_within_the_target_includes_making_the_step(monkeypatch):
+def test_the_target_covers_making_the_step(monkeypatch):
     rig = Rig(itl_target_ms=12)
     rig.add(1, 20)
     observed = []
@@ -204,7 +206,7 @@ def test_the_first_chunks_are_small_while_nothing_is_known():
     assert chunks == [32, 64, 128, 256, 511, 511]
 
 
-def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
+def test_a_target_that_cannot_be_met_yields_to_progress():
     rig = Rig(itl_target_ms=0.1)
     for request_id in range(3):
         rig.add(request_id, 20)
@@ -215,7 +217,7 @@ def test_a_target_that_cannot_be_met_yields_to_progress_as_stated():
         asked.append(dict(rig.step()).get(9, 0))
     assert [n for n in asked if n] == [MIN_CHUNK] * 3 + [4]
     assert len(asked) <= STARVED_STEPS * -(-100 // MIN_CHUNK)
-    assert not any(a and b for a, b in itertools.pairwise(asked)), "decodes run undisturbed in between"
+    assert not any(a and b for a, b in itertools.pairwise(asked)), "the steps in between are decodes only"
 
 
 @settings(max_examples=15, deadline=None)
@@ -290,7 +292,7 @@ def test_whatever_the_budget_every_request_gets_its_tokens(arrivals, target, par
     streams=st.integers(1, 4),
 )
 def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, streams):
-    """With a target that no step meets: of STARVED_STEPS steps in a row with a prompt to compute one does."""
+    """With a target that no step meets, one in STARVED_STEPS consecutive steps with a prompt computes some of it."""
     rig = Rig(itl_target_ms=1e-3)
     for request_id in range(streams):
         rig.add(request_id, 8, 2000)
@@ -301,15 +303,15 @@ def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, stream
         if step % every == 0 and waiting:
             request_id = min(waiting)
             rig.add(request_id, waiting.pop(request_id), 1)
-        lagging = len(rig.scheduler.waiting) or any(
+        has_prompt = len(rig.scheduler.waiting) or any(
             r.num_tokens - r.num_computed_tokens > 1 for r in rig.scheduler.running
         )
         out_tokens = [tokens for _, tokens in rig.step()]
         chunks = [tokens for tokens in out_tokens if tokens > 1]
         assert sum(chunks) <= MIN_CHUNK
-        starved = starved + 1 if lagging and len(out_tokens) == streams and not chunks else 0
+        starved = starved + 1 if has_prompt and len(out_tokens) == streams and not chunks else 0
         assert starved < STARVED_STEPS
-        if not waiting and not lagging:
+        if not waiting and not has_prompt:
             return
     raise AssertionError("a prompt was never computed")
 
@@ -357,8 +359,8 @@ def test_a_passed_over_prompt_does_not_starve():
     assert started == 9
 
 
-def test_a_sequence_with_one_token_to_compute_is_a_decode_wherever_it_comes_from():
-    """After a swap a request comes back through admission; no target holds it up."""
+def test_a_request_with_one_token_to_compute_is_a_decode_even_when_readmitted():
+    """A swapped request returns through admission; no target delays it."""
     rig = Rig(itl_target_ms=0.001)
     rig.add(1, 20)
     for _ in range(3):
@@ -369,24 +371,24 @@ def test_a_sequence_with_one_token_to_compute_is_a_decode_wherever_it_comes_from
     assert rig.budget.grant(request, 2, 2) == 0
 
 
-def test_no_more_are_passed_over_in_a_step_than_stated():
+def test_at_most_sixteen_requests_are_passed_over_in_a_step():
     rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=64)
     for request_id in range(17):
         rig.add(request_id, 600, 2)
     rig.add(99, 20, 2)
-    assert rig.step() == [(0, 64)], "16 long ones stand before the short one, and are passed over"
+    assert rig.step() == [(0, 64)], "16 long prompts ahead of the short one are passed over"
     rig.core.abort(5)
     assert (99, 20) in rig.step()
 
 
-def test_a_share_of_the_step_without_a_threshold():
+def test_without_a_threshold_a_prompt_gets_its_share_of_the_step():
     rig = Rig(max_num_partial_prefills=4, max_long_partial_prefills=4)
     for request_id in range(5):
         rig.add(request_id, 1000, 2)
     assert rig.step() == [(request_id, 128) for request_id in range(4)]
 
 
-def test_a_prompt_that_hits_the_cache_is_as_long_as_what_is_left_of_it():
+def test_a_cached_prefix_does_not_count_towards_a_prompt_s_length():
     rig = Rig(max_num_partial_prefills=2, long_prefill_token_threshold=128, enable_prefix_caching=True)
     rig.add(1, 1000, 2)
     rig.run()
@@ -395,7 +397,7 @@ def test_a_prompt_that_hits_the_cache_is_as_long_as_what_is_left_of_it():
     assert rig.step() == [(2, 128), (3, 8)], "all but its last tokens are cached: it is short"
 
 
-def test_limits_and_target_go_together():
+def test_limits_and_target_combine():
     config = EngineConfig(model="m", itl_target_ms=20.0, max_num_partial_prefills=3)
     budget = make_budget(config)
     assert isinstance(budget, PartialPrefillLimits)
@@ -411,6 +413,6 @@ def test_limits_and_target_go_together():
         ({"long_prefill_token_threshold": 99, "max_model_len": 98}, "no prompt is that long"),
     ],
 )
-def test_what_cannot_be_meant_is_named(values, message):
+def test_contradictory_options_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_dict({"model": "m", **values})

@@ -23,7 +23,7 @@ class Tenants(Clocked):
         self._execute, self.runner.execute = self.runner.execute, self._look_and_execute
 
     def _look_and_execute(self, out, prepared):
-        """Who is in line once the step is made: something waits, and the cap leaves room."""
+        """Note who is in line once the step is scheduled: it has requests waiting, and its cap leaves room."""
         tenants = self.core.config.tenants
         caps = {name: tenants[name].max_running if name in tenants else None for name in NAMES}
         self.in_line = {n for n in NAMES if self.waiting_of(n) and (caps[n] is None or self.running_of(n) < caps[n])}
@@ -57,7 +57,7 @@ def test_tokens_are_shared_by_weight_whatever_the_requests_look_like():
     assert 2.8 < rig.served["gold"] / rig.served["free"] < 3.2
 
 
-def test_what_a_client_declares_and_does_not_use_costs_it_nothing():
+def test_unused_max_tokens_cost_a_tenant_nothing():
     rig = Tenants({"*": {}}, max_num_seqs=8)
     for _ in range(1200):
         keep_busy(rig, "declares", 4, 59, stop=True)  # ends at its first token
@@ -66,7 +66,7 @@ def test_what_a_client_declares_and_does_not_use_costs_it_nothing():
     assert 0.85 < rig.served["declares"] / rig.served["exact"] < 1.15
 
 
-def test_idling_saves_up_no_credit():
+def test_an_idle_tenant_saves_up_no_credit():
     rig = Tenants({"*": {}}, max_num_seqs=4)
     for _ in range(400):
         keep_busy(rig, "steady", 4, 8)
@@ -79,7 +79,7 @@ def test_idling_saves_up_no_credit():
     assert 0.7 < (rig.served["steady"] - before) / rig.served["idled"] < 1.4
 
 
-def test_being_served_alone_is_no_debt():
+def test_a_tenant_served_alone_runs_up_no_debt():
     rig = Tenants({"*": {}}, max_num_seqs=4)
     for _ in range(400):
         keep_busy(rig, "early", 4, 8)
@@ -150,14 +150,14 @@ def test_shares_differ_by_no_more_than_the_bound_and_caps_hold(load):
         for _ in range(count):
             waiting, free = rig.waiting_of(name), slots - len(rig.scheduler.running)
             failure = rig.try_add(prompt, output, tenant=name, stop=stop, n=n, priority=priority)
-            most = tenants[name].get("max_queued")
+            max_queued = tenants[name].get("max_queued")
             if failure is None:
                 longest = max(longest, prompt + output)
-                assert most is None or waiting - free < most
+                assert max_queued is None or waiting - free < max_queued
             else:
-                assert most is not None
-                assert waiting >= most
-                assert f"tenant '{name}' is full: {most} sequences" in failure.message
+                assert max_queued is not None
+                assert waiting >= max_queued
+                assert f"tenant '{name}' is full: {max_queued} sequences" in failure.message
     for _ in range(4000):
         if not rig.core.has_work:
             break
@@ -179,7 +179,7 @@ def test_a_tenant_at_its_cap_leaves_its_place_to_others():
     assert rig.all_finished
 
 
-def test_star_stands_for_whoever_is_not_named():
+def test_star_stands_for_every_tenant_that_is_not_named():
     rig = Tenants({"named": {"max_queued": 3}, "*": {"max_queued": 1}}, max_num_seqs=1)
     rig.add(2, 9, tenant="named")
     rig.step()
@@ -194,7 +194,7 @@ def test_star_stands_for_whoever_is_not_named():
         assert "max_queued=1" in refused.message
 
 
-def test_classes_are_a_tenants_own_affair():
+def test_priority_classes_count_within_a_tenant():
     rig = Tenants({"*": {}}, max_num_seqs=4, scheduling_policy="priority")
     for _ in range(2):
         rig.add(2, 30, tenant="a", priority=2)
@@ -205,11 +205,11 @@ def test_classes_are_a_tenants_own_affair():
     assert [request.tenant for request in out.preempted] == ["a"]
     assert urgent in out.requests
     rig.add(2, 3, tenant="c", priority=0)
-    assert not rig.step().preempted, "it has no running request of its own"
+    assert not rig.step().preempted, "tenant c has no running request"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "edf", "priority"])
-def test_inside_a_tenant_the_policy_orders(policy):
+def test_within_a_tenant_the_policy_sets_the_order(policy):
     rig = Tenants({"*": {}}, max_num_seqs=1, scheduling_policy=policy)
     rig.add(2, 9, tenant="t", priority=-1, timeout=1)
     rig.add(2, 8, tenant="t", priority=1, timeout=30)
@@ -232,7 +232,7 @@ def test_an_aborted_tenant_leaves_the_line():
     assert rig.order() == [0, 2]
 
 
-def test_tenants_that_went_away_are_forgotten():
+def test_tenants_without_requests_are_forgotten():
     rig = Tenants({"*": {}}, max_num_seqs=4)
     for number in range(1100):
         rig.add(1, 1, tenant=f"client {number}")

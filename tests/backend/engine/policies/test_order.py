@@ -25,7 +25,7 @@ POLICIES = ["fcfs", "priority", "sjf", "edf"]
 
 
 def patience(policy: str, request: Request) -> float:
-    """What the documentation says of each policy."""
+    """As docs/scheduling.md defines it."""
     if policy == "priority":
         return request.priority * AGING
     if policy == "sjf":
@@ -83,14 +83,14 @@ def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, l
     for item in load:
         for _ in range(item["gap"]):
             checked_step()
-        n = 1 if policy == "fcfs" else item["n"]  # there, siblings go first of all: the prompt's blocks are there
+        n = 1 if policy == "fcfs" else item["n"]  # under fcfs siblings go first, since their prompt is computed
         rig.add(item["prompt"], item["output"], priority=item["priority"], timeout=item["timeout"], n=n)
     for _ in range(3000):
         if not rig.core.has_work:
             break
         checked_step()
     assert rig.all_finished
-    assert not any((b, a) in gave_way for a, b in gave_way), "two requests pushed each other out"
+    assert not any((b, a) in gave_way for a, b in gave_way), "two requests preempted each other"
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, l
         ("edf", {}, {"timeout": 5}),
     ],
 )
-def test_nothing_starves_under_a_flood_without_end(policy, victim, flood):
-    """2.5 times as much arrives as can be served, for good; what arrived before is due in time all the same."""
+def test_nothing_starves_under_an_endless_flood(policy, victim, flood):
+    """Requests keep arriving at 2.5 times the rate of service; one that came before them still starts in time."""
     rig = Clocked(scheduling_policy=policy, max_num_seqs=2, **OPTIONS)
     rig.add(1, 5, priority=-9, timeout=1)
     rig.add(1, 5, priority=-9, timeout=1)
@@ -114,12 +114,12 @@ def test_nothing_starves_under_a_flood_without_end(policy, victim, flood):
     margin = patience(policy, request) - patience(policy, rig.requests[3])
     overtook = [r for r in rig.requests.values() if r.request_id > 2 and r.request_id in rig.started]
     assert max(r.arrival_time for r in overtook) <= request.arrival_time + margin
-    assert margin >= 10, "it was overtaken for a while"
-    rounds = sum(r.arrival_time < margin for r in rig.requests.values()) * 6 / 2  # what was due before it
+    assert margin >= 10, "it may be overtaken for a while"
+    rounds = sum(r.arrival_time < margin for r in rig.requests.values()) * 6 / 2  # the work due before it
     assert rig.started[request.request_id] <= margin + rounds
     if policy == "priority":
         while rig.first_token.get(request.request_id) is None or request.num_output_tokens < 5:
-            assert request.num_preemptions == 0, "it has waited out its patience: nobody pushes it out again"
+            assert request.num_preemptions == 0, "it has waited out its patience: nobody preempts it"
             rig.step()
             rig.add(1, 5, priority=0)
 
@@ -141,8 +141,8 @@ def test_an_interactive_request_takes_a_slot_in_the_next_step():
     request = rig.add(8, 3, priority=0)
     out = rig.step()
     assert request in out.requests
-    assert out.preempted == [latest], "of the lowest class the latest arrival"
-    assert out.samples[out.requests.index(request)], "its whole prompt is computed, and its first token is there"
+    assert out.preempted == [latest], "the latest arrival of the lowest class"
+    assert out.samples[out.requests.index(request)], "its whole prompt is computed and its first token sampled"
     assert len(rig.scheduler.running) == 4
     rig.run()
     assert rig.all_finished
@@ -206,7 +206,7 @@ def test_nobody_gives_way_to_a_prompt_that_the_budget_passes_over():
     assert rig.scheduler.num_preempted_total == 1
 
 
-def test_equal_classes_and_other_policies_push_nobody_out():
+def test_equal_classes_and_other_policies_preempt_nobody():
     rig = saturated()
     rig.add(3, 3, priority=2)
     assert not rig.step().preempted
@@ -216,14 +216,14 @@ def test_equal_classes_and_other_policies_push_nobody_out():
         assert not rig.step().preempted
 
 
-def test_whoever_has_waited_out_its_patience_is_not_pushed_out():
+def test_a_request_that_has_waited_out_its_patience_is_not_preempted():
     rig = saturated(priority_aging_seconds=5)  # class 2 is due 10 seconds after its arrival
     rig.now = 11
     rig.add(3, 3, priority=0)
     assert not rig.step().preempted
 
 
-def test_what_has_aged_is_no_victim_of_those_that_came_later_either():
+def test_an_aged_request_is_no_victim_of_later_arrivals():
     policies = make_policies(EngineConfig(model="none", scheduling_policy="priority", priority_aging_seconds=10))
     batch = Request(0, [1], SamplingParams(), arrival_time=0.0, priority=2)
     early, late = (Request(i, [1], SamplingParams(), arrival_time=t) for i, t in ((1, 19.0), (2, 21.0)))
@@ -274,7 +274,7 @@ def test_shortest_first_and_earliest_deadline_first():
     assert rig.order() == [1, 3, 2, 4, 0], "without a timeout the default one counts"
 
 
-def test_equal_requests_are_served_as_they_came():
+def test_equal_requests_are_served_in_order_of_arrival():
     for policy in POLICIES:
         rig = Clocked(scheduling_policy=policy, max_num_seqs=1)
         for _ in range(6):
@@ -302,20 +302,20 @@ def test_a_class_has_its_own_queue_limit(policy):
     for _ in range(5):
         rig.add(2, 2, priority=1)  # no limit of its own
     rig.run()
-    rig.add(2, 2, priority=2)  # places are given back
+    rig.add(2, 2, priority=2)  # ended requests give their places back
     rig.core.abort(rig.requests[len(rig.requests) - 1].request_id)
     rig.add(2, 2, priority=2)
     rig.run()
 
 
-def test_what_could_start_at_once_is_in_nobodys_way():
+def test_requests_that_could_start_at_once_do_not_fill_the_queue():
     rig = Clocked(scheduling_policy="priority", max_num_seqs=4, priority_classes={"2": {"max_queue_size": 1}})
     for _ in range(5):
         rig.add(2, 2, priority=2)
     assert rig.try_add(2, 2, priority=2) is not None
 
 
-def test_fields_of_the_wire_reach_the_request():
+def test_scheduling_fields_reach_the_request():
     rig = Clocked(scheduling_policy="edf")
     request = rig.add(2, 2, priority=3, tenant="gold", timeout=7)
     assert (request.priority, request.tenant, request.deadline, request.arrival_time) == (3, "gold", 7.0, 0.0)

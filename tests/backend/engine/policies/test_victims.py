@@ -1,4 +1,4 @@
-"""Who gives way, by each victim policy."""
+"""Who gives way under each victim policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_lowest_priority_then_latest_arrival():
         candidate(3, arrival=2.0, priority=2),
     ]
     assert lowest_priority(candidates).request_id == 3
-    assert lowest_priority([*candidates[:1], candidate(4, arrival=2.0)]).request_id == 1, "readmitted, but came last"
+    assert lowest_priority([*candidates[:1], candidate(4, arrival=2.0)]).request_id == 1, (
+        "the latest arrival, wherever it runs"
+    )
 
 
 def test_longest():
@@ -42,7 +44,7 @@ def test_least_preempted_then_lowest_priority_then_latest_arrival():
     assert least_preempted(candidates[:2] + candidates[3:]).request_id == 4
 
 
-def test_model_json_chooses():
+def test_model_json_selects_the_policy():
     """Three requests outgrow the pool; who gives way first differs."""
     preempted = {}
     for policy in ("last", "lowest_priority", "longest"):
@@ -59,7 +61,7 @@ def test_model_json_chooses():
 
 
 def test_the_default_keeps_what_the_order_promises():
-    """A batch request that has aged stands before a fresh interactive one, which gives way to it."""
+    """An aged batch request ranks ahead of a fresh interactive one, which gives way to it."""
     core = make_core(Info(num_blocks=20), block_size=4, scheduling_policy="priority", priority_aging_seconds=10)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=40, ignore_eos=True)
     for request_id, (priority, arrival) in enumerate([(2, 0.0), (0, 100.0)]):

@@ -1,0 +1,56 @@
+"""Links between the pages and paths named in them lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(
+        path
+        for folder in ("bench", "deploy", "model_repository")
+        for path in sorted((ROOT / folder).rglob("README.md"))
+    ),
+]
+# Pages that name files in backticks, relative to one of these folders.
+NAMING_PAGES = [
+    ROOT / "docs" / f"{name}.md" for name in ("architecture", "development", "memory", "scheduling", "latency")
+]
+FOLDERS = [ROOT, ROOT / "backend" / "inflight"]
+
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken, f"links of {page.name} that lead nowhere"
+
+
+@pytest.mark.parametrize("page", NAMING_PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|md|json|toml)|[\w.-]+/(?:[\w.-]+/)*)`", prose(page)))
+    missing = {name for name in named if not any((folder / name).exists() for folder in FOLDERS)}
+    assert not missing, f"{page.name} names what does not exist"
