@@ -47,7 +47,7 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class BatchedRequest:
+class Job:
     """One request of a batch; `answer` is set when it is refused or done."""
 
     prompt: list[int]
@@ -112,9 +112,9 @@ class TritonPythonModel:
                     job.answer = _error(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
         return [job.answer for job in jobs]
 
-    def _parse(self, request: Any) -> BatchedRequest:
+    def _parse(self, request: Any) -> Job:
         values = {name: _value(request, name) for name in ("text_input", "input_ids", "stream", "sampling_parameters")}
-        job = BatchedRequest([], values["text_input"] or "", self._default_max_tokens, 1.0, 0, 1.0, False)
+        job = Job([], values["text_input"] or "", self._default_max_tokens, 1.0, 0, 1.0, False)
         try:
             if values["stream"]:
                 raise ValueError("stream=true: a completion-locked batch answers once, at its end; set it to false")
@@ -139,7 +139,7 @@ class TritonPythonModel:
         return job
 
     @torch.inference_mode()
-    def _generate(self, batch: list[BatchedRequest], settings: tuple[float, int, float, bool]) -> None:
+    def _generate(self, batch: list[Job], settings: tuple[float, int, float, bool]) -> None:
         """Decode one batch of equal settings and answer its jobs."""
         temperature, top_k, top_p, ignore_eos = settings
         width = max(len(job.prompt) for job in batch)
@@ -163,7 +163,7 @@ class TritonPythonModel:
         for job, row in zip(batch, out[:, width:].tolist()):
             job.answer = self._answer(job, row[: job.max_tokens], stops)
 
-    def _answer(self, job: BatchedRequest, tokens: list[int], stops: list[int]) -> Any:
+    def _answer(self, job: Job, tokens: list[int], stops: list[int]) -> Any:
         end = next((at for at, token in enumerate(tokens) if token in stops), None)
         if end is not None:
             tokens = tokens[: end + 1]
