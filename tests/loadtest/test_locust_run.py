@@ -120,7 +120,8 @@ def test_text_prompts_over_server_sent_events(server: TritonServer, tmp_path: Pa
     rows = _rows(tmp_path / "record.jsonl")
     assert [row["error"] for row in rows] == [None] * 6
     assert {sum(count for _, count in row["arrivals"]) for row in rows} == {64}
-    assert {len(row["arrivals"]) > 8 for row in rows} == {model == "inflight"}
+    # A busy machine may deliver many tokens in one response, but not all of them.
+    assert {len(row["arrivals"]) > 1 for row in rows} == {model == "inflight"}
     assert int(_statistics(tmp_path / "run_stats.csv")[("sse", "uniform")]["Request Count"]) == 6
 
 
