@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +21,7 @@ from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions
 from loadtest.report import render
 from loadtest.results import build, write
-from loadtest.runner import Plan, run
+from loadtest.runner import Plan, Results, run
 from loadtest.server import BASELINE, DEFAULT_CHECKPOINT, INFLIGHT, Endpoints
 
 app = typer.Typer(
@@ -32,6 +34,10 @@ app = typer.Typer(
 # Engine options of a run unless --set overrides them: 40 users fit one batch.
 _ENGINE = {"dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "kv_cache_memory": "2GiB"}
 _SWEEP = "0.4,0.7,1.0,1.5"
+
+_Protocol = Annotated[
+    str | None, typer.Option(help="grpc or http (/generate_stream).", show_default="what --url speaks, else grpc")
+]
 
 
 @app.command("run")
@@ -51,10 +57,7 @@ def run_(
     context: Annotated[int, typer.Option(help="Scale the scenario to this many tokens.", min=0)] = 0,
     prompt: Annotated[str, typer.Option(help="ids, or text with exactly as many tokens.")] = "ids",
     tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --url with --prompt text.")] = "",
-    protocol: Annotated[
-        str | None,
-        typer.Option(help="grpc or http (/generate_stream).", show_default="what --url speaks, else grpc"),
-    ] = None,
+    protocol: _Protocol = None,
     seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 1,
     slo_ttft: Annotated[float, typer.Option(help="SLO: seconds to the first text.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="SLO: seconds per further token.")] = 0.25,
@@ -71,7 +74,7 @@ def run_(
     """Run a scenario against both models on one server and write report.html and report.json."""
     # SIGTERM stops what was started, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with _one_line_errors():
         load = LoadOptions(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
             cv=cv, context=context, prompt=prompt, tokenizer=tokenizer,
@@ -93,18 +96,7 @@ def run_(
             output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
         )
         results = run(plan, lambda line: typer.echo(line))
-    except WorkloadError as error:
-        _fail(str(error), 2)
-    except LauncherError as error:
-        _fail(str(error), 1)
-    except KeyboardInterrupt:
-        _fail("stopped", 130)
-    data = build(results, shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]), note or [])
-    page = write(data, plan.output)
-    for ratio in data["ratios"]:
-        if ratio["ratio"] is not None:
-            typer.echo(f"{ratio['what']:<36} {ratio['ratio']:6.2f}x")
-    typer.echo(f"wrote {page}")
+    _report(results, note or [])
 
 
 @app.command("render")
@@ -124,6 +116,28 @@ def scenarios_() -> None:
     """List the scenarios."""
     for scenario in SCENARIOS.values():
         typer.echo(f"{scenario.name:<11} {scenario.about} (longest request {scenario.longest} tokens{_open(scenario)})")
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except WorkloadError as error:
+        _fail(str(error), 2)
+    except LauncherError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+
+
+def _report(results: Results, notes: list[str]) -> None:
+    """Write the report and print its ratios."""
+    data = build(results, shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]), notes)
+    page = write(data, results.plan.output)
+    for ratio in data["ratios"]:
+        if ratio["ratio"] is not None:
+            typer.echo(f"{ratio['what']:<36} {ratio['ratio']:6.2f}x")
+    typer.echo(f"wrote {page}")
 
 
 def _open(scenario: Scenario) -> str:

@@ -63,13 +63,13 @@ def client(address: str, protocol: str) -> Iterator[Client]:
 
 @pytest.fixture
 def key() -> str:
-    """Under which a test finds its own requests again."""
+    """Identifies the requests of a test."""
     return uuid.uuid4().hex
 
 
 @pytest.fixture
 def seen(scripted: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
-    """What the model has seen under a key; waits until `until` holds."""
+    """What the model has seen under a key, once `until` holds."""
     with Client(scripted.grpc_address, model="scripted") as observer:
 
         def look(key: str, until: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:

@@ -57,7 +57,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def plain(tensor):
-    """A tensor's value as JSON can hold it; one element comes alone."""
+    """A tensor's value for JSON; a single element is unwrapped."""
     values = [v.decode() if isinstance(v, bytes) else v.item() for v in tensor.as_numpy().reshape(-1)]
     return values if tensor.name() == "input_ids" else values[0]
 
@@ -174,7 +174,7 @@ class TritonPythonModel:
         return "finished"
 
     def outputs(self, inputs, params, n, words, start, ends):
-        """One response: `words` for each of the n sequences, numbered from `start`."""
+        """A response with `words` for each of the n sequences, numbered from `start`."""
         count = len(words)
         text = "".join(word if start + i == 0 else f" {word}" for i, word in enumerate(words))
         columns = {"text_output": [text] * n}

@@ -42,7 +42,7 @@ async def test_a_stream_yields_what_the_model_sends(aclient: AsyncClient) -> Non
     assert (result.text, result.finish_reason, result.usage.input_tokens) == ("It streams", "stop", 7)
 
 
-async def test_generate_returns_the_whole(aclient: AsyncClient) -> None:
+async def test_generate_returns_the_complete_answer(aclient: AsyncClient) -> None:
     result = await aclient.generate(messages=[{"role": "user", "content": "漢 字"}], n=2, max_tokens=1)
     assert [choice.text for choice in result.choices] == ["user:漢"] * 2
     assert [choice.token_ids for choice in result.choices] == [[0], [1000]]
@@ -59,7 +59,7 @@ async def test_eight_tasks_share_a_client(aclient: AsyncClient, seen: Look, key:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "drop", "task"])
-async def test_cancelling_ends_this_request_and_no_other(aclient: AsyncClient, seen: Look, key: str, how: str) -> None:
+async def test_cancelling_ends_only_this_request(aclient: AsyncClient, seen: Look, key: str, how: str) -> None:
     other = aclient.stream(script(f"{key} other", tokens=40, delay=0.02), max_tokens=40)
     stream = aclient.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
     assert (await anext(other)).text == (await anext(stream)).text == "t0"
@@ -99,7 +99,7 @@ async def test_another_task_can_cancel_before_the_first_token(aclient: AsyncClie
     await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
 
 
-async def test_a_wait_for_that_gives_up_cancels_the_request(aclient: AsyncClient, seen: Look, key: str) -> None:
+async def test_a_wait_for_that_times_out_cancels_the_request(aclient: AsyncClient, seen: Look, key: str) -> None:
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(aclient.generate(script(key, tokens=1000, delay=0.02), max_tokens=1000), 0.2)
     await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
@@ -110,7 +110,7 @@ async def test_unavailable_then_success(aclient: AsyncClient, key: str) -> None:
     assert (result.text, result.attempts) == ("done", 3)
 
 
-async def test_retries_come_to_an_end(address: str, protocol: Any, seen: Look, key: str) -> None:
+async def test_retries_end(address: str, protocol: Any, seen: Look, key: str) -> None:
     policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
     async with AsyncClient(address, protocol=protocol, model="scripted", retries=policy) as client:
         with pytest.raises(UnavailableError, match="queue is full"):
@@ -118,18 +118,18 @@ async def test_retries_come_to_an_end(address: str, protocol: Any, seen: Look, k
     assert (await asyncio.to_thread(seen, key))["requests"] == 2
 
 
-async def test_a_wrong_value_is_refused_in_the_servers_words(aclient: AsyncClient) -> None:
+async def test_an_invalid_value_is_rejected_with_the_servers_message(aclient: AsyncClient) -> None:
     with pytest.raises(InvalidRequestError, match="temperature=-1 is out of range"):
         await aclient.generate("a", temperature=-1)
 
 
-async def test_the_servers_deadline(aclient: AsyncClient) -> None:
+async def test_the_server_enforces_the_deadline(aclient: AsyncClient) -> None:
     with pytest.raises(DeadlineExceededError, match="timeout of") as caught:
         await aclient.generate(json.dumps({"tokens": 100, "delay": 0.05}), max_tokens=100, timeout=0.3)
     assert caught.value.partial is not None and caught.value.partial.token_ids
 
 
-async def test_a_server_that_forgets_the_deadline(aclient: AsyncClient) -> None:
+async def test_the_client_enforces_a_deadline_that_the_server_ignores(aclient: AsyncClient) -> None:
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         text = json.dumps({"tokens": 500, "delay": 0.05, "no_deadline": True})
         await aclient.generate(text, max_tokens=500, timeout=0.2)
@@ -152,7 +152,7 @@ async def test_a_control_request_is_answered_with_text(aclient: AsyncClient) -> 
         await aclient.control("refused")
 
 
-async def test_nobody_at_the_address(protocol: Any) -> None:
+async def test_no_server_at_the_address(protocol: Any) -> None:
     address = f"127.0.0.1:{pick_ports(1)[0]}"
     policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
     async with AsyncClient(address, protocol=protocol, retries=policy) as client:
@@ -163,7 +163,7 @@ async def test_nobody_at_the_address(protocol: Any) -> None:
             await client.wait_until_ready(timeout=0.2)
 
 
-def test_a_client_may_be_made_before_its_loop_runs(address: str, protocol: Any) -> None:
+def test_a_client_may_be_created_before_its_loop_runs(address: str, protocol: Any) -> None:
     client = AsyncClient(address, protocol=protocol, model="scripted")
 
     async def main() -> str:
@@ -173,8 +173,8 @@ def test_a_client_may_be_made_before_its_loop_runs(address: str, protocol: Any) 
     assert asyncio.run(main()) == "made early"
 
 
-async def test_closing_the_client_ends_its_streams_with_an_error_of_its_own(address: str, protocol: Any) -> None:
-    """And not with a `CancelledError`, which would end the reading task without a word."""
+async def test_closing_the_client_ends_its_streams_with_its_own_error(address: str, protocol: Any) -> None:
+    """Not with a `CancelledError`, which would end the reading task silently."""
     async with AsyncClient(address, protocol=protocol, model="scripted") as client:
         stream = client.stream(json.dumps({"tokens": 1000, "delay": 0.02}), max_tokens=1000)
         await stream.__anext__()

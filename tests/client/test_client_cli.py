@@ -15,7 +15,7 @@ import pytest
 
 from inflight_tools.ports import pick_ports
 
-# A suite that runs in the background has SIGINT ignored, which children inherit; a terminal has not.
+# A test run in the background ignores SIGINT, and its children inherit that; in a terminal they do not.
 RUN = (
     "import signal, typer; from inflight_client.cli import generate; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); typer.run(generate)"
@@ -71,12 +71,12 @@ def test_chat_and_standard_input(server: list[str]) -> None:
     assert run("-", "--chat", *server, stdin="hello there") == (0, "user:hello there\n", "")
 
 
-def test_what_the_server_refuses_is_one_line(server: list[str]) -> None:
+def test_an_error_of_the_server_is_one_line(server: list[str]) -> None:
     status, _, error = run("a", "--temperature", "-1", *server)
     assert (status, error) == (1, "inflight: temperature=-1 is out of range: allowed is [0, 100]\n")
 
 
-def test_a_deadline_shows_what_came(server: list[str]) -> None:
+def test_a_deadline_shows_the_text_so_far(server: list[str]) -> None:
     status, out, error = run('{"tokens": 100, "delay": 0.1}', "--timeout", "0.5", *server)
     assert status == 1
     assert out.startswith("t0 t1") and out.endswith("\n")
@@ -113,7 +113,7 @@ def test_what_is_not_an_address_is_one_line(url: str, protocol_: list[str]) -> N
     assert error.startswith("inflight: url='") and url in error and error.count("\n") == 1
 
 
-def test_standard_input_that_is_no_text_is_one_line() -> None:
+def test_standard_input_that_is_not_utf8_is_one_line() -> None:
     process = subprocess.run(
         [sys.executable, "-c", RUN, "-"],
         input=b"a\xffb",

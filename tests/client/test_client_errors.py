@@ -1,4 +1,4 @@
-"""The words of Triton and of our backend, and the exceptions they become."""
+"""Messages of Triton and of our backend, and the exceptions they select."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(("kind", "message"), MESSAGES)
-def test_messages_find_their_exception(kind: type[Exception], message: str) -> None:
+def test_messages_select_their_exception(kind: type[Exception], message: str) -> None:
     error = error_for(code_of_message(message), message)
     assert type(error) is kind
     assert error.message == message == str(error)
 
 
-def test_an_unknown_message_takes_the_default() -> None:
+def test_an_unknown_message_gets_the_default() -> None:
     assert code_of_message("hm", default="NOT_FOUND") == "NOT_FOUND"
 
 
 def spelled_out(node: ast.expr) -> str | None:
-    """A message as the source has it, with something in place of what is filled in; None for a variable."""
+    """A message as written in the source, with placeholders filled in; None for a variable."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -74,7 +74,7 @@ def spelled_out(node: ast.expr) -> str | None:
 
 
 def backend_errors() -> list[tuple[str, str]]:
-    """(code, message) of every error that the backend's source spells out."""
+    """(code, message) of every error that the backend's source states literally."""
     package = Path(inflight.__file__).parent
     found = []
     for path in package.rglob("*.py"):
@@ -87,10 +87,10 @@ def backend_errors() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_client_understands_what_the_backend_says() -> None:
+def test_the_client_understands_every_message_of_the_backend() -> None:
     errors = backend_errors()
     assert {code for code, _ in errors} >= {"INVALID_ARG", "UNAVAILABLE", "CANCELLED"}
-    # A refusal in new words may come out as a ServerError, but nothing else may be mistaken.
+    # An unknown wording of INVALID_ARG may become a ServerError; any other confusion is wrong.
     fine = {"INVALID_ARG": {"INVALID_ARGUMENT", "UNKNOWN"}, "CANCELLED": {"CANCELLED", "DEADLINE_EXCEEDED"}}
     wrong = [(code, said) for code, said in errors if code_of_message(said) not in fine.get(code, {code})]
     assert wrong == []

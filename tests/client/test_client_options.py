@@ -21,19 +21,19 @@ def build(prompt: str | None = "p", messages: Any = None, input_ids: Any = None,
     return GenerationRequest.build(prompt, messages, input_ids, options, model="m", timeout=9.0)  # type: ignore[arg-type]
 
 
-def test_options_find_their_place() -> None:
+def test_options_end_up_in_their_fields() -> None:
     request = build(max_tokens=5, top_p=0.5, tenant="t", request_priority=1, extra_parameters={"new_one": 1}, seed=3)
     assert request.sampling == {"max_tokens": 5, "top_p": 0.5, "new_one": 1, "seed": 3}
     assert (request.model, request.tenant, request.request_priority, request.timeout) == ("m", "t", 1, 9.0)
     assert request.stream and request.return_token_ids
 
 
-def test_what_is_given_wins_over_the_clients_defaults() -> None:
+def test_options_override_the_clients_defaults() -> None:
     request = build(model="other", timeout=None, request_id="mine", one_response=True)
     assert (request.model, request.timeout, request.request_id, request.stream) == ("other", None, "mine", False)
 
 
-def test_requests_without_an_id_get_one_each() -> None:
+def test_requests_without_an_id_get_distinct_ones() -> None:
     assert build().request_id != build().request_id != ""
 
 
@@ -78,21 +78,21 @@ def test_an_unpaired_surrogate_is_rejected_before_anything_is_sent() -> None:
         ({"prompt": None, "input_ids": [2**63]}, ValueError, "input_ids: must be integers within the range of INT64"),
     ],
 )
-def test_values_of_the_wrong_kind_are_refused_before_anything_is_sent(
+def test_values_of_the_wrong_type_are_rejected_before_anything_is_sent(
     arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         build(**arguments)
 
 
-def test_the_number_of_sequences_is_read_as_the_server_reads_it() -> None:
+def test_the_number_of_sequences_is_parsed_as_by_the_server() -> None:
     values = [2, 2.0, "2", np.int32(2)]
     assert [build(n=n).n for n in values] == [2, 2, 2, 2]
     assert build(extra_parameters={"num_return_sequences": 3}).n == 3
     assert [build(n=n).n for n in (None, "x", [1], 0)] == [1, 1, 1, 1]
 
 
-def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+def test_an_unknown_option_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match="'max_token'; did you mean 'max_tokens'"):
         build(max_token=4)
     with pytest.raises(TypeError, match="extra_parameters"):
@@ -114,7 +114,7 @@ def test_default_addresses_are_tritons_ports() -> None:
     assert connection(protocol="http").base_url == "http://127.0.0.1:8000"
 
 
-def test_a_scheme_says_tls() -> None:
+def test_a_scheme_selects_tls() -> None:
     assert connection("https://host:1/base/", "http").base_url == "https://host:1/base"
     assert connection("grpcs://host:1").ssl and connection("grpcs://host:1").address == "host:1"
     assert not connection("grpc://host:1").ssl
@@ -134,12 +134,12 @@ def test_a_scheme_says_tls() -> None:
         ("host:1", "grpc", {"ssl_context": ssl.create_default_context()}, "ssl_context"),
     ],
 )
-def test_wrong_connections_are_refused(url: str, protocol: str, options: dict[str, Any], match: str) -> None:
+def test_invalid_connections_are_rejected(url: str, protocol: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         connection(url, protocol, **options)
 
 
-def test_an_unknown_connection_option_is_refused() -> None:
+def test_an_unknown_connection_option_is_rejected() -> None:
     for client in (Client, AsyncClient):
         with pytest.raises(TypeError, match="verifi"):
             client("host:1", verifi=True)  # type: ignore[call-arg]
@@ -154,7 +154,7 @@ def test_tls_options_reach_tritonclient() -> None:
     assert (options["certificate_chain"], options["creds"]) == ("chain.pem", "c")
 
 
-def test_channel_arguments_are_the_callers_when_given() -> None:
+def test_given_channel_arguments_replace_ours() -> None:
     assert connection(channel_args=[("a", 1)]).grpc_client_options()["channel_args"] == [("a", 1)]
 
 
@@ -162,7 +162,7 @@ def test_channel_arguments_are_the_callers_when_given() -> None:
     ("host", "loopback"),
     [("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("10.0.0.1:1", False), ("gpu:1", False)],
 )
-def test_proxies_are_not_for_this_machine(host: str, loopback: bool) -> None:
+def test_proxies_do_not_apply_to_this_machine(host: str, loopback: bool) -> None:
     assert connection(host).is_loopback is loopback
     assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
 
@@ -172,7 +172,7 @@ def test_headers_are_lower_case_in_grpc() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_closed_client_says_that_it_is_closed(protocol: Any) -> None:
+def test_a_closed_client_raises(protocol: Any) -> None:
     client = Client("127.0.0.1:1", protocol=protocol)
     client.close()
     client.close()
@@ -182,7 +182,7 @@ def test_a_closed_client_says_that_it_is_closed(protocol: Any) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-async def test_a_closed_asyncio_client_says_that_it_is_closed(protocol: Any) -> None:
+async def test_a_closed_asyncio_client_raises(protocol: Any) -> None:
     client = AsyncClient("127.0.0.1:1", protocol=protocol)
     await client.health()
     await client.close()
@@ -191,7 +191,7 @@ async def test_a_closed_asyncio_client_says_that_it_is_closed(protocol: Any) -> 
         await client.generate("x")
 
 
-def test_a_client_that_is_forgotten_leaves_no_thread() -> None:
+def test_a_dropped_client_leaves_no_thread() -> None:
     client = Client("127.0.0.1:1", protocol="http")
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "inflight-client"]
     del client

@@ -1,4 +1,4 @@
-"""Adding chunks up, and the arithmetic of the timings."""
+"""Accumulating chunks, and the arithmetic of the timings."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_timings_of_a_plain_stream() -> None:
 def test_tpot_counts_tokens_and_not_responses() -> None:
     builder = ResultBuilder(1)
     builder.add(chunk(1.0, 1))
-    builder.add(chunk(2.0, 4))  # four tokens that came together
+    builder.add(chunk(2.0, 4))  # four tokens in one response
     timings = builder.timings(2.0)
     assert timings.itl == [1.0]
     assert timings.tpot == pytest.approx(0.25)
 
 
-def test_tpot_is_the_longest_sequences() -> None:
+def test_tpot_is_that_of_the_longest_sequence() -> None:
     builder = ResultBuilder(2)
     builder.add(chunk(1.0, 1, 1))
     builder.add(chunk(3.0, 2, 0))
     assert builder.timings(3.0).tpot == pytest.approx(1.0)
 
 
-def test_responses_without_tokens_have_no_time() -> None:
+def test_responses_without_tokens_do_not_count_in_the_timings() -> None:
     builder = ResultBuilder(1)
     builder.add(chunk(1.0, 0))
     builder.add(chunk(2.0, 1))
@@ -54,7 +54,7 @@ def test_responses_without_tokens_have_no_time() -> None:
     assert (timings.ttft, timings.itl, timings.tpot) == (2.0, [], None)
 
 
-def test_nothing_arrived() -> None:
+def test_a_result_without_output() -> None:
     result = ResultBuilder(2).build("r", "m", 1, 0.25)
     assert (result.timings.ttft, result.timings.itl, result.timings.tpot) == (None, [], None)
     assert [choice.text for choice in result.choices] == ["", ""]
@@ -85,7 +85,7 @@ def test_chunks_add_up_per_sequence() -> None:
     assert first.cumulative_logprob == -1.0
 
 
-def test_a_result_is_json_ready() -> None:
+def test_a_result_can_be_encoded_as_json() -> None:
     builder = ResultBuilder(1)
     builder.add(StreamChunk([ChoiceDelta(0, "a", [7], 1, "stop", [{7: Logprob(-0.5, 1, "a")}])], elapsed=0.5))
     values = json.loads(json.dumps(builder.build("r", "m", 1, 0.5).to_dict()))

@@ -49,14 +49,14 @@ def test_delay_stays_within_its_bounds(policy: RetryPolicy, failures: int, elaps
 
 
 @given(policies)
-def test_never_more_tries_than_allowed(policy: RetryPolicy) -> None:
+def test_never_more_attempts_than_allowed(policy: RetryPolicy) -> None:
     tries = 1
     while policy.delay(tries, 0.0) is not None:
         tries += 1
     assert tries <= policy.max_attempts
 
 
-def test_delays_grow_up_to_the_longest() -> None:
+def test_delays_grow_to_the_maximum() -> None:
     policy = RetryPolicy(max_attempts=9, initial_delay=0.1, multiplier=2, max_delay=1, jitter=0)
     assert [policy.delay(k, 0) for k in range(1, 6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0])
 
@@ -64,13 +64,13 @@ def test_delays_grow_up_to_the_longest() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"max_attempts": 0}, {"jitter": 1.5}, {"multiplier": 0.5}, {"initial_delay": -1}, {"total_timeout": -1}]
 )
-def test_a_wrong_policy_is_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_rejected_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RetryPolicy(**wrong)
 
 
 class Server:
-    """Stands in for a transport: each try takes the next script of outputs and errors."""
+    """Stands in for a transport: each attempt plays the next script of outputs and errors."""
 
     def __init__(self, *tries: list[Any]) -> None:
         self.tries = list(tries)
@@ -109,7 +109,7 @@ def request(**options: Any) -> GenerationRequest:
     return GenerationRequest(model="m", prompt="p", request_id="r1", **options)
 
 
-def test_unavailable_is_tried_again_until_it_works() -> None:
+def test_unavailable_is_retried_until_it_works() -> None:
     server = Server([BUSY], [BUSY], [TEXT, LAST])
     stream = Stream(request(), FAST, server.open)
     assert [chunk.text for chunk in stream] == ["a", " b"]
@@ -117,14 +117,14 @@ def test_unavailable_is_tried_again_until_it_works() -> None:
     assert stream.result().text == "a b"
 
 
-async def test_asyncio_unavailable_is_tried_again_until_it_works() -> None:
+async def test_asyncio_unavailable_is_retried_until_it_works() -> None:
     server = Server([BUSY], [TEXT, LAST])
     stream = AsyncStream(request(), FAST, server.open)
     assert [chunk.text async for chunk in stream] == ["a", " b"]
     assert stream.result().attempts == 2
 
 
-def test_the_last_error_is_raised_when_tries_run_out() -> None:
+def test_the_last_error_is_raised_when_attempts_run_out() -> None:
     server = Server(*[[BUSY] for _ in range(5)])
     with pytest.raises(UnavailableError, match="queue is full") as caught:
         list(Stream(request(), FAST, server.open))
@@ -134,14 +134,14 @@ def test_the_last_error_is_raised_when_tries_run_out() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("top_p"), ServerError("x"), RequestCancelledError("y")])
-def test_other_errors_are_not_tried_again(error: Exception) -> None:
+def test_other_errors_are_not_retried(error: Exception) -> None:
     server = Server([error], [TEXT])
     with pytest.raises(type(error)):
         list(Stream(request(), FAST, server.open))
     assert len(server.timeouts) == 1
 
 
-def test_nothing_is_tried_again_once_output_has_come() -> None:
+def test_nothing_is_retried_once_output_has_arrived() -> None:
     server = Server([TEXT, BUSY], [TEXT, LAST])
     stream = Stream(request(), FAST, server.open)
     assert next(stream).text == "a"
@@ -154,7 +154,7 @@ def test_nothing_is_tried_again_once_output_has_come() -> None:
         next(stream)
 
 
-def test_tries_share_the_timeout_and_end_with_it() -> None:
+def test_attempts_share_the_timeout_and_end_with_it() -> None:
     server = Server(*[[BUSY] for _ in range(50)])
     policy = RetryPolicy(max_attempts=50, initial_delay=0.05, multiplier=1, jitter=0)
     with pytest.raises(UnavailableError):
@@ -165,7 +165,7 @@ def test_tries_share_the_timeout_and_end_with_it() -> None:
     assert left[0] <= 0.2 and left[-1] > 0
 
 
-def test_cancelling_ends_a_wait_for_the_next_try() -> None:
+def test_cancelling_ends_a_wait_for_the_next_attempt() -> None:
     server = Server([BUSY], [TEXT])
     stream = Stream(request(), RetryPolicy(initial_delay=60, max_delay=60), server.open)
     threading.Timer(0.05, stream.cancel).start()
@@ -174,7 +174,7 @@ def test_cancelling_ends_a_wait_for_the_next_try() -> None:
     assert len(server.timeouts) == 1
 
 
-def test_a_stream_that_is_closed_yields_nothing_more() -> None:
+def test_a_closed_stream_yields_nothing_more() -> None:
     server = Server([TEXT, LAST])
     with Stream(request(), FAST, server.open) as stream:
         next(stream)

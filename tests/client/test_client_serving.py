@@ -48,7 +48,7 @@ def test_a_stream_yields_what_the_model_sends(client: Client) -> None:
     assert (result.usage.input_tokens, result.usage.output_tokens) == (7, 5)
 
 
-def test_generate_returns_the_whole(client: Client) -> None:
+def test_generate_returns_the_complete_answer(client: Client) -> None:
     result = client.generate("one two three four", max_tokens=3, request_id="my-id")
     assert (result.text, result.finish_reason, result.token_ids) == ("one two three", "length", [0, 1, 2])
     assert (result.request_id, result.model, result.attempts) == ("my-id", "scripted", 1)
@@ -56,7 +56,7 @@ def test_generate_returns_the_whole(client: Client) -> None:
     assert len(result.timings.itl) == 2 and result.timings.tpot is not None
 
 
-def test_text_of_any_script_arrives_whole(client: Client) -> None:
+def test_text_in_any_script_arrives_intact(client: Client) -> None:
     text = "naïve 漢字 🙂🙃 \u2028line \x00nul"
     assert client.generate(text).text == text
 
@@ -79,7 +79,7 @@ def test_chat_and_token_ids_are_prompts_too(client: Client) -> None:
     assert client.generate(input_ids=[5, 6, 7]).text == "5 6 7"
 
 
-def test_everything_asked_for_reaches_the_model(client: Client, seen: Look, key: str) -> None:
+def test_every_option_reaches_the_model(client: Client, seen: Look, key: str) -> None:
     client.generate(
         script(key, tokens=1),
         temperature=0.5,
@@ -100,7 +100,7 @@ def test_everything_asked_for_reaches_the_model(client: Client, seen: Look, key:
 
 
 def test_headers_reach_the_server(scripted: TritonServer, seen: Look) -> None:
-    """Over HTTP Triton forwards none on the generate endpoints: see test_client_transport.py."""
+    """Triton's HTTP generate endpoints forward no headers; see test_client_transport.py."""
     with Client(scripted.grpc_address, model="scripted", headers={"X-Tenant": "acme"}) as client:
         assert client.ready()
         client.generate(script("headers", tokens=1))
@@ -131,7 +131,7 @@ def test_eight_threads_share_a_client(client: Client) -> None:
         words = [f"w{number}-{i}" for i in range(20)]
         stream = client.stream(json.dumps({"words": words, "delay": 0.005}), max_tokens=20)
         first = next(stream)
-        both.wait()  # all eight have begun and none has ended
+        both.wait()  # all eight are running
         assert first.text + "".join(chunk.text for chunk in stream) == " ".join(words)
         return "fine"
 
@@ -140,7 +140,7 @@ def test_eight_threads_share_a_client(client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
-def test_cancelling_ends_this_request_and_no_other(client: Client, seen: Look, key: str, how: str) -> None:
+def test_cancelling_ends_only_this_request(client: Client, seen: Look, key: str, how: str) -> None:
     other = client.stream(script(f"{key} other", tokens=40, delay=0.02), max_tokens=40)
     stream = client.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
     assert next(other).text == next(stream).text == "t0"
@@ -168,7 +168,7 @@ def test_another_thread_can_cancel_before_the_first_token(client: Client, seen: 
     seen(key, lambda report: report["cancelled"] == 1)
 
 
-def test_a_cancellation_at_once_or_after_the_end_is_fine(client: Client) -> None:
+def test_cancelling_immediately_or_after_the_end_is_allowed(client: Client) -> None:
     early = client.stream(json.dumps({"tokens": 1000, "delay": 0.02}), max_tokens=1000)
     early.cancel()
     with pytest.raises(RequestCancelledError):
@@ -184,10 +184,10 @@ def test_unavailable_then_success(client: Client, seen: Look, key: str) -> None:
     result = client.generate(script(key, words=["done"], fail_times=2, **QUEUE_FULL))
     assert (result.text, result.attempts) == ("done", 3)
     assert seen(key)["requests"] == 3
-    assert result.timings.ttft is not None and result.timings.ttft > 0.1  # the waits count
+    assert result.timings.ttft is not None and result.timings.ttft > 0.1  # including the waits
 
 
-def test_retries_come_to_an_end(address: str, protocol: Any, seen: Look, key: str) -> None:
+def test_retries_end(address: str, protocol: Any, seen: Look, key: str) -> None:
     policy = RetryPolicy(max_attempts=2, initial_delay=0.01)
     with (
         Client(address, protocol=protocol, model="scripted", retries=policy) as client,
@@ -204,14 +204,14 @@ def test_no_retry_after_the_first_token(client: Client, seen: Look, key: str) ->
     assert seen(key)["requests"] == 1
 
 
-def test_a_wrong_value_is_refused_in_the_servers_words(client: Client, seen: Look, key: str) -> None:
+def test_an_invalid_value_is_rejected_with_the_servers_message(client: Client, seen: Look, key: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"temperature=-1 is out of range: allowed is \[0, 100\]") as caught:
         client.generate(script(key, tokens=2), temperature=-1, request_id="r7")
     assert caught.value.request_id == "r7"
     assert seen(key)["requests"] == 1
 
 
-def test_an_unknown_model_is_refused(client: Client) -> None:
+def test_an_unknown_model_is_rejected(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="nobody") as caught:
         client.generate("a", model="nobody")
     assert caught.value.code == "NOT_FOUND"
@@ -219,7 +219,7 @@ def test_an_unknown_model_is_refused(client: Client) -> None:
         client.metadata("nobody")
 
 
-def test_a_failure_in_the_middle_keeps_what_came(client: Client) -> None:
+def test_a_failure_midway_keeps_the_partial_result(client: Client) -> None:
     with pytest.raises(ServerError, match="KeyError: 'x'") as caught:
         client.generate(json.dumps({"tokens": 3, "code": "INTERNAL", "error": "KeyError: 'x'"}))
     assert caught.value.partial is not None
@@ -227,14 +227,14 @@ def test_a_failure_in_the_middle_keeps_what_came(client: Client) -> None:
     assert client.generate("still fine").text == "still fine"
 
 
-def test_the_servers_deadline(client: Client, seen: Look, key: str) -> None:
+def test_the_server_enforces_the_deadline(client: Client, seen: Look, key: str) -> None:
     with pytest.raises(DeadlineExceededError, match="deadline exceeded: timeout of") as caught:
         client.generate(script(key, tokens=100, delay=0.05), max_tokens=100, timeout=0.3)
     assert caught.value.partial is not None and caught.value.partial.token_ids
     assert seen(key, lambda report: report["expired"] == 1)["cancelled"] == 0
 
 
-def test_a_server_that_forgets_the_deadline(client: Client, seen: Look, key: str) -> None:
+def test_the_client_enforces_a_deadline_that_the_server_ignores(client: Client, seen: Look, key: str) -> None:
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=0.2)
     seen(key, lambda report: report["cancelled"] == 1)
@@ -278,7 +278,7 @@ def test_an_endpoint_must_be_an_address(url: str) -> None:
         find_endpoint(url)
 
 
-def test_nobody_at_the_address(protocol: Any) -> None:
+def test_no_server_at_the_address(protocol: Any) -> None:
     address = f"127.0.0.1:{pick_ports(1)[0]}"
     policy = RetryPolicy(max_attempts=3, initial_delay=0.01)
     with Client(address, protocol=protocol, retries=policy) as client:
@@ -294,8 +294,8 @@ def test_nobody_at_the_address(protocol: Any) -> None:
             client.server_metadata()
 
 
-def test_a_server_that_comes_later_is_found(scripted: TritonServer, protocol: Any) -> None:
-    """Requests sent before the server listens: the connection is tried anew, not given up."""
+def test_a_server_that_starts_later_is_found(scripted: TritonServer, protocol: Any) -> None:
+    """The client keeps reconnecting for requests sent before the server listens."""
     port = pick_ports(1)[0]
     target = scripted.grpc_address if protocol == "grpc" else scripted.http_address
     policy = RetryPolicy(max_attempts=20, initial_delay=0.1, multiplier=1)
@@ -309,7 +309,7 @@ def test_a_server_that_comes_later_is_found(scripted: TritonServer, protocol: An
     assert result.attempts > 1
 
 
-def test_closing_the_client_ends_what_runs(address: str, protocol: Any, seen: Look, key: str) -> None:
+def test_closing_the_client_ends_open_requests(address: str, protocol: Any, seen: Look, key: str) -> None:
     client = Client(address, protocol=protocol, model="scripted")
     stream = client.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
     next(stream)

@@ -1,4 +1,4 @@
-"""TLS and headers, through a forwarder that ends TLS in front of the real server."""
+"""TLS and headers, through a forwarder that terminates TLS in front of the real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(params=[False, True], ids=["", "mutual"])
 def mutual(request: pytest.FixtureRequest) -> bool:
-    """The server asks for the client's certificate, too."""
+    """Whether the server also requires a client certificate."""
     return bool(request.param)
 
 
@@ -68,7 +68,7 @@ async def test_tls_asyncio(secured: str, protocol: Any, certificate: tuple[str, 
         assert (await client.generate("over TLS")).text == "over TLS"
 
 
-def test_a_server_that_cannot_be_trusted(secured: str, protocol: Any) -> None:
+def test_an_untrusted_server_is_rejected(secured: str, protocol: Any) -> None:
     with (
         Client(secured, protocol=protocol, model="scripted", ssl=True, retries=ONCE) as client,
         pytest.raises(ServerUnreachableError),

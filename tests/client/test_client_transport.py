@@ -29,7 +29,7 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCon
 
 
 class HttpServer:
-    """Answers every request with the given pieces of bytes, then closes the connection."""
+    """Answers every request with the given chunks of bytes, then closes the connection."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.requests: list[str] = []
@@ -74,12 +74,12 @@ def event(text: str, **outputs: Any) -> bytes:
 
 
 def over_http(*pieces: bytes, **options: Any) -> tuple[list[str], HttpServer]:
-    """Texts of the chunks that a client makes of the pieces."""
+    """Texts of the chunks that a client reads from these bytes."""
     with HttpServer(list(pieces)) as server, Client(server.address, protocol="http", retries=ONCE, **options) as client:
         return [chunk.text for chunk in client.stream("p")], server
 
 
-def test_events_are_put_together_wherever_they_were_cut() -> None:
+def test_events_are_reassembled_wherever_they_were_split() -> None:
     stream = event("nä") + b": a comment\n\n" + event("漢🙂") + b"\r\n" + event("end", finish_reason="stop")
     for size in (1, 3, 7, len(stream)):
         pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
@@ -99,13 +99,13 @@ def test_an_error_event_of_any_status_is_the_servers_error() -> None:
         over_http(SSE.replace(b"200 OK", b"400 Bad"), b'data: {"error":"n=0 is out of range"}\n\n')
 
 
-def test_a_proxys_page_is_an_error_with_its_words() -> None:
+def test_an_error_page_of_a_proxy_is_quoted() -> None:
     page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<html>upstream is gone"
     with pytest.raises(ServerError, match=r"502.*upstream is gone"):
         over_http(page)
 
 
-def test_an_answer_that_is_no_event_stream() -> None:
+def test_an_answer_that_is_not_an_event_stream() -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<html>hello"
     with pytest.raises(ServerError, match="text/event-stream"):
         over_http(page)
@@ -140,7 +140,7 @@ Script = Callable[[grpc.ServicerContext], Iterator[service_pb2.ModelStreamInferR
 
 
 class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers every streaming inference by a script."""
+    """Answers every streaming inference from a script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script

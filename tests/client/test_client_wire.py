@@ -31,7 +31,7 @@ FULL = GenerationRequest(
 
 
 def inputs_of(message: service_pb2.ModelInferRequest) -> dict[str, Any]:
-    """Input tensors as the server would read them."""
+    """Input tensors as the server reads them."""
     values: dict[str, Any] = {}
     for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
         if tensor.datatype == "BYTES":
@@ -43,7 +43,7 @@ def inputs_of(message: service_pb2.ModelInferRequest) -> dict[str, Any]:
     return values
 
 
-def test_grpc_request_is_the_contracts() -> None:
+def test_a_grpc_request_follows_the_contract() -> None:
     message = grpc_request(FULL, timeout=1.5)
     values = inputs_of(message)
     assert values.pop("text_input") == ["héllo".encode()]
@@ -73,7 +73,7 @@ def test_grpc_request_is_the_contracts() -> None:
         GenerationRequest(model="m", messages=[{"role": "user", "content": "hi"}]),
     ],
 )
-def test_what_is_sent_is_what_the_backend_declares(request_: GenerationRequest) -> None:
+def test_requests_use_only_inputs_that_the_backend_declares(request_: GenerationRequest) -> None:
     declared = {
         spec.name: (spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES"), spec.dims) for spec in INPUTS
     }
@@ -92,7 +92,7 @@ def test_http_body_is_flat_json() -> None:
     assert http_body(GenerationRequest(model="m", input_ids=[5]), None)["input_ids"] == [5]
 
 
-def test_without_token_ids_the_counts_are_asked_for() -> None:
+def test_without_token_ids_the_counts_are_requested() -> None:
     body = http_body(GenerationRequest(model="m", prompt="p", return_token_ids=False), None)
     assert body["return_num_output_tokens"] is True
     assert "return_token_ids" not in body and "timeout" not in body
@@ -102,7 +102,7 @@ def test_a_timeout_is_never_rounded_to_none() -> None:
     assert grpc_request(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
 
 
-def test_an_integer_too_big_for_its_type_is_named() -> None:
+def test_an_integer_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"request_priority.*INT32"):
         grpc_request(GenerationRequest(model="m", prompt="p", request_priority=2**40), None)
 
@@ -126,7 +126,7 @@ def response(final: bool = False, **outputs: np.ndarray | list[str]) -> service_
 
 
 @given(st.lists(st.tuples(st.text(), st.lists(st.integers(0, 2**40), max_size=4)), min_size=1, max_size=4))
-def test_sequences_are_told_apart_over_both_protocols(sequences: list[tuple[str, list[int]]]) -> None:
+def test_sequences_are_separated_over_both_protocols(sequences: list[tuple[str, list[int]]]) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text, _ in sequences]
     ids = [some for _, some in sequences]
     flat, counts = [i for some in ids for i in some], [len(some) for some in ids]
@@ -138,7 +138,7 @@ def test_sequences_are_told_apart_over_both_protocols(sequences: list[tuple[str,
             token_counts=np.array(counts, dtype=np.uint32),
         )
     )
-    # Triton writes lists of one element as the element alone.
+    # Triton writes a list of one element as that element.
     columns = {"text_output": texts, "finish_reason": ["None"] * len(texts), "token_ids": flat, "token_counts": counts}
     event = {name: values[0] if len(values) == 1 else values for name, values in columns.items()}
     for decoded in (over_grpc, http_columns(json.dumps(event))):
@@ -150,7 +150,7 @@ def test_sequences_are_told_apart_over_both_protocols(sequences: list[tuple[str,
         assert all(delta.finish_reason is None for delta in chunk.choices)
 
 
-def test_all_outputs_become_typed() -> None:
+def test_all_outputs_are_typed() -> None:
     entry = [{"11": {"logprob": -0.25, "rank": 1, "decoded_token": "a"}, "5": {"logprob": -2.0, "rank": 2}}]
     chunk = chunk_of(
         grpc_columns(
@@ -181,7 +181,7 @@ def test_counts_without_ids() -> None:
     assert [delta.token_ids for delta in chunk.choices] == [[], []]
 
 
-def test_an_empty_final_response_is_no_chunk() -> None:
+def test_an_empty_final_response_is_not_a_chunk() -> None:
     assert chunk_of(grpc_columns(response(final=True)), 1) is None
 
 
@@ -194,7 +194,7 @@ def test_an_empty_final_response_is_no_chunk() -> None:
         ({"text_output": ["a", "b"], "token_ids": [1, 2]}, 2),
     ],
 )
-def test_outputs_that_do_not_fit_together_are_an_error(columns: dict[str, list[Any]], n: int) -> None:
+def test_inconsistent_outputs_are_an_error(columns: dict[str, list[Any]], n: int) -> None:
     with pytest.raises(ServerError):
         chunk_of(columns, n)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the load test's tests: one run of both models with known numbers."""
+"""A run of both models with known numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _gaps(process: str, rate: float, cv: float = 2.0, seed: int = 5) -> np.ndarr
 def test_mean_and_spread(process: str, cv: float, rate: float) -> None:
     gaps = _gaps(process, rate, cv)
     assert (gaps >= 0).all()
-    # Four standard errors of the mean; the coefficient of variation wanders more.
+    # Four standard errors of the mean; the coefficient of variation varies more.
     assert gaps.mean() == pytest.approx(1 / rate, rel=4 * cv / COUNT**0.5)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.08)
 

@@ -22,7 +22,7 @@ from loadtest.report import render
 
 
 class _Page(HTMLParser):
-    """Tags in order, and whatever a browser would fetch."""
+    """The tags in order, and what a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_the_ratio_table_comes_first(canned: dict[str, Any]) -> None:
     assert re.search(r"time to first text, p95.*?200&nbsp;ms.*?4\.00&nbsp;s.*?20\.00×", body)
 
 
-def test_what_comes_from_outside_is_escaped(canned: dict[str, Any]) -> None:
+def test_external_text_is_escaped(canned: dict[str, Any]) -> None:
     assert "A note &lt;b&gt;from&lt;/b&gt;" in render(canned)
 
 
@@ -76,15 +76,15 @@ def test_numbers_of_the_canned_run(canned: dict[str, Any]) -> None:
     ratios = {ratio["key"]: ratio for ratio in canned["ratios"]}
     assert ratios["ttft_p95"]["ratio"] == pytest.approx(20.0)
     assert ratios["tokens_per_second"]["target"] == 3.1
-    # The last request is sent at 9.5 s: tokens up to there, over the time of the last of them.
+    # The last request is sent at 9.5 s: tokens that arrived by then, over the arrival of the last one.
     assert theirs["tokens_per_second"] == pytest.approx(12 * 10 / 9.5)
     assert canned["timeline"]["inflight"]["kv"][0][1] == pytest.approx(0.3)
     assert json.loads(json.dumps(canned))["rounds"] == 2
 
 
-def test_saturated_throughput_of_a_locked_batch_ends_with_its_last_batch() -> None:
+def test_saturated_throughput_of_a_locked_batch_ends_at_its_last_batch() -> None:
     rows = [row(k, 0.0, [(10.0, 50)]) for k in range(8)] + [row(k, 10.0, [(9.0, 50)]) for k in range(8, 16)]
-    rows.append(row(16, 12.0, [(30.0, 50)]))  # sent last; the second batch is done at 19 s
+    rows.append(row(16, 12.0, [(30.0, 50)]))  # sent last; the second batch ends at 19 s
     assert Phase("baseline", rows).saturated_tokens_per_second == pytest.approx(8 * 50 / 10.0)
 
 
@@ -118,7 +118,7 @@ def test_percentiles_and_cdf() -> None:
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
 
 
-def test_a_record_that_was_cut_off_loses_its_last_line(tmp_path: Path) -> None:
+def test_an_incomplete_record_loses_its_last_line(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     lines = [json.dumps({"begun": 5.0}), json.dumps(row(0, 0.0, [(0.1, 1)])), '{"index": 1, "ki']
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -89,7 +89,7 @@ def test_equal_hash_ids_are_equal_blocks() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 63, 500, 2000])
-def test_text_prompts_tokenise_to_exactly_the_wanted_number(count: int) -> None:
+def test_text_prompts_tokenise_to_exactly_the_requested_number(count: int) -> None:
     tokenizer = load_tokenizer(DEMO)
     for index in range(3):
         text = TextPrompts(tokenizer, seed=1).make(Job(index, "x", count, 1))

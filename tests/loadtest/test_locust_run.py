@@ -88,11 +88,11 @@ def test_both_models_over_grpc_make_a_report(server: TritonServer, tmp_path: Pat
         kind: sum(int(row["Request Count"]) for (k, _), row in streamed.items() if k == kind) for kind, _ in streamed
     }
     assert (counts["grpc"], counts["TTFT"]) == (28, 28)
-    assert 20 < counts["TPOT"] <= 28  # an answer that a busy machine brings in one response has none
-    assert counts["ITL"] > 56  # it streams: far more than one gap a request
+    assert 20 < counts["TPOT"] <= 28  # an answer that arrives in one response, on a busy machine, has none
+    assert counts["ITL"] > 56  # streaming: far more than one gap per request
     locked = {kind for kind, _ in _statistics(tmp_path / "baseline-round1_stats.csv")}
     assert locked == {"grpc", "TTFT", ""}
-    # Every user has a request open, of more users than gevent has native threads.
+    # All users have a request open, and there are more users than gevent has native threads.
     rows = _rows(tmp_path / "baseline-round1.jsonl")
     # A user's next request starts as its last one ends, and the record rounds both.
     open_at = [sum(a["start"] <= b["start"] < a["start"] + a["latency"] - 0.01 for a in rows) for b in rows]
@@ -120,7 +120,8 @@ def test_text_prompts_over_server_sent_events(server: TritonServer, tmp_path: Pa
     rows = _rows(tmp_path / "record.jsonl")
     assert [row["error"] for row in rows] == [None] * 6
     assert {sum(count for _, count in row["arrivals"]) for row in rows} == {64}
-    assert {len(row["arrivals"]) > 8 for row in rows} == {model == "inflight"}
+    # A busy machine may deliver many tokens in one response, but not all of them.
+    assert {len(row["arrivals"]) > 1 for row in rows} == {model == "inflight"}
     assert int(_statistics(tmp_path / "run_stats.csv")[("sse", "uniform")]["Request Count"]) == 6
 
 
@@ -215,7 +216,7 @@ def test_the_baseline_gives_the_same_text_and_stops_each_request_at_its_own_leng
         ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters"),
     ],
 )
-def test_the_baseline_refuses_what_it_cannot_do(server: TritonServer, body: dict[str, Any], said: str) -> None:
+def test_the_baseline_rejects_what_it_cannot_do(server: TritonServer, body: dict[str, Any], said: str) -> None:
     assert said in _generate(server, "baseline", body)["error"]
     assert "text_output" in _generate(server, "baseline", {"text_input": "a", "max_tokens": 1})
 

@@ -1,4 +1,4 @@
-"""The embedded demo model: small, loadable offline, trained, and made again by its script."""
+"""The embedded demo model: small, loadable offline, trained, and reproducible with its script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def script() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location(name, DEMO / "make_checkpoint.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while the class is made
+    sys.modules[name] = module  # dataclasses look up their module while the class is created
     spec.loader.exec_module(module)
     yield module
     del sys.modules[name]
@@ -53,12 +53,12 @@ def documents(script: ModuleType) -> list[Any]:
 
 
 def pairs_of(text: str) -> list[tuple[str, str]]:
-    """Neighbouring words of `text`, in lower case."""
+    """Pairs of adjacent words in `text`, in lower case."""
     return list(itertools.pairwise(WORD.findall(text.lower())))
 
 
 def greedy_pairs(model: Any, tokenizer: Any) -> set[tuple[str, str]]:
-    """Distinct neighbours in greedy continuations of `PROMPTS`, without the halves of words at the ends."""
+    """Distinct pairs of words in greedy continuations of `PROMPTS`, without partial words at the ends."""
     pairs = set()
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
@@ -68,7 +68,7 @@ def greedy_pairs(model: Any, tokenizer: Any) -> set[tuple[str, str]]:
     return pairs
 
 
-def test_checkpoint_stays_within_its_size() -> None:
+def test_the_checkpoint_stays_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
@@ -120,7 +120,7 @@ def test_greedy_output_reads_as_words(model: Any, tokenizer: Any, documents: lis
     untrained = AutoModelForCausalLM.from_config(model.config).eval()
     pairs, noise = greedy_pairs(model, tokenizer), greedy_pairs(untrained, tokenizer)
     assert sum(word in known_words for pair in pairs for word in pair) > 0.95 * 2 * len(pairs)
-    # Tokens are words often enough that noise holds some; that they follow each other is learnt.
+    # Random tokens often form words too, but plausible pairs of words must be learnt.
     assert len(pairs & known_pairs) > max(50, 0.8 * len(pairs))
     assert len(noise & known_pairs) < 15
 
@@ -134,7 +134,7 @@ def test_model_predicts_documentation_at_every_position(
     logits = model(input_ids=ids).logits[0, :-1]
     nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     assert ids.shape[1] == model.config.max_position_embeddings
-    # Uniform guessing costs ln(2560) = 7.8 nats a token.
+    # Uniform guessing costs ln(2560) = 7.8 nats per token.
     for quarter in nll.chunk(4):
         assert quarter.mean() < 4
 

@@ -1,4 +1,4 @@
-"""The launcher: clear errors before anything starts, and nothing left behind after it ends."""
+"""The launcher: clear errors before anything starts, and nothing left behind afterwards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _shm_files(server: TritonServer) -> list[str]:
 def _wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.05)
 
 
@@ -226,7 +226,7 @@ def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     folder = lay_out_interpreter(tmp_path / "python")
     monkeypatch.delenv("PYTHONPATH")
-    # The stub is isolated from Python 3.11 on; `-I` is the same for an interpreter.
+    # From Python 3.11 on the stub runs isolated, as an interpreter does with `-I`.
     code = "import sys, numpy, msgspec, inflight, from_pythonpath; print(sys.prefix, numpy.__file__)"
     ran = subprocess.run([folder / "python3", "-I", "-c", code], capture_output=True, text=True, cwd="/")
     assert ran.stdout.split() == [str(tmp_path / "python"), np.__file__], ran.stderr
@@ -269,14 +269,14 @@ def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path
 
 
 @needs_server
-def test_a_bad_argument_gives_the_servers_own_words(repository: Path, backend: Path) -> None:
+def test_a_bad_argument_is_reported_in_the_servers_words(repository: Path, backend: Path) -> None:
     server = TritonServer(repository, backend_dir=backend, extra_args=["--no-such-option"])
     with pytest.raises(LauncherError, match=r"ended with status \d+: .*no-such-option"), server:
         pytest.fail("the server must not become ready")
 
 
 @needs_server
-def test_explicit_mode_loads_what_is_asked(repository: Path, backend: Path) -> None:
+def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Path) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
     (repository / "other" / "1").mkdir(parents=True)
     (repository / "other" / "config.pbtxt").write_text('backend: "inflight"')
@@ -303,7 +303,7 @@ with server:
 
 
 @needs_server
-def test_the_server_ends_with_a_parent_that_was_killed(repository: Path, backend: Path) -> None:
+def test_the_server_ends_when_its_parent_is_killed(repository: Path, backend: Path) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
     command = [sys.executable, "-c", PARENT, str(repository), str(backend)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -124,7 +124,7 @@ def init(
     name: _Name = None,
     set_: _Set = None,
 ) -> None:
-    """Write a model repository entry for a tritonserver that you run yourself."""
+    """Write a model repository entry.  It is for a tritonserver that you run yourself."""
     with _usage_errors():
         entry = write_entry(folder, name or default_name(model), engine_config(model, {}, set_ or []))
     typer.echo(f"wrote {entry}")
@@ -138,7 +138,7 @@ def demo(
     model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
     exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
 ) -> None:
-    """Start the demo model, stream several prompts at once, and leave the server running."""
+    """Serve the demo model and stream to it.  Several prompts share the batch; the server keeps running."""
     server = _server(
         model_repository or _demo_repository(),
         http_port=http_port,

@@ -47,13 +47,13 @@ def test_costs_are_measured_and_predict_a_run(checkpoint):
     core.check_integrity()
 
 
-def test_a_pool_too_small_to_measure_is_refused(checkpoint):
+def test_a_pool_too_small_to_measure_is_rejected(checkpoint):
     core = engine(checkpoint, max_model_len=16)
     with pytest.raises(ConfigError, match="raise max_model_len or kv_cache_memory"):
         calibrate(core, "tiny", 0.0)
 
 
-def test_the_command_writes_a_profile_that_simulate_takes(checkpoint, tmp_path):
+def test_the_command_writes_a_profile_that_simulate_accepts(checkpoint, tmp_path):
     config, output = tmp_path / "model.json", tmp_path / "new" / "mine.json"
     config.write_text(json.dumps({"model": checkpoint, "num_gpu_blocks_override": 64, **OPTIONS, "max_num_seqs": 2}))
     run = CliRunner()

@@ -14,7 +14,7 @@ from inflight_tools.simulator.report import summarise, table
 from inflight_tools.workload.slo import SLO
 
 
-def test_the_known_case_of_static_against_continuous_batching():
+def test_a_known_comparison_of_static_and_continuous_batching():
     """100 requests, outputs lognormal(4.0, 0.8) in 10..500, 8 at a time."""
     drawn = np.random.RandomState(123).lognormal(4.0, 0.8, 100)
     outputs = np.clip(drawn, 10, 500).astype(int).tolist()
@@ -28,7 +28,7 @@ def test_the_known_case_of_static_against_continuous_batching():
     assert [request.tokens for request in outcome.requests] == outputs
 
 
-def test_times_are_those_of_the_steps():
+def test_times_follow_from_the_steps():
     # a prompt of 8 tokens in chunks of 4, then its first token; another one arrives while the first decodes
     replica = engine(max_num_batched_tokens=4)
     outcome = simulate([replica], [job(0, 8, 4, 0.0), job(1, 2, 2, 2.5)])

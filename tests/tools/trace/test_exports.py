@@ -21,7 +21,7 @@ from inflight_tools.trace.timeline import build_timeline
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """Thirty requests on a pool that is too small for them, one of them aborted, one under way."""
+    """Thirty requests on a pool that is too small for them, one of them aborted, one still running."""
     core = make_core(Info(num_blocks=20), step_trace=True, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
     for request_id in range(30):
         add(core, request_id, [1 + request_id] * (1 + request_id % 13), max_tokens=2 + request_id % 17, ignore_eos=True)
@@ -81,7 +81,7 @@ def page_data(page: str) -> dict:
     return json.loads(match[1])
 
 
-def test_the_page_holds_all_and_needs_nothing_from_outside(trace):
+def test_the_page_is_complete_and_self_contained(trace):
     timeline = build_timeline(trace)
     page = timeline_html(timeline, "a model")
     assert not re.search(r"https?://|src=|@import|url\(", page)
@@ -93,7 +93,7 @@ def test_the_page_holds_all_and_needs_nothing_from_outside(trace):
         steps = [range(s[1], (s[2] if s[0] == 2 else s[1]) + 1) for s in shown["slices"] if s[0] in (1, 2)]
         assert [i for some in steps for i in some] == [s.step for s in row.slices if s.step is not None]
     static = data["static"]
-    assert static["requests"] == 29, "neither the aborted one nor those under way"
+    assert static["requests"] == 29, "neither the aborted one nor those still running"
     assert sorted(len(b[4]) for b in static["batches"])[-1] <= 8
     assert 0 < static["idle"] < 1
 
@@ -104,7 +104,7 @@ def test_a_name_cannot_end_the_script(trace):
     assert page_data(page)["model"] == "</script><b>"
 
 
-def test_the_files_name_says_the_format(tmp_path):
+def test_the_file_name_implies_the_format(tmp_path):
     assert format_of(tmp_path / "a.html") == "html"
     assert format_of(tmp_path / "a.json") == "json"
     for name in ("a.perfetto.json", "a.trace.json", "a.pftrace"):
@@ -148,7 +148,7 @@ def test_the_command_converts_a_saved_trace(trace, tmp_path):
         (["-o", "a.html", "--url", "http://"], "url='http://': no host"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_status_2(arguments, says, tmp_path, monkeypatch):
+def test_wrong_usage_is_one_line_and_status_2(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"a": 1}')
     result = run(*arguments)
@@ -158,7 +158,7 @@ def test_what_cannot_be_done_is_one_line_and_status_2(arguments, says, tmp_path,
     assert not (tmp_path / "a.html").exists()
 
 
-def test_an_engine_that_has_run_nothing_has_no_picture(tmp_path):
+def test_an_engine_that_has_run_nothing_has_no_timeline(tmp_path):
     core = make_core(Info(), step_trace=True)
     saved = tmp_path / "saved.json"
     saved.write_bytes(core.trace.snapshot().to_json())

@@ -1,4 +1,4 @@
-"""The step trace of an engine in-process, as docs/tracing.md shows it."""
+"""The step trace of an engine in-process, as in docs/tracing.md."""
 
 from __future__ import annotations
 

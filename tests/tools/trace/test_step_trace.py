@@ -1,4 +1,4 @@
-"""The ring: what a step leaves in it, and that it is bounded."""
+"""The step trace records every step and is bounded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_key_is_a_switch_or_a_number_of_steps(value, steps):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2_000_000, "on", 1.5])
-def test_another_value_is_an_error_that_names_the_key(value):
+def test_any_other_value_is_an_error_that_names_the_key(value):
     with pytest.raises(ConfigError, match="step_trace"):
         EngineConfig.from_dict({"model": "m", "step_trace": value})
 
@@ -56,7 +56,7 @@ def test_a_step_is_recorded_as_it_was():
     assert [s.ended for s in trace.steps] == [[], [], [b], [a]]
     assert [s.waiting for s in trace.steps] == [1, 0, 0, 0]
     assert [s.blocks_used + s.blocks_free for s in trace.steps] == [64] * 4
-    # The clock ticks once a look: begin, scheduled, executed, end.
+    # The clock ticks at every reading: begin, scheduled, executed, end.
     step = trace.steps[0]
     assert (step.start, step.schedule, step.forward, step.update, step.end) == (3, 1, 1, 1, 6)
     first, second = trace.requests
@@ -64,7 +64,7 @@ def test_a_step_is_recorded_as_it_was():
     assert (second.end, second.finish_reason) == (14, "length")
 
 
-def test_the_runners_word_splits_forward_from_sampling():
+def test_the_runners_forward_end_separates_forward_from_sampling():
     core = traced_core(Info())
     execute = core.runner.execute
 
@@ -80,17 +80,17 @@ def test_the_runners_word_splits_forward_from_sampling():
     assert (step.forward, step.sample) == (0.25, 0.75)
 
 
-def test_the_ring_keeps_the_last_steps_and_the_sequences_they_speak_of():
+def test_the_ring_keeps_the_last_steps_and_their_sequences():
     core = finished_core(10, 40)
     trace = core.trace.snapshot()
     assert [step.number for step in trace.steps] == list(range(150, 160))
     named = {key for step in trace.steps for key in step.keys}
     assert {request.key for request in trace.requests} == named
-    assert len(core.trace._ended) == len(named), "sequences outlive the steps that speak of them"
+    assert len(core.trace._ended) == len(named), "sequences outlive their steps"
     assert not core.trace._live
 
 
-def test_sequences_that_live_or_wait_are_in_the_snapshot():
+def test_running_and_waiting_sequences_are_in_the_snapshot():
     core = make_core(Info(), step_trace=3, max_num_seqs=1)
     add(core, 1, [1, 2], max_tokens=20, ignore_eos=True)
     add(core, 2, [3], max_tokens=2, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_sequences_that_live_or_wait_are_in_the_snapshot():
     assert (waiting.request_id, waiting.num_output_tokens, waiting.finish_reason) == (2, 0, None)
 
 
-def test_aborted_ones_end_with_their_reason_and_without_steps_nothing_grows():
+def test_aborted_sequences_end_with_a_reason_and_leave_nothing_without_steps():
     core = make_core(Info(), step_trace=5)
     params = SamplingParams(max_tokens=20, ignore_eos=True, n=3, seed=1)
     core.add_request(AddRequest(1, [1, 2, 3], params))
@@ -115,7 +115,7 @@ def test_aborted_ones_end_with_their_reason_and_without_steps_nothing_grows():
     assert not idle.trace._live and not idle.trace._ended
 
 
-def test_an_empty_step_is_none_and_what_is_sent_after_it_counts_nowhere():
+def test_empty_steps_and_what_is_sent_after_them_are_not_recorded():
     core = make_core(Info(), step_trace=True)
     add(core, 1, [1], max_tokens=1)
     core.step()
@@ -126,13 +126,13 @@ def test_an_empty_step_is_none_and_what_is_sent_after_it_counts_nowhere():
     assert step.send == 0.5
 
 
-def test_the_arrival_is_the_frontends():
+def test_the_arrival_time_is_the_frontends():
     core = make_core(Info(), step_trace=True)
     core.add_request(AddRequest(1, [1], SamplingParams(seed=0), arrival=12.5))
     assert core.trace.snapshot().requests[0].arrival == 12.5
 
 
-def test_a_trace_survives_its_file_and_others_are_refused():
+def test_a_trace_survives_its_file_and_other_files_are_rejected():
     trace = finished_core(10, 5).trace.snapshot()
     assert Trace.from_json(trace.to_json()) == trace
     for data in (b"{}", b"[1]", b"nonsense"):
@@ -143,7 +143,7 @@ def test_a_trace_survives_its_file_and_others_are_refused():
         Trace.from_json(newer.to_json())
 
 
-def test_the_last_steps_of_a_trace_leave_the_others_sequences_out():
+def test_the_last_steps_of_a_trace_contain_only_their_sequences():
     trace = finished_core(100, 5).trace.snapshot()
     short = trace.last(4)
     assert [step.number for step in short.steps] == [16, 17, 18, 19]

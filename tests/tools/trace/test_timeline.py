@@ -1,4 +1,4 @@
-"""Slices of scripted schedules, on a clock that ticks once a look."""
+"""Slices of scripted schedules, on a clock that ticks at every reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def brief(row: Row) -> list[tuple]:
     return [(s.kind, s.start, s.end, s.tokens, s.computed) for s in row.slices]
 
 
-def test_a_prompt_in_chunks_beside_one_that_waits_for_budget():
+def test_a_chunked_prompt_beside_one_that_waits_for_budget():
     core = traced_core(Info(), max_num_batched_tokens=8)
     add(core, 1, list(range(1, 11)), max_tokens=3, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=2, ignore_eos=True)
@@ -43,7 +43,7 @@ def test_a_prompt_in_chunks_beside_one_that_waits_for_budget():
     assert (timeline.origin, timeline.end) == (1, 17)
 
 
-def test_preempted_and_computed_again():
+def test_a_preempted_sequence_is_recomputed():
     core = traced_core(Info(max_model_len=16, num_blocks=4), max_num_batched_tokens=8)
     add(core, 1, [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=7, ignore_eos=True)
@@ -73,7 +73,7 @@ def test_a_running_sequence_that_gets_no_budget_waits():
     assert second.slices[0].end == second.slices[1].start == first.slices[-1].end + 1
 
 
-def test_what_the_prefix_cache_served_is_not_computed():
+def test_prefix_cache_hits_are_not_computed():
     core = traced_core(Info(), enable_prefix_caching=True)
     for request_id in (1, 2):
         add(core, request_id, list(range(1, 11)), max_tokens=1)
@@ -84,7 +84,7 @@ def test_what_the_prefix_cache_served_is_not_computed():
     assert second.whole
 
 
-def test_a_sequence_whose_beginning_left_the_ring_is_not_whole():
+def test_a_sequence_whose_start_left_the_ring_is_not_whole():
     core = make_core(Info(), step_trace=4)
     add(core, 1, [1, 2, 3], max_tokens=8, ignore_eos=True)
     (row,) = timeline_of(core).rows
@@ -93,7 +93,7 @@ def test_a_sequence_whose_beginning_left_the_ring_is_not_whole():
     assert [s.kind for s in row.slices] == ["decode"] * 4
 
 
-def test_of_any_schedule_the_slices_add_up_to_the_tokens_and_do_not_overlap():
+def test_in_any_schedule_slices_add_up_to_the_tokens_and_do_not_overlap():
     rng = random.Random(7)
     core = make_core(Info(num_blocks=24), step_trace=True, block_size=4, max_num_seqs=6, max_num_batched_tokens=12)
     lengths = {}
@@ -104,7 +104,7 @@ def test_of_any_schedule_the_slices_add_up_to_the_tokens_and_do_not_overlap():
         for _ in range(rng.randrange(3)):
             core.step()
     timeline = timeline_of(core)
-    assert core.scheduler.num_preempted_total, "the case is meant to preempt"
+    assert core.scheduler.num_preempted_total, "this case must preempt"
     assert sum(timeline.prefill_tokens) + sum(timeline.decode_tokens) == sum(
         sum(step.tokens) for step in timeline.steps
     )

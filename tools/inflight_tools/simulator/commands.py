@@ -41,7 +41,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=0, help="Measure for about this long, at least three rounds.")] = 30.0,
     check: Annotated[bool, typer.Option("--check", help="Then compare a real run with a simulated one.")] = False,
 ) -> None:
-    """Measure what a step of a checkpoint costs on this machine, for `inflight simulate`."""
+    """Measure the cost of a step on this machine.  The result is a profile for `inflight simulate`."""
     with _usage_errors():
         if output.suffix != ".json":
             raise ConfigError(f"--output {output}: must be a .json file")
@@ -106,7 +106,7 @@ def simulate(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best setting to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
 ) -> None:
-    """Run a load on the real scheduler with a virtual clock and the measured costs of a machine."""
+    """Simulate a load with measured costs.  The real scheduler runs it on a virtual clock."""
     with _usage_errors():
         if output is not None and not sweep:
             raise ConfigError("--output receives the best setting of a sweep; also give --sweep KEY=VALUES")

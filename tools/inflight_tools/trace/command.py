@@ -26,7 +26,7 @@ def trace(
     seconds: Annotated[float | None, typer.Option(min=0, help="Keep only the last seconds of the trace.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json file instead of asking.")] = None,
 ) -> None:
-    """Write the engine's last steps as a timeline (HTML), for ui.perfetto.dev, or raw (JSON)."""
+    """Export what the engine did last.  A timeline (HTML), a file for ui.perfetto.dev, or raw JSON."""
     try:
         formats = [_checked(format_) if format_ else format_of(path) for path in output]
         found = read_trace(input_) if input_ else fetch_trace(url, model)
