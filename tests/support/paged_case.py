@@ -1,22 +1,23 @@
-"""One attention layer over a ragged batch, for any backend: pool, block tables, new queries."""
+"""One attention layer on a ragged batch, for any backend: pool, block tables, queries."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inflight.attention.base import AttentionBackend, AttentionMetadata, KVCache, LayerSpec
 
-VOID = 2**30  # block id of table entries that no one may follow
+VOID = 2**30  # block id of undefined table entries, which must not be used
 
 
 def strided(
     shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, layout: str, device: str = "cpu"
 ) -> Tensor:
-    """Random [tokens, heads, size] in one of the layouts that models hand over."""
+    """Random [tokens, heads, size] in one of the layouts that models pass to attention."""
 
     def random_numbers(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device, dtype)
@@ -34,7 +35,7 @@ def strided(
 
 @dataclass
 class PagedCase:
-    """Requests of `lens` tokens, of which the last `counts` are this step's queries."""
+    """Requests of `lens` tokens; the last `counts` are the queries of the step."""
 
     spec: LayerSpec
     lens: list[int]
@@ -56,7 +57,7 @@ class PagedCase:
         queries = [
             strided((n, spec.num_heads, sizes[0]), self.dtype, generator, self.layout, self.device) for n in self.lens
         ]
-        # A request's queries are the same whatever part of them is new.
+        # A request's queries do not depend on how many of them are new.
         last = [query[n - count :] for query, n, count in zip(queries, self.lens, self.counts)]
         self.query = last[0] if len(last) == 1 else torch.cat(last)
         self.sinks = torch.randn(spec.num_heads, generator=generator).to(self.device) if spec.has_sinks else None
@@ -84,18 +85,23 @@ class PagedCase:
         return self.attend(backend, self.filled_cache(backend))
 
     def attend(self, backend: AttentionBackend, cache: KVCache) -> Tensor:
-        # torch then fills what is allocated without a value with NaN.
+        # Makes torch fill uninitialised tensors with NaN.
         torch.use_deterministic_algorithms(True)
         try:
-            return backend.attend(self.query, cache, self.metadata(self.counts), self.spec, self.sinks)
+            return backend.attend(self.query, cache, self.prepared(backend), self.spec, self.sinks)
         finally:
             torch.use_deterministic_algorithms(False)
 
+    def prepared(self, backend: AttentionBackend) -> Any:
+        """The step's batch as the backend's `attend` takes it."""
+        return backend.prepare(self.metadata(self.counts))
+
     def filled_cache(self, backend: AttentionBackend) -> KVCache:
+        """A pool full of NaN to which all keys and values are written."""
         num_blocks = sum(self._blocks(n) for n in self.lens) + 2
         cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device(self.device))
         for pool in (cache.key, cache.value):
-            pool.fill_(torch.nan if pool.is_floating_point() else -1)  # of a scale's bytes, that is NaN
+            pool.fill_(torch.nan if pool.is_floating_point() else -1)  # which is NaN in the bytes of a scale
         # Two writes, so that a block is written in pieces; all requests in one batch.
         cuts = [n // 3 for n in self.lens]
         for begins, ends in (([0] * len(cuts), cuts), (cuts, self.lens)):
@@ -106,8 +112,8 @@ class PagedCase:
             key = [key[part] for key, part in zip(self.keys, rows)]
             value = [value[part] for value, part in zip(self.values, rows)]
             one = len(key) == 1  # keep its strides
-            metadata = self.metadata(counts, ends)
-            backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, metadata)
+            batch = backend.prepare(self.metadata(counts, ends))
+            backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, batch)
         return cache
 
     def metadata(self, counts: list[int], lens: list[int] | None = None) -> AttentionMetadata:
@@ -124,15 +130,15 @@ class PagedCase:
             seq_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
             block_table=table.to(self.device),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
-            query_starts=starts,
-            lens=list(lens),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=list(lens),
             max_query_len=max(counts),
             max_seq_len=max(lens),
             block_size=self.block_size,
         )
 
     def block_table(self) -> Tensor:
-        """int32 [requests, most blocks]; scattered blocks, void past a request's end."""
+        """int32 [requests, max blocks per request]; scattered blocks, VOID past a request's end."""
         blocks = [self._blocks(n) for n in self.lens]
         free = list(range(sum(blocks) + 2))
         random.Random(self.seed).shuffle(free)

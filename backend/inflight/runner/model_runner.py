@@ -36,6 +36,7 @@ class ModelRunner:
         loaded = load(config)
         self.info = loaded.info
         self.model = loaded.model
+        self.backend = loaded.backend
         self.device = loaded.device
         self.host_cache = loaded.host_cache
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
@@ -77,11 +78,11 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, rows: np.ndarray, asked: dict[int, tuple[int, int]]) -> Tensor:
         """Logits [R', V]: one row per entry of `rows`, then those of the asked prompt positions."""
-        starts = inputs.metadata.query_starts
+        starts = inputs.metadata.query_start_loc_cpu
         indices = [np.asarray(starts[1:], dtype=np.int64)[rows] - 1]
         indices += [np.arange(starts[row], starts[row] + count) for row, (_, count) in asked.items()]
         keep = torch.from_numpy(np.concatenate(indices)).to(self.device)
-        with forward_context(inputs.metadata):
+        with forward_context(inputs.metadata, self.backend):
             out = self.model(
                 input_ids=self.state.input_ids(inputs),
                 position_ids=inputs.positions,
