@@ -70,7 +70,9 @@ class TestWithoutTheCompiledKernel:
 
 
 def test_unknown_names_are_rejected_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="attention_backend='xla' is not one of auto, reference, cpu, gpu, flashinfer"):
+    with pytest.raises(
+        ConfigError, match="attention_backend='xla' is not one of auto, reference, cpu, gpu, flashinfer"
+    ):
         select_backend("xla", [SPEC], torch.float32, 16, CPU)
 
 

@@ -131,9 +131,7 @@ def test_many_small_weights_are_not_rounded_to_zero(isa: str) -> None:
 @pytest.mark.parametrize("backend", [CpuAttention(), ReferenceAttention()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-def test_a_pool_takes_bytes_per_token(
-    backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype | None
-) -> None:
+def test_a_pool_takes_bytes_per_token(backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype | None) -> None:
     spec = replace(LLAMA, value_head_size=40, kv_cache_dtype=kv_dtype)
     cache = backend.new_cache(6, block_size, spec, torch.bfloat16, torch.device("cpu"))
     assert cache.key.nbytes + cache.value.nbytes == 6 * block_size * spec.bytes_per_token(torch.bfloat16)
