@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The CPU attention kernel against what the machine can do: memory in decode, matrix products in prefill.
+"""The CPU attention kernel compared with the machine's limits: memory in decodes, matrix products in prefills.
 
     python bench/cpu_attention.py [--threads N] [--dtype bfloat16] [--kv auto int8] [--rounds 7] [--output record.json]
 
-Decode reads every key and value once, so its floor is the time to read that many bytes (torch's sum
-over a large tensor).  Prefill is bound by multiplying: it is compared with torch.matmul, counting the
-causal half of the products only.  Machine and kernel, with each kind of KV cache, are measured in turn;
-each is the best of the rounds, since what disturbs a measurement only ever slows it down.
+A decode reads every key and value once, so its limit is the time to read that many bytes (torch's sum over a
+large tensor).  A prefill is limited by multiplications: it is compared with torch.matmul, counting only the
+causal half of the products.  Measurements of machine and kernel, with each kind of KV cache, alternate; each is
+the best of the rounds, since disturbances only ever slow it down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.cpu.attention import CpuAttention, allocate, instruction_set, use_instruction_set
+from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.library import allocate, instruction_set, use_instruction_set
 
 BLOCK_SIZE = 16
 # name -> query heads, KV heads, head size
@@ -42,7 +43,7 @@ BATCHES = {
 
 
 class Case:
-    """One layer's attention over one batch."""
+    """One layer's attention to one batch."""
 
     def __init__(self, backend: AttentionBackend, shape: str, batch: str, dtype: torch.dtype, kv: str) -> None:
         heads, kv_heads, size = SHAPES[shape]
@@ -57,8 +58,10 @@ class Case:
             table[row, : len(chosen)] = chosen
         for row, length in enumerate(lens):
             key, value = torch.randn(2, length, kv_heads, size).to(dtype).unbind()
-            backend.write(key, value, self.cache, batch_of([length], [length], table[row : row + 1]))
-        self.metadata = batch_of(lens, counts, table)
+            backend.write(
+                key, value, self.cache, backend.prepare(metadata_of([length], [length], table[row : row + 1]))
+            )
+        self.batch = backend.prepare(metadata_of(lens, counts, table))
         tokens = sum(counts)
         self.query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
         self.key = torch.randn(kv_heads, tokens, size).to(dtype).transpose(0, 1)
@@ -67,14 +70,14 @@ class Case:
         self.bytes = sum(lens) * self.spec.bytes_per_token(dtype)
 
     def attend(self) -> None:
-        self.backend.attend(self.query, self.cache, self.metadata, self.spec, None)
+        self.backend.attend(self.query, self.cache, self.batch, self.spec, None)
 
     def write(self) -> None:
-        self.backend.write(self.key, self.key, self.cache, self.metadata)
+        self.backend.write(self.key, self.key, self.cache, self.batch)
 
 
-def batch_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMetadata:
-    """Requests of `lens` tokens, of which the last `counts` are new, in the blocks of `table`."""
+def metadata_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMetadata:
+    """Requests of `lens` tokens, the last `counts` of which are new, in the blocks of `table`."""
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     slots = []
     for row, (length, count) in enumerate(zip(lens, counts)):
@@ -85,8 +88,8 @@ def batch_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMeta
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_table=table,
         slot_mapping=torch.cat(slots),
-        query_starts=starts,
-        lens=lens,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens,
         max_query_len=max(counts),
         max_seq_len=max(lens),
         block_size=BLOCK_SIZE,
@@ -95,7 +98,7 @@ def batch_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMeta
 
 def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
     """Shortest of the calls that fit in `seconds`."""
-    # With one thread its own clock stands still while other processes have the core.
+    # With one thread, the thread's clock stops while other processes have the core.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     function()
     result, end = float("inf"), clock() + seconds
@@ -107,7 +110,7 @@ def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
 
 def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """Functions that measure bytes/s of reading and FLOP/s of multiplying."""
-    memory = allocate(2**26, dtype=torch.float32).fill_(1.0)  # on the same kind of pages as a cache
+    memory = allocate(2**26, dtype=torch.float32).fill_(1.0)  # on the same kind of pages as the pool
     left, right = torch.randn(2, 1536, 1536).to(dtype).unbind()
     return {
         "read": lambda: memory.numel() * 4 / best(memory.sum),
@@ -118,7 +121,7 @@ def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
 def measure(
     shape: str, batch: str, dtype: torch.dtype, kvs: list[str], rounds: int, reference: bool
 ) -> list[dict[str, Any]]:
-    """One row for each kind of KV cache; `speedup` is against the first."""
+    """One row for each kind of KV cache; `speedup` is relative to the first."""
     cases = {kv: Case(CpuAttention(), shape, batch, dtype, kv) for kv in kvs}
     times: dict[str, Callable[[], float]] = {}
     for kv, case in cases.items():
@@ -182,12 +185,12 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--reference", action="store_true", help="time the reference backend, too")
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    parser.add_argument("--reference", action="store_true", help="also time the reference backend")
+    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not use_instruction_set(options.isa):
-        parser.error(f"--isa {options.isa}: this machine or the build lacks it")
+        parser.error(f"--isa {options.isa} is not available on this machine or in this build")
     print(f"{machine()}; {options.threads} threads; {instruction_set()}")
     rows = []
     for dtype in options.dtype:

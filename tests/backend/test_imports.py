@@ -14,6 +14,7 @@ TOOLS = Path(__file__).parents[2] / "tools" / "inflight_tools"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
 _DATA = {"engine.request", "engine.messages", "engine.step"}
+_BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_DATA}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
@@ -42,14 +43,18 @@ ALLOWED: dict[str, set[str]] = {
         *_DATA,
     },
     "worker": {"config", "engine.messages", "engine.core", "loading", "runner"},
-    "kernels": {"kernels", "attention.base", "attention.int8", "sampling", "ops"},
-    "attention": {"attention", "config"},
+    "kernels": {"kernels"},
+    "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
+    "kernels.gpu": {"kernels.gpu", "attention.base", "sampling.metadata", "sampling.noise"},
+    "attention": {"attention"},
+    "attention.base": {"attention.int8"},
     "attention.selection": {"attention", "config", "kernels"},
     "ops": {"ops"},
     "ops.selection": {"ops", "kernels"},
     "sampling": {"sampling", "kernels", *_DATA},
-    "runner": {"runner", "attention", "sampling", "loading", "config", *_DATA},
-    "loading": {"loading", "attention", "ops", "kernels", "runner", "config", *_DATA},
+    "runner": {"runner", "attention.base", *_DATA},
+    "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "loading": {"loading", "attention", "ops", "kernels.cpu", "config", *_BELOW_LOADING, *_DATA},
     "frontend": {"frontend", "config", "engine.messages", "engine.request"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
