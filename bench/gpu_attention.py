@@ -66,8 +66,8 @@ class Shape:
 
     name: str
     spec: LayerSpec
-    lens: tuple[int, ...]
-    counts: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
     bound: str
     target: float | None = None
     block_size: int = BLOCK_SIZE
@@ -105,9 +105,9 @@ def cases(quick: bool = False) -> list[Shape]:
 def tiny(shape: Shape) -> Shape:
     """For the interpreter, to show that this script works."""
     spec = LayerSpec(4, 2, 32, 32, 32**-0.5, kv_cache_dtype=shape.spec.kv_cache_dtype)
-    lens = tuple(min(length, 80) for length in shape.lens[:2] + shape.lens[-1:])
-    counts = tuple(min(count, 40) for count in shape.counts[:2] + shape.counts[-1:])
-    return replace(shape, spec=spec, lens=lens, counts=counts)
+    seq_lens = tuple(min(length, 80) for length in shape.seq_lens[:2] + shape.seq_lens[-1:])
+    query_lens = tuple(min(count, 40) for count in shape.query_lens[:2] + shape.query_lens[-1:])
+    return replace(shape, spec=spec, seq_lens=seq_lens, query_lens=query_lens)
 
 
 class Batch:
@@ -116,7 +116,7 @@ class Batch:
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         spec, size = shape.spec, shape.block_size
         self.shape, self.dtype, self.backend = shape, dtype, GpuAttention()
-        blocks = [-(-length // size) for length in shape.lens]
+        blocks = [-(-length // size) for length in shape.seq_lens]
         self.cache = self.backend.new_cache(sum(blocks), size, spec, dtype, device)
         for pool in (self.cache.key, self.cache.value):
             for part in pool.split(4096):
@@ -124,28 +124,28 @@ class Batch:
         table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         for row, chosen in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
             table[row, : len(chosen)] = chosen
-        starts = [0, *torch.tensor(shape.counts).cumsum(0).tolist()]
+        query_start_loc = [0, *torch.tensor(shape.query_lens).cumsum(0).tolist()]
         slots = [
             int(table[row, position // size]) * size + position % size
-            for row, (length, count) in enumerate(zip(shape.lens, shape.counts))
+            for row, (length, count) in enumerate(zip(shape.seq_lens, shape.query_lens))
             for position in range(length - count, length)
         ]
         metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
+            query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(shape.seq_lens, dtype=torch.int32, device=device),
             block_table=table.to(device),
             slot_mapping=torch.tensor(slots, device=device),
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=list(shape.lens),
-            max_query_len=max(shape.counts),
-            max_seq_len=max(shape.lens),
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=list(shape.seq_lens),
+            max_query_len=max(shape.query_lens),
+            max_seq_len=max(shape.seq_lens),
             block_size=size,
         )
         self.metadata, self.batch = metadata, self.backend.prepare(metadata)
-        self.query = torch.randn(starts[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
-        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.lens, shape.counts))
+        self.query = torch.randn(query_start_loc[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
+        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.seq_lens, shape.query_lens))
         self.flops = 2 * spec.num_heads * (spec.key_head_size + spec.value_head_size) * pairs
-        self.bytes = sum(shape.lens) * spec.bytes_per_token(dtype)
+        self.bytes = sum(shape.seq_lens) * spec.bytes_per_token(dtype)
 
     def attend(self) -> Tensor:
         return self.backend.attend(self.query, self.cache, self.batch, self.shape.spec, None)
@@ -155,23 +155,23 @@ class Batch:
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised tensors with NaN
         out = self.attend()
         torch.use_deterministic_algorithms(False)
-        spec, starts = self.shape.spec, self.metadata.query_start_loc_cpu
+        spec, query_start_loc = self.shape.spec, self.metadata.query_start_loc_cpu
         group, kv_head = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads - 1
         heads = slice(kv_head * group, (kv_head + 1) * group)
         errors = []
-        for row in {0, len(self.shape.lens) // 2, len(self.shape.lens) - 1}:
-            length, count = self.shape.lens[row], self.shape.counts[row]
+        for row in {0, len(self.shape.seq_lens) // 2, len(self.shape.seq_lens) - 1}:
+            length, count = self.shape.seq_lens[row], self.shape.query_lens[row]
             blocks = self.metadata.block_table[row, : -(-length // self.shape.block_size)]
             key, value = (
                 pool.select(1, kv_head).float()[blocks].flatten(0, 1)[:length]
                 for pool in (self.cache.key, self.cache.value)
             )
-            query = self.query[starts[row] : starts[row + 1], heads].float()
+            query = self.query[query_start_loc[row] : query_start_loc[row + 1], heads].float()
             scores = torch.einsum("qhd,kd->hqk", query, key) * spec.scaling
             position = torch.arange(length, device=key.device)
             scores.masked_fill_(position[None, :] > position[length - count :, None], float("-inf"))
             expected = torch.einsum("hqk,kd->qhd", torch.softmax(scores, -1), value)
-            errors.append(relative_error(out[starts[row] : starts[row + 1], heads], expected))
+            errors.append(relative_error(out[query_start_loc[row] : query_start_loc[row + 1], heads], expected))
         return max(errors)
 
 
@@ -182,11 +182,11 @@ def spent_by(function: Callable[[], Any], device: torch.device) -> float:
 
 def flash_seconds(shape: Shape, device: torch.device) -> float | None:
     """Time of torch's flash attention on the same prompts, contiguous; None if it does not apply."""
-    spec, lens = shape.spec, shape.lens
-    if device.type != "cuda" or lens != shape.counts or len(set(lens)) > 1:
+    spec, seq_lens = shape.spec, shape.seq_lens
+    if device.type != "cuda" or seq_lens != shape.query_lens or len(set(seq_lens)) > 1:
         return None
     query, key, value = (
-        torch.randn(len(lens), heads, lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
+        torch.randn(len(seq_lens), heads, seq_lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
         for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
 
@@ -241,8 +241,8 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
     spent = spent_by(batch.attend, device)
     row["microseconds"] = spent * 1e6
     if shape.bound == "sum":
-        first = replace(shape, lens=shape.lens[:-1], counts=shape.counts[:-1])
-        last = replace(shape, lens=shape.lens[-1:], counts=shape.counts[-1:])
+        first = replace(shape, seq_lens=shape.seq_lens[:-1], query_lens=shape.query_lens[:-1])
+        last = replace(shape, seq_lens=shape.seq_lens[-1:], query_lens=shape.query_lens[-1:])
         parts = [spent_by(Batch(part, device).attend, device) for part in (first, last)]
         row |= dict(achieved=spent * 1e3, limit=sum(parts) * 1e3, ratio=spent / sum(parts), unit="ms")
     else:
@@ -294,7 +294,7 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for name in ("decode 64 x 2K", "decode 8 x 16K", "decode 64 x 4K fp8", "decode 64 x 2K d64", "prefill 8K"):
         shape = next(shape for shape in cases() if shape.name == name)
-        tiles = decode if max(shape.counts) == 1 else prefill
+        tiles = decode if max(shape.query_lens) == 1 else prefill
         compile_ahead([(shape.spec, torch.bfloat16, shape.block_size, tile) for tile in tiles])
         times: dict[Tile | None, float] = {}
         for tile in [None, *tiles]:

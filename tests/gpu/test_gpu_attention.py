@@ -52,10 +52,10 @@ def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("counts", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
-def test_long_contexts_and_every_block_size(counts: list[int], block_size: int) -> None:
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
+def test_long_contexts_and_every_block_size(query_lens: list[int], block_size: int) -> None:
     """Split keys, tiles that span blocks and blocks that span tiles."""
-    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], counts, block_size, torch.bfloat16, device="cuda")
+    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], query_lens, block_size, torch.bfloat16, device="cuda")
     assert relative_error(case.run(GpuAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
@@ -104,11 +104,17 @@ def test_nothing_is_compiled_after_load() -> None:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     at_load = compiled()
-    for lens, counts in (([1], [1]), ([300] * 7, [1] * 7), ([9000], [1]), ([900, 17], [30, 2]), ([33] * 2, [33, 1])):
+    for seq_lens, query_lens in (
+        ([1], [1]),
+        ([300] * 7, [1] * 7),
+        ([9000], [1]),
+        ([900, 17], [30, 2]),
+        ([33] * 2, [33, 1]),
+    ):
         for layout in ("heads first", "fused", "contiguous"):
-            case = PagedCase(layer, lens, counts, 16, torch.bfloat16, layout, device="cuda")
-            metadata = case.metadata(counts)
-            last = [key[-count:] for key, count in zip(case.keys, counts)]
+            case = PagedCase(layer, seq_lens, query_lens, 16, torch.bfloat16, layout, device="cuda")
+            metadata = case.metadata(query_lens)
+            last = [key[-count:] for key, count in zip(case.keys, query_lens)]
             batch = backend.prepare(metadata)
             backend.write(torch.cat(last), torch.cat(last), cache, batch)
             backend.attend(case.query, cache, batch, layer, None)
@@ -123,14 +129,14 @@ def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
     small = PagedCase(layer, [700, 3000, 10, 1], [1, 1, 1, 0], 16, torch.bfloat16, device="cuda")
     backend = GpuAttention(None if splits else Card((9, 0), 1, 227 * 1024))
     cache = big.filled_cache(backend)
-    metadata, query = big.metadata(big.counts), big.query.clone()
+    metadata, query = big.metadata(big.query_lens), big.query.clone()
     batch = backend.prepare(metadata)
     backend.attend(query, cache, batch, layer, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = backend.attend(query, cache, batch, layer, None)
     for case in (big, small):
-        filled, now = case.filled_cache(backend), case.metadata(case.counts)
+        filled, now = case.filled_cache(backend), case.metadata(case.query_lens)
         for pool, contents in ((cache.key, filled.key), (cache.value, filled.value)):
             pool.fill_(torch.nan)
             pool[: len(contents)] = contents

@@ -48,8 +48,8 @@ CASES: dict[str, tuple[LayerSpec, list[int], list[int], int]] = {
 
 
 def case_of(name: str, dtype: torch.dtype, **changes: object) -> PagedCase:
-    layer, lens, counts, block_size = CASES[name]
-    return PagedCase(layer, lens, counts, block_size, dtype, **changes)
+    layer, seq_lens, query_lens, block_size = CASES[name]
+    return PagedCase(layer, seq_lens, query_lens, block_size, dtype, **changes)
 
 
 def stored(case: PagedCase, cache: KVCache) -> PagedCase:
@@ -57,7 +57,7 @@ def stored(case: PagedCase, cache: KVCache) -> PagedCase:
     exact = replace(case, spec=replace(case.spec, kv_cache_dtype=None))
     for kept, pool, scale in ((exact.keys, cache.key, cache.key_scale), (exact.values, cache.value, cache.value_scale)):
         actual = pool.float() * scale[:, None, None]
-        for row, length in enumerate(case.lens):
+        for row, length in enumerate(case.seq_lens):
             blocks = case.block_table()[row, : -(-length // case.block_size)].to(pool.device)
             kept[row] = actual[blocks].transpose(1, 2).flatten(0, 1)[:length].to(case.dtype)
     exact.query, exact.sinks = case.query, case.sinks

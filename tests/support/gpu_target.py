@@ -46,8 +46,8 @@ class Compiled:
             file.write(self.cubin)
             file.flush()
             command = [str(tool), "--dump-resource-usage", file.name]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = re.findall(r"REG:(\d+)", said), re.findall(r"STACK:(\d+)", said)
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.findall(r"REG:(\d+)", output), re.findall(r"STACK:(\d+)", output)
         return int(registers[-1]), int(stack[-1])
 
     def report(self, arch: int) -> dict[str, Any]:

@@ -28,25 +28,25 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale < _SMALLEST, 0.0, _round_up(scale))
     scale = torch.where(peak.isfinite(), scale, torch.nan)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)  # NaN > 0 is false
-    words = (rows * inverse[..., None]).round()
-    return words.nan_to_num(0.0).to(torch.int8), scale.to(torch.bfloat16)
+    elements = (rows * inverse[..., None]).round()
+    return elements.nan_to_num(0.0).to(torch.int8), scale.to(torch.bfloat16)
 
 
-def dequantize(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantize`, up to rounding: [..., D] of `dtype`."""
-    return (words.float() * scale.float()[..., None]).to(dtype)
+    return (elements.float() * scale.float()[..., None]).to(dtype)
 
 
 def pack(rows: Tensor) -> Tensor:
     """rows [..., D] -> int8 [..., D + 2]: the elements, then the two bytes of the scale."""
-    words, scale = quantize(rows)
-    return torch.cat([words, scale[..., None].view(torch.int8)], dim=-1)
+    elements, scale = quantize(rows)
+    return torch.cat([elements, scale[..., None].view(torch.int8)], dim=-1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `pack`, up to rounding: [..., D] of `dtype`."""
-    words, scale = packed[..., :-SCALE_BYTES], packed[..., -SCALE_BYTES:].contiguous()
-    return dequantize(words, scale.view(torch.bfloat16)[..., 0], dtype)
+    elements, scale = packed[..., :-SCALE_BYTES], packed[..., -SCALE_BYTES:].contiguous()
+    return dequantize(elements, scale.view(torch.bfloat16)[..., 0], dtype)
 
 
 def _round_up(scale: Tensor) -> Tensor:

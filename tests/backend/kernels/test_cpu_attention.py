@@ -51,15 +51,15 @@ def specs(draw: st.DrawFn) -> LayerSpec:
 
 @st.composite
 def cases(draw: st.DrawFn) -> PagedCase:
-    lens, counts = [], []
+    seq_lens, query_lens = [], []
     for _ in range(draw(st.integers(1, 4))):
         length = draw(st.one_of(st.integers(1, 40), st.integers(1, 700), st.sampled_from([16, 64, 128, 512, 1024])))
-        lens.append(length)
-        counts.append(draw(st.one_of(st.just(1), st.integers(1, min(length, 200)))))
+        seq_lens.append(length)
+        query_lens.append(draw(st.one_of(st.just(1), st.integers(1, min(length, 200)))))
     return PagedCase(
         spec=draw(specs()),
-        lens=lens,
-        counts=counts,
+        seq_lens=seq_lens,
+        query_lens=query_lens,
         block_size=draw(st.sampled_from([1, 3, 8, 15, 16, 16, 32, 48, 64, 256, 1024])),
         layout=draw(st.sampled_from(["heads first", "fused", "size strided", "contiguous"])),
         seed=draw(st.integers(0, 2**16)),
@@ -109,7 +109,7 @@ class TestBitwise:
     def expected(self, spec: LayerSpec, dtype: torch.dtype) -> torch.Tensor:
         """Each request's last token, computed from whole prompts in one batch on one thread."""
         case = PagedCase(spec, list(self.LENS), list(self.LENS), 16, dtype)
-        ends = torch.tensor(case.counts).cumsum(0) - 1
+        ends = torch.tensor(case.query_lens).cumsum(0) - 1
         return self.on_threads(case, 1)[ends]
 
     @staticmethod
@@ -124,9 +124,9 @@ class TestBitwise:
     @pytest.mark.parametrize("threads", [1, 2, 7])
     def test_in_any_chunks_on_any_threads(self, isa: str, spec: LayerSpec, dtype: torch.dtype, threads: int) -> None:
         expected = self.expected(spec, dtype)
-        for counts in ([1, 1, 1, 1], [1, 5, 333, 48], [1, 17, 1, 1300]):
-            out = self.on_threads(PagedCase(spec, list(self.LENS), counts, 16, dtype), threads)
-            assert torch.equal(out[torch.tensor(counts).cumsum(0) - 1], expected)
+        for query_lens in ([1, 1, 1, 1], [1, 5, 333, 48], [1, 17, 1, 1300]):
+            out = self.on_threads(PagedCase(spec, list(self.LENS), query_lens, 16, dtype), threads)
+            assert torch.equal(out[torch.tensor(query_lens).cumsum(0) - 1], expected)
 
     @pytest.mark.parametrize("block_size", [1, 7, 32, 1024])
     def test_with_any_block_size(self, isa: str, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:

@@ -86,10 +86,10 @@ def test_a_wheel_contains_the_library_and_names_its_platform(tree: Path) -> None
 
 @pytest.mark.parametrize("missing", [None, "/nowhere/g++"])
 def test_without_a_compiler_the_install_succeeds(tree: Path, missing: str | None) -> None:
-    wheel, said = make_wheel(tree, missing)
+    wheel, output = make_wheel(tree, missing)
     assert wheel.name.endswith("py3-none-any.whl")
     assert "inflight/kernels/cpu/_cpu_kernels.so" not in zipfile.ZipFile(wheel).namelist()
-    assert "installing without the CPU kernels" in said
+    assert "installing without the CPU kernels" in output
 
 
 def linked_units(library: Path) -> dict[str, set[str]]:

@@ -50,11 +50,11 @@ def cases(draw: st.DrawFn) -> PagedCase:
         has_sinks=draw(st.booleans()),
         kv_cache_dtype=torch.int8,
     )
-    lens = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=3))
-    counts = [draw(st.one_of(st.just(1), st.integers(1, min(length, 100)))) for length in lens]
+    seq_lens = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=3))
+    query_lens = [draw(st.one_of(st.just(1), st.integers(1, min(length, 100)))) for length in seq_lens]
     block_size = draw(st.sampled_from([1, 5, 8, 16, 16, 48, 256]))
     layout = draw(st.sampled_from(["heads first", "fused", "size strided"]))
-    return PagedCase(spec, lens, counts, block_size, layout=layout, seed=draw(st.integers(0, 2**16)))
+    return PagedCase(spec, seq_lens, query_lens, block_size, layout=layout, seed=draw(st.integers(0, 2**16)))
 
 
 def few(examples: int) -> settings:
@@ -93,11 +93,11 @@ def test_the_pool_contains_quantized_values(isa: str, dtype: torch.dtype, block_
 @pytest.mark.parametrize("size", [8, 64, 1024])
 def test_the_quantization_error_is_at_most_half_a_step(size: int) -> None:
     rows = torch.randn(100, 3, size) * torch.logspace(-6, 6, 100)[:, None, None]
-    words, scale = int8.quantize(rows)
-    assert words.abs().max() == 127 and (words.abs().amax(-1) >= 126).all()
-    error = (int8.dequantize(words, scale, torch.float32) - rows).abs().amax(-1)
+    elements, scale = int8.quantize(rows)
+    assert elements.abs().max() == 127 and (elements.abs().amax(-1) >= 126).all()
+    error = (int8.dequantize(elements, scale, torch.float32) - rows).abs().amax(-1)
     assert (error <= 0.5001 * scale.float()).all()
-    assert torch.equal(int8.unpack(int8.pack(rows), torch.float32), int8.dequantize(words, scale, torch.float32))
+    assert torch.equal(int8.unpack(int8.pack(rows), torch.float32), int8.dequantize(elements, scale, torch.float32))
 
 
 def test_rows_of_zeros_stay_zero_and_infinity_becomes_nan() -> None:

@@ -77,12 +77,12 @@ def cases(draw: st.DrawFn) -> PagedCase:
         softcap=draw(st.sampled_from([None, 5.0])),
         has_sinks=draw(st.booleans()),
     )
-    lens = draw(st.lists(st.integers(1, 160), min_size=1, max_size=3))
-    counts = [draw(st.one_of(st.just(1), st.integers(1, min(length, 60)))) for length in lens]
+    seq_lens = draw(st.lists(st.integers(1, 160), min_size=1, max_size=3))
+    query_lens = [draw(st.one_of(st.just(1), st.integers(1, min(length, 60)))) for length in seq_lens]
     return PagedCase(
         layer,
-        lens,
-        counts,
+        seq_lens,
+        query_lens,
         block_size=draw(st.sampled_from([16, 32, 48, 128])),
         layout=draw(st.sampled_from(["heads first", "fused", "size strided", "contiguous"])),
         seed=draw(st.integers(0, 2**16)),
@@ -112,10 +112,10 @@ class TestSplitKeys:
     @pytest.mark.parametrize(
         "features", [{}, dict(sliding_window=200, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
     )
-    @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 1, 3], [1, 30, 14]], ids=str)
-    def test_partial_results_are_joined(self, monkeypatch, counts: list[int], features: dict) -> None:
+    @pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 3], [1, 30, 14]], ids=str)
+    def test_partial_results_are_joined(self, monkeypatch, query_lens: list[int], features: dict) -> None:
         chosen = plans(monkeypatch)
-        case = PagedCase(spec(2, 1, 32, **features), list(self.LENS), counts, 16)
+        case = PagedCase(spec(2, 1, 32, **features), list(self.LENS), query_lens, 16)
         assert relative_error(case.run(GpuAttention(HUGE)), case.run(ReferenceAttention())) < 2e-6
         assert chosen[-1].num_splits > 2 and not chosen[-1].short_only
 
@@ -135,10 +135,10 @@ class TestSplitKeys:
             assert relative_error(case.run(GpuAttention()), case.run(ReferenceAttention())) < 2e-6
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 1, 0], [20, 0, 1, 0]], ids=str)
-def test_rows_without_tokens_are_skipped(counts: list[int]) -> None:
+@pytest.mark.parametrize("query_lens", [[3, 0, 1, 0], [20, 0, 1, 0]], ids=str)
+def test_rows_without_tokens_are_skipped(query_lens: list[int]) -> None:
     """Such rows pad a batch to the size of a captured launch."""
-    case = PagedCase(spec(4, 2, 32), [30, 20, 10, 1], counts, 16)
+    case = PagedCase(spec(4, 2, 32), [30, 20, 10, 1], query_lens, 16)
     assert relative_error(case.run(GpuAttention(ONE_SM)), case.run(ReferenceAttention())) < 2e-6
 
 
@@ -173,8 +173,8 @@ class TestFp8:
 
     def test_only_storing_rounds(self) -> None:
         """The result equals attention to the pool's contents, which are rounded to e4m3's three bits of mantissa."""
-        _, lens, counts, block_size = CASES["mix"]
-        case = PagedCase(self.LAYER, lens, counts, block_size)
+        _, seq_lens, query_lens, block_size = CASES["mix"]
+        case = PagedCase(self.LAYER, seq_lens, query_lens, block_size)
         case.keys = [key * 3 for key in case.keys]
         backend = GpuAttention()
         cache = case.filled_cache(backend)

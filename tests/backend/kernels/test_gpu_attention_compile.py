@@ -36,13 +36,14 @@ with target(arch) as compiled:
     at_load = len(compiled)
     splits = set()
     for layout in ("heads first", "fused", "size strided") if batches else ():
-        for lens, counts in (([1], [1]), ([300] * 3, [1] * 3), ([2000], [1]), ([900, 17], [30, 2]), ([33], [33])):
-            case = PagedCase(layer, lens, counts, 16, dtype, layout)
-            metadata = case.metadata(counts)
+        lens = ([1], [1]), ([300] * 3, [1] * 3), ([2000], [1]), ([900, 17], [30, 2]), ([33], [33])
+        for seq_lens, query_lens in lens:
+            case = PagedCase(layer, seq_lens, query_lens, 16, dtype, layout)
+            metadata = case.metadata(query_lens)
             # Tensors without contents: reading one, which would wait for the device, fails.
             tensors = [field.name for field in fields(metadata) if torch.is_tensor(getattr(metadata, field.name))]
             metadata = replace(metadata, **{name: getattr(metadata, name).to("meta") for name in tensors})
-            last = [tensor[-count:].to("meta") for tensor, count in zip(case.keys, counts)]
+            last = [tensor[-count:].to("meta") for tensor, count in zip(case.keys, query_lens)]
             new = last[0] if len(last) == 1 else torch.cat(last)
             batch = backend.prepare(metadata)
             backend.write(new, new, caches[1], batch)

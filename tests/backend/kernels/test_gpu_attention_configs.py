@@ -35,14 +35,16 @@ MIXED = Geometry(Tile(128, 64, 8, 3), group=4, num_kv_heads=8, value_padded=128,
 CPU = torch.device("cpu")
 
 
-def metadata(lens: list[int], counts: list[int]) -> AttentionMetadata:
-    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    void = torch.empty(0)
-    return AttentionMetadata(void, void, void, void, starts, lens, max(counts), max(lens), 16)
+def metadata(seq_lens: list[int], query_lens: list[int]) -> AttentionMetadata:
+    query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+    unused = torch.empty(0)
+    return AttentionMetadata(
+        unused, unused, unused, unused, query_start_loc, seq_lens, max(query_lens), max(seq_lens), 16
+    )
 
 
-def plan(geometry: Geometry, lens: list[int], counts: list[int], running: int = 264) -> SplitPlan:
-    return plan_splits(geometry, metadata(lens, counts), running)
+def plan(geometry: Geometry, seq_lens: list[int], query_lens: list[int], running: int = 264) -> SplitPlan:
+    return plan_splits(geometry, metadata(seq_lens, query_lens), running)
 
 
 def test_keys_are_not_split_if_the_card_is_busy() -> None:
@@ -76,16 +78,16 @@ def test_a_short_chunk_at_a_long_context_is_split() -> None:
     window=st.sampled_from([0, 4096]),
 )
 def test_partial_results_always_fit_the_scratch(requests, geometry, running, window) -> None:
-    lens = [length for length, _ in requests]
-    counts = [min(length, count if geometry is MIXED else 1) for length, count in requests]
+    seq_lens = [length for length, _ in requests]
+    query_lens = [min(length, count if geometry is MIXED else 1) for length, count in requests]
     geometry = Geometry(geometry.tile, geometry.group, geometry.num_kv_heads, 256, window)
-    chosen = plan(geometry, lens, counts, running)
+    chosen = plan(geometry, seq_lens, query_lens, running)
     assert 1 <= chosen.num_splits <= MAX_SPLITS
     rows = chosen.slots * geometry.num_kv_heads * chosen.slot_rows * chosen.num_splits
     assert rows * geometry.value_padded * 4 <= SCRATCH_BYTES
     if chosen.num_splits > 1:
-        num_blocks = geometry.num_blocks(sum(counts), len(lens))
-        assert chosen.slots == (len(lens) if chosen.short_only else num_blocks)
+        num_blocks = geometry.num_blocks(sum(query_lens), len(seq_lens))
+        assert chosen.slots == (len(seq_lens) if chosen.short_only else num_blocks)
 
 
 @pytest.mark.parametrize("card", [H200, A100, L40S], ids=["H200", "A100", "L40S"])

@@ -152,7 +152,7 @@ class TestWhatDiffersIsNamed:
             decoder_layer(layer)
 
     def test_another_order(self, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The parts are the same; the MLP runs beside attention, not behind it."""
+        """The parts are the same; the MLP runs in parallel with attention, not after it."""
         part = decoder_layer(layer)
 
         def parallel(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (2, 8), (33, 33), (130,
 # Settings under which every architecture is tested; they differ in how requests are split into steps.
 SETTINGS = {
     "one big step": dict(block_size=16, max_num_batched_tokens=2048, max_num_seqs=64),
-    "one token a step": dict(block_size=1, max_num_batched_tokens=1, max_num_seqs=4),
+    "one token per step": dict(block_size=1, max_num_batched_tokens=1, max_num_seqs=4),
     "small chunks": dict(block_size=5, max_num_batched_tokens=13, max_num_seqs=3, async_scheduling=True),
     "preempting": dict(block_size=4, max_num_batched_tokens=64, max_num_seqs=64, num_gpu_blocks_override=64),
     "one at a time": dict(block_size=64, max_num_batched_tokens=32, max_num_seqs=1),

@@ -59,8 +59,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 def load() -> ctypes.CDLL | str:
     """The library, or the reason why there is none.
 
-    Compiles it if it is missing or of another version.  A library of other sources that has the right
-    version is used as it is, with a warning: no start takes half a minute without need.
+    Compiles it if it is missing or of another version.  A library that has the right version but was compiled
+    from other sources is used with a warning, rather than compiled for half a minute.
     """
     found = _open()
     if isinstance(found, str):

@@ -145,6 +145,29 @@ def _attend_tiles(
 
 
 @triton.jit
+def _store_block(
+    out, partial_sums, partial_stats, sums, row_max, weights, slot, kv_head, first_row_token, row, valid, split, used,
+    num_splits, slot_rows,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store a query block's result or, with more than one split in use, its partial result."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    element = tl.arange(0, VALUE_PADDED)
+    if used == 1:
+        result = sums / weights[:, None]
+        token, head = row // GROUP, kv_head * GROUP + row % GROUP
+        out_row = ((first_row_token + token).to(tl.int64) * NUM_HEADS + head) * VALUE_SIZE
+        places = out + out_row[:, None] + element[None, :]
+        out_mask = valid[:, None] & (element < VALUE_SIZE)[None, :]
+        tl.store(places, result.to(out.dtype.element_ty), mask=out_mask)
+    else:
+        partial = ((slot * NUM_KV_HEADS + kv_head).to(tl.int64) * slot_rows + row) * num_splits + split
+        tl.store(partial_sums + (partial * VALUE_PADDED)[:, None] + element[None, :], sums, mask=valid[:, None])
+        tl.store(partial_stats + partial * 2, row_max, mask=valid)
+        tl.store(partial_stats + partial * 2 + 1, weights, mask=valid)
+
+
+@triton.jit
 def _attend_block(
     out, partial_sums, partial_stats, query, key_cache, value_cache, key_scale, value_scale, sinks, table, slot,
     kv_head, first_row_token, first_position, num_tokens, seq_len, query_stride_token, query_stride_head, scale,
@@ -197,18 +220,10 @@ def _attend_block(
         )  # fmt: skip
         if HAS_SCALES:
             sums = sums * tl.load(value_scale + kv_head)
-        element = tl.arange(0, VALUE_PADDED)
-        if used == 1:
-            result = sums / weights[:, None]
-            out_row = ((first_row_token + token).to(tl.int64) * NUM_HEADS + head) * VALUE_SIZE
-            places = out + out_row[:, None] + element[None, :]
-            out_mask = valid[:, None] & (element < VALUE_SIZE)[None, :]
-            tl.store(places, result.to(out.dtype.element_ty), mask=out_mask)
-        else:
-            partial = ((slot * NUM_KV_HEADS + kv_head).to(tl.int64) * slot_rows + row) * num_splits + split
-            tl.store(partial_sums + (partial * VALUE_PADDED)[:, None] + element[None, :], sums, mask=valid[:, None])
-            tl.store(partial_stats + partial * 2, row_max, mask=valid)
-            tl.store(partial_stats + partial * 2 + 1, weights, mask=valid)
+        _store_block(
+            out, partial_sums, partial_stats, sums, row_max, weights, slot, kv_head, first_row_token, row, valid, split,
+            used, num_splits, slot_rows, NUM_HEADS, NUM_KV_HEADS, VALUE_SIZE, VALUE_PADDED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING_POINTERS)
