@@ -1,14 +1,14 @@
-# The backend on NVIDIA's Triton image:
+# The backend on NVIDIA's Triton image.  This serves the demo model:
 #   docker build -t inflight .
 #   docker run --gpus all --shm-size 1g -p 8000-8002:8000-8002 inflight
-# serves the demo model; for models of your own, mount a repository over it:
+# To serve other models, mount a repository:
 #   docker run ... -v "$PWD/models:/models" inflight tritonserver --model-repository=/models
 ARG TAG=24.10-py3
 
-# The CPU kernels, compiled on the distribution of the image below or an older one, whose C library
-# decides on which they load.  The image itself needs no compiler.
+# The CPU kernels are compiled on the image's distribution or an older one: they load with the C library of this
+# stage or a newer one.  The image itself needs no compiler.
 FROM ubuntu:22.04 AS kernels
-# hadolint ignore=DL3008 # a mirror keeps only the newest version, so that a pinned one soon fails
+# hadolint ignore=DL3008 # mirrors keep the newest version only, so that pinned ones soon fail
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ python3 \
     && rm -rf /var/lib/apt/lists/*
@@ -17,8 +17,8 @@ RUN python3 /inflight/kernels/cpu/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
-# What `backend/inflight` imports: the extra `backend` of pyproject.toml and msgspec.  The stub of this
-# Triton cannot read arrays of numpy 2.
+# What `backend/inflight` imports: the extra `backend` of pyproject.toml, and msgspec.  This Triton's stub does not
+# support numpy 2.
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \
         "huggingface-hub>=1.0" "jinja2>=3.1" "msgspec>=0.19" "numpy<2" \
@@ -27,8 +27,7 @@ RUN pip install --no-cache-dir \
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight
 COPY model_repository /models
 
-# `triton-server`, the image's own user without privileges.  Checkpoints from the hub and compiled
-# kernels are cached under its home.
+# `triton-server`, the image's unprivileged user.  Its home caches checkpoints from the hub and compiled kernels.
 USER 1000:1000
 ENV HOME=/var/cache/inflight
 VOLUME /var/cache/inflight

@@ -1,6 +1,6 @@
-"""Build hook: compiles the CPU attention kernel into the package, for wheels and editable installs.
+"""Build hook: compiles the CPU kernels into the package, for wheels and editable installs.
 
-Without a compiler the install goes on; the backend then says at load what to install.
+Without a compiler the install succeeds; the backend then reports at load what to install.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         try:
             library: Path = kernel["build"]()
         except kernel["BuildError"] as error:
-            self.app.display_warning(f"inflight: without the CPU attention kernel: {error}")
+            self.app.display_warning(f"inflight: installing without the CPU kernels: {error}")
             return
         build_data["artifacts"].append(f"/{library.relative_to(Path(self.root).resolve()).as_posix()}")
         if version != "editable":

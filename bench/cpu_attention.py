@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The CPU attention kernel against what the machine can do: memory in decode, matrix products in prefill.
+"""The CPU attention kernel compared with the machine's limits: memory in decodes, matrix products in prefills.
 
     python bench/cpu_attention.py [--threads N] [--dtype bfloat16] [--kv auto int8] [--rounds 7] [--output record.json]
 
-Decode reads every key and value once, so its floor is the time to read that many bytes (torch's sum
-over a large tensor).  Prefill is bound by multiplying: it is compared with torch.matmul, counting the
-causal half of the products only.  Machine and kernel, with each kind of KV cache, are measured in turn;
-each is the best of the rounds, since what disturbs a measurement only ever slows it down.
+A decode reads every key and value once, so its limit is the time to read that many bytes (torch's sum over a
+large tensor).  A prefill is limited by multiplications: it is compared with torch.matmul, counting only the
+causal half of the products.  Measurements of machine and kernel, with each kind of KV cache, alternate; each is
+the best of the rounds, since disturbances only ever slow it down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.cpu.attention import CpuAttention, allocate, instruction_set, use_instruction_set
+from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.library import allocate, instruction_set, use_instruction_set
 
 BLOCK_SIZE = 16
 # name -> query heads, KV heads, head size
@@ -42,60 +43,62 @@ BATCHES = {
 
 
 class Case:
-    """One layer's attention over one batch."""
+    """One layer's attention to one batch."""
 
     def __init__(self, backend: AttentionBackend, shape: str, batch: str, dtype: torch.dtype, kv: str) -> None:
         heads, kv_heads, size = SHAPES[shape]
-        lens, counts = BATCHES[batch]
+        seq_lens, query_lens = BATCHES[batch]
         self.backend = backend
         self.spec = LayerSpec(heads, kv_heads, size, size, size**-0.5, kv_cache_dtype=KV_DTYPES[kv])
-        blocks = [-(-length // BLOCK_SIZE) for length in lens]
+        blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
         self.cache = backend.new_cache(sum(blocks), BLOCK_SIZE, self.spec, dtype, torch.device("cpu"))
-        table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
+        table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
         free = torch.randperm(sum(blocks), dtype=torch.int32)
         for row, chosen in enumerate(free.split(blocks)):
             table[row, : len(chosen)] = chosen
-        for row, length in enumerate(lens):
+        for row, length in enumerate(seq_lens):
             key, value = torch.randn(2, length, kv_heads, size).to(dtype).unbind()
-            backend.write(key, value, self.cache, batch_of([length], [length], table[row : row + 1]))
-        self.metadata = batch_of(lens, counts, table)
-        tokens = sum(counts)
+            backend.write(
+                key, value, self.cache, backend.prepare(metadata_of([length], [length], table[row : row + 1]))
+            )
+        self.batch = backend.prepare(metadata_of(seq_lens, query_lens, table))
+        tokens = sum(query_lens)
         self.query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
         self.key = torch.randn(kv_heads, tokens, size).to(dtype).transpose(0, 1)
-        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length, count in zip(lens, counts))
+        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length, count in zip(seq_lens, query_lens))
         self.flops = 4 * heads * size * pairs
-        self.bytes = sum(lens) * self.spec.bytes_per_token(dtype)
+        self.bytes = sum(seq_lens) * self.spec.bytes_per_token(dtype)
 
     def attend(self) -> None:
-        self.backend.attend(self.query, self.cache, self.metadata, self.spec, None)
+        self.backend.attend(self.query, self.cache, self.batch, self.spec, None)
 
     def write(self) -> None:
-        self.backend.write(self.key, self.key, self.cache, self.metadata)
+        self.backend.write(self.key, self.key, self.cache, self.batch)
 
 
-def batch_of(lens: list[int], counts: list[int], table: Tensor) -> AttentionMetadata:
-    """Requests of `lens` tokens, of which the last `counts` are new, in the blocks of `table`."""
-    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+def metadata_of(seq_lens: list[int], query_lens: list[int], table: Tensor) -> AttentionMetadata:
+    """Requests of `seq_lens` tokens, the last `query_lens` of which are new, in the blocks of `table`."""
+    query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     slots = []
-    for row, (length, count) in enumerate(zip(lens, counts)):
+    for row, (length, count) in enumerate(zip(seq_lens, query_lens)):
         positions = torch.arange(length - count, length)
         slots.append(table[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
     return AttentionMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=table,
         slot_mapping=torch.cat(slots),
-        query_starts=starts,
-        lens=lens,
-        max_query_len=max(counts),
-        max_seq_len=max(lens),
+        query_start_loc_cpu=query_start_loc,
+        seq_lens_cpu=seq_lens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
         block_size=BLOCK_SIZE,
     )
 
 
 def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
     """Shortest of the calls that fit in `seconds`."""
-    # With one thread its own clock stands still while other processes have the core.
+    # With one thread, the thread's clock stops while other processes have the core.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     function()
     result, end = float("inf"), clock() + seconds
@@ -107,7 +110,7 @@ def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
 
 def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """Functions that measure bytes/s of reading and FLOP/s of multiplying."""
-    memory = allocate(2**26, dtype=torch.float32).fill_(1.0)  # on the same kind of pages as a cache
+    memory = allocate(2**26, dtype=torch.float32).fill_(1.0)  # on the same kind of pages as the pool
     left, right = torch.randn(2, 1536, 1536).to(dtype).unbind()
     return {
         "read": lambda: memory.numel() * 4 / best(memory.sum),
@@ -118,7 +121,7 @@ def machine_rates(dtype: torch.dtype) -> dict[str, Callable[[], float]]:
 def measure(
     shape: str, batch: str, dtype: torch.dtype, kvs: list[str], rounds: int, reference: bool
 ) -> list[dict[str, Any]]:
-    """One row for each kind of KV cache; `speedup` is against the first."""
+    """One row for each kind of KV cache; `speedup` is relative to the first."""
     cases = {kv: Case(CpuAttention(), shape, batch, dtype, kv) for kv in kvs}
     times: dict[str, Callable[[], float]] = {}
     for kv, case in cases.items():
@@ -182,12 +185,12 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--reference", action="store_true", help="time the reference backend, too")
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    parser.add_argument("--reference", action="store_true", help="also time the reference backend")
+    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not use_instruction_set(options.isa):
-        parser.error(f"--isa {options.isa}: this machine or the build lacks it")
+        parser.error(f"--isa {options.isa} is not available on this machine or in this build")
     print(f"{machine()}; {options.threads} threads; {instruction_set()}")
     rows = []
     for dtype in options.dtype:

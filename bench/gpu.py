@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""One command on a machine with a GPU that proves or refutes what the kernels promise.
+"""Checks and times the GPU kernels, and compares the engine with generate(), in one command on a machine with a GPU.
 
     python bench/gpu.py kernels [--quick] [--output FILE]     attention, small operations, sampling
     python bench/gpu.py engine [--output FILE]                tokens/s of the engine, and of generate()
 
-`kernels` takes less than 5 minutes and needs torch (2.11 or later), triton (3.6 or later) and numpy, nothing
-installed of this repository.  It measures the card's copy rate and bf16 GEMM rate, checks every kernel on fresh
-random numbers against float32, then times: attention (bench/gpu_attention.py), small operations and sampling
-(bench/gpu_ops.py).  A short table with the targets comes last; exit status 1 if a check failed, not if a
-target was missed.  The record goes to bench/results/gpu_kernels_<card>.json, or into $OUT where that is set.
+`kernels` takes less than 5 minutes and requires torch (2.11 or later), triton (3.6 or later) and numpy, but no
+installation of this repository.  It measures the card's copy rate and bf16 GEMM rate, checks every kernel on new
+random numbers against float32, and times attention (bench/gpu_attention.py), small operations and sampling
+(bench/gpu_ops.py).  A short table of targets follows; the exit status is 1 if a check failed, but not if a
+target was missed.  The record is written to bench/results/gpu_kernels_<card>.json, or to $OUT if that is set.
 
-`engine` needs transformers, too: Inflight's EngineCore and transformers' generate() in static batches on a
-checkpoint of Qwen3 0.6B's shape with random weights.
+`engine` also requires transformers: it runs Inflight's EngineCore and transformers' generate() in static batches
+on a checkpoint of Qwen3 0.6B's shape with random weights.
 
-`--device cpu` runs the same code with tiny shapes in the Triton language's interpreter, where no time means
-anything: it shows that the script runs.
+`--device cpu` runs the same code with tiny shapes in the Triton language's interpreter, to show that the script
+works; times are meaningless there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write(args: argparse.Namespace, card: str, record: dict[str, Any]) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table: kernel, shape, time, what it reaches of what, target and verdict."""
+    """A row of the table: kernel, shape, time, achieved value and limit, target and verdict."""
     scales = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s")}
     scale, unit = scales.get(row["unit"], (1.0, row["unit"]))
     spent = f"{row['microseconds']:9.1f} us" if "microseconds" in row else " " * 12
@@ -104,7 +104,7 @@ def kernels(args: argparse.Namespace) -> int:
     rates = {"copy": gpu_ops.copy_rate(device), "gemm": gpu_ops.gemm_rate(device)}
     print(f"{card}: copy {rates['copy'] / 1e9:.0f} GB/s read and written, bf16 GEMM {rates['gemm'] / 1e12:.1f} TFLOP/s")
     rows = gpu_ops.run(device, args.quick, rates["copy"]) + gpu_attention.run(device, args.quick)
-    # For the length of a prompt without context torch's flash attention is the measure.
+    # For a prompt without context, the target is torch's flash attention.
     for row in rows:
         if row["name"] == "attention" and row["shape"] == "prefill 8K" and "over_flash" in row:
             row |= dict(target=1.0, passed=bool(row["over_flash"] >= 1.0))
@@ -114,7 +114,7 @@ def kernels(args: argparse.Namespace) -> int:
         print(line(row))
     elapsed = time.monotonic() - start
     print(f"\n{card}, {elapsed:.0f} s: {len(checks) - len(failed)} of {len(checks)} checks passed")
-    aimed = [row for row in rows if "target" in row and args.device == "cuda"]  # no other times mean anything
+    aimed = [row for row in rows if "target" in row and args.device == "cuda"]  # times on a CPU are meaningless
     for row in [*failed, *aimed]:
         print(line(row))
     write(args, card, dict(seconds=elapsed, rates=rates, rows=rows))
@@ -124,10 +124,10 @@ def kernels(args: argparse.Namespace) -> int:
 def main() -> int:
     args = options()
     if args.device == "cpu":
-        # The language reads this when it is imported.
+        # The Triton language reads this when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     elif not has_gpu():
-        print("no CUDA device is visible here: --device cpu shows that the script runs", file=sys.stderr)
+        print("no CUDA device found; use --device cpu to see that the script works", file=sys.stderr)
         return 2
     if args.what == "kernels":
         return kernels(args)

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""The Triton attention kernel on a GPU: is it right, and how near is it to what the card can do?
+"""The GPU attention kernel: correctness, and speed compared with the card's limits.
 
     python bench/gpu_attention.py [--quick] [--tune] [--output record.json]      on a machine with a GPU
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
-    TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it runs
+    TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it works
 
-Needs torch, triton and numpy, nothing else.  `run` is also called by bench/gpu.py.
+Requires torch, triton and numpy only.  bench/gpu.py also calls `run`.
 
-Right: against a float32 reference on the CPU, fresh random numbers, a pool and an output full of NaN.
-Decode reads each key and value once: bytes over the time of a large device-to-device copy (bytes read
-plus written).  Prefill multiplies: the causal half of the products over the rate of a bf16 matrix
-product, and beside torch's flash attention, which is given contiguous keys and values.  Times are
-medians of graph replays; the pool is many times the size of the L2 cache.
+Correctness: compared with a float32 reference on the CPU, on new random numbers, with pool and output full of NaN.
+Decodes read each key and value once: their bytes per second are compared with a large device-to-device copy (bytes
+read plus written).  Prefills multiply: the causal half of the products is compared with the rate of a bf16 matrix
+product, and with torch's flash attention on contiguous keys and values.  Times are medians of graph replays; the
+pool is many times larger than the L2 cache.
 
---compile needs no GPU: it compiles what is shipped and prints registers, stack (spills) and shared memory.
---tune tries other tile shapes and prints the best for each kind of batch.
+--compile needs no GPU: it compiles the shipped shapes and prints registers, stack (spills) and shared memory.
+--tune tries other tile shapes and prints the best ones for each kind of batch.
 """
 
-# ruff: noqa: E402  (the repository is found before it is imported: where a GPU is, nothing may be installed)
+# ruff: noqa: E402  (sys.path comes first: the repository need not be installed)
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ from paged_case import relative_error
 
 from inflight.attention.base import AttentionMetadata, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.gpu.gpu_attention import GpuAttention, interpreted
+from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Tile
+from inflight.kernels.gpu.launch import interpreted
 
 BLOCK_SIZE = 16
 LLAMA = LayerSpec(32, 8, 128, 128, 128**-0.5)  # Llama 3 8B
@@ -60,20 +61,20 @@ class Shape:
 
     Attributes:
         bound: "bytes" is compared with copying, "flops" with a matrix product, "sum" with the parts' times.
-        target: least ratio that is aimed at; most for "sum".
+        target: minimum ratio; for "sum" the maximum.
     """
 
     name: str
     spec: LayerSpec
-    lens: tuple[int, ...]
-    counts: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
     bound: str
     target: float | None = None
     block_size: int = BLOCK_SIZE
 
 
 def cases(quick: bool = False) -> list[Shape]:
-    """The timed batches; the targets are those of an H200."""
+    """The timed batches, with targets for an H200."""
     fp8 = replace(LLAMA, kv_cache_dtype=FP8)
     small = LayerSpec(32, 8, 64, 64, 64**-0.5)
     large = LayerSpec(16, 8, 256, 256, 256**-0.5)
@@ -102,20 +103,20 @@ def cases(quick: bool = False) -> list[Shape]:
 
 
 def tiny(shape: Shape) -> Shape:
-    """For the interpreter, where it only shows that this script runs."""
+    """For the interpreter, to show that this script works."""
     spec = LayerSpec(4, 2, 32, 32, 32**-0.5, kv_cache_dtype=shape.spec.kv_cache_dtype)
-    lens = tuple(min(length, 80) for length in shape.lens[:2] + shape.lens[-1:])
-    counts = tuple(min(count, 40) for count in shape.counts[:2] + shape.counts[-1:])
-    return replace(shape, spec=spec, lens=lens, counts=counts)
+    seq_lens = tuple(min(length, 80) for length in shape.seq_lens[:2] + shape.seq_lens[-1:])
+    query_lens = tuple(min(count, 40) for count in shape.query_lens[:2] + shape.query_lens[-1:])
+    return replace(shape, spec=spec, seq_lens=seq_lens, query_lens=query_lens)
 
 
 class Batch:
-    """One layer's attention over a batch: random keys and values in scattered blocks."""
+    """One layer's attention to a batch: random keys and values in scattered blocks."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         spec, size = shape.spec, shape.block_size
         self.shape, self.dtype, self.backend = shape, dtype, GpuAttention()
-        blocks = [-(-length // size) for length in shape.lens]
+        blocks = [-(-length // size) for length in shape.seq_lens]
         self.cache = self.backend.new_cache(sum(blocks), size, spec, dtype, device)
         for pool in (self.cache.key, self.cache.value):
             for part in pool.split(4096):
@@ -123,53 +124,54 @@ class Batch:
         table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         for row, chosen in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
             table[row, : len(chosen)] = chosen
-        starts = [0, *torch.tensor(shape.counts).cumsum(0).tolist()]
+        query_start_loc = [0, *torch.tensor(shape.query_lens).cumsum(0).tolist()]
         slots = [
             int(table[row, position // size]) * size + position % size
-            for row, (length, count) in enumerate(zip(shape.lens, shape.counts))
+            for row, (length, count) in enumerate(zip(shape.seq_lens, shape.query_lens))
             for position in range(length - count, length)
         ]
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(shape.seq_lens, dtype=torch.int32, device=device),
             block_table=table.to(device),
             slot_mapping=torch.tensor(slots, device=device),
-            query_starts=starts,
-            lens=list(shape.lens),
-            max_query_len=max(shape.counts),
-            max_seq_len=max(shape.lens),
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=list(shape.seq_lens),
+            max_query_len=max(shape.query_lens),
+            max_seq_len=max(shape.seq_lens),
             block_size=size,
         )
-        self.query = torch.randn(starts[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
-        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.lens, shape.counts))
+        self.metadata, self.batch = metadata, self.backend.prepare(metadata)
+        self.query = torch.randn(query_start_loc[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
+        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.seq_lens, shape.query_lens))
         self.flops = 2 * spec.num_heads * (spec.key_head_size + spec.value_head_size) * pairs
-        self.bytes = sum(shape.lens) * spec.bytes_per_token(dtype)
+        self.bytes = sum(shape.seq_lens) * spec.bytes_per_token(dtype)
 
     def attend(self) -> Tensor:
-        return self.backend.attend(self.query, self.cache, self.metadata, self.shape.spec, None)
+        return self.backend.attend(self.query, self.cache, self.batch, self.shape.spec, None)
 
     def error(self) -> float:
-        """Relative error of some requests' rows of one KV head, against float32."""
-        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+        """Relative error of some requests' rows of one KV head, compared with float32."""
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised tensors with NaN
         out = self.attend()
         torch.use_deterministic_algorithms(False)
-        spec, starts = self.shape.spec, self.metadata.query_starts
+        spec, query_start_loc = self.shape.spec, self.metadata.query_start_loc_cpu
         group, kv_head = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads - 1
         heads = slice(kv_head * group, (kv_head + 1) * group)
         errors = []
-        for row in {0, len(self.shape.lens) // 2, len(self.shape.lens) - 1}:
-            length, count = self.shape.lens[row], self.shape.counts[row]
+        for row in {0, len(self.shape.seq_lens) // 2, len(self.shape.seq_lens) - 1}:
+            length, count = self.shape.seq_lens[row], self.shape.query_lens[row]
             blocks = self.metadata.block_table[row, : -(-length // self.shape.block_size)]
             key, value = (
                 pool.select(1, kv_head).float()[blocks].flatten(0, 1)[:length]
                 for pool in (self.cache.key, self.cache.value)
             )
-            query = self.query[starts[row] : starts[row + 1], heads].float()
+            query = self.query[query_start_loc[row] : query_start_loc[row + 1], heads].float()
             scores = torch.einsum("qhd,kd->hqk", query, key) * spec.scaling
             position = torch.arange(length, device=key.device)
             scores.masked_fill_(position[None, :] > position[length - count :, None], float("-inf"))
             expected = torch.einsum("hqk,kd->qhd", torch.softmax(scores, -1), value)
-            errors.append(relative_error(out[starts[row] : starts[row + 1], heads], expected))
+            errors.append(relative_error(out[query_start_loc[row] : query_start_loc[row + 1], heads], expected))
         return max(errors)
 
 
@@ -179,12 +181,12 @@ def spent_by(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def flash_seconds(shape: Shape, device: torch.device) -> float | None:
-    """Time of torch's flash attention on the same prompts, contiguous; None where it does not apply."""
-    spec, lens = shape.spec, shape.lens
-    if device.type != "cuda" or lens != shape.counts or len(set(lens)) > 1:
+    """Time of torch's flash attention on the same prompts, contiguous; None if it does not apply."""
+    spec, seq_lens = shape.spec, shape.seq_lens
+    if device.type != "cuda" or seq_lens != shape.query_lens or len(set(seq_lens)) > 1:
         return None
     query, key, value = (
-        torch.randn(len(lens), heads, lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
+        torch.randn(len(seq_lens), heads, seq_lens[0], spec.key_head_size, dtype=torch.bfloat16, device=device)
         for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
 
@@ -194,14 +196,14 @@ def flash_seconds(shape: Shape, device: torch.device) -> float | None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         try:
             flash()
-        except RuntimeError:  # this torch's flash knows no groups
+        except RuntimeError:  # this torch's flash attention does not support GQA
             group = spec.num_heads // spec.num_kv_heads
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         return spent_by(flash, device)
 
 
 def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
-    """The grid of correctness: case, dtype, whether the pool is fp8."""
+    """The correctness checks: case, dtype, whether the pool is fp8."""
     some = ["decode", "mix", "head size 80, odd group", "all features"]
     result = [(name, dtype, False) for name in some for dtype in (torch.float32, torch.float16)]
     result += [(name, torch.bfloat16, False) for name in (some if quick else CASES)]
@@ -239,8 +241,8 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
     spent = spent_by(batch.attend, device)
     row["microseconds"] = spent * 1e6
     if shape.bound == "sum":
-        first = replace(shape, lens=shape.lens[:-1], counts=shape.counts[:-1])
-        last = replace(shape, lens=shape.lens[-1:], counts=shape.counts[-1:])
+        first = replace(shape, seq_lens=shape.seq_lens[:-1], query_lens=shape.query_lens[:-1])
+        last = replace(shape, seq_lens=shape.seq_lens[-1:], query_lens=shape.query_lens[-1:])
         parts = [spent_by(Batch(part, device).attend, device) for part in (first, last)]
         row |= dict(achieved=spent * 1e3, limit=sum(parts) * 1e3, ratio=spent / sum(parts), unit="ms")
     else:
@@ -257,11 +259,11 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
 
 
 def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
-    """Rows {name, shape, error, achieved, limit, ratio, unit, ...}: the grid of correctness, then the timed batches.
+    """Rows {name, shape, error, achieved, limit, ratio, unit, ...}: the correctness checks, then the timed batches.
 
-    `error` is relative (Frobenius norms) to float32; `achieved` and `limit` are bytes/s or FLOP/s as `unit`
-    says and `ratio` their quotient; in the grid they are errors, and for the mixed batch milliseconds, its
-    own and the sum of its parts'.  `passed` is there where something is aimed at.
+    `error` is relative to float32 (Frobenius norm).  `achieved` and `limit` are in `unit` (bytes/s or FLOP/s), and
+    `ratio` is their quotient; in checks they are errors, and for the mixed batch milliseconds: its time, and the
+    sum of its parts' times.  Rows with a target have `passed`.
     """
     checks, shapes = grid(quick), cases(quick)
     jobs = {(shape.spec, torch.bfloat16, shape.block_size, None) for shape in shapes}
@@ -284,7 +286,7 @@ def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
 
 
 def tune(device: torch.device) -> list[dict[str, Any]]:
-    """Other tile shapes for the timed batches: the three best of each beside the shipped one."""
+    """Other tile shapes for the timed batches: the three best of each, and the shipped one."""
     decode = [Tile(0, n, warps, stages) for n in (16, 32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4, 5)]
     prefill = [
         Tile(m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
@@ -292,7 +294,7 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for name in ("decode 64 x 2K", "decode 8 x 16K", "decode 64 x 4K fp8", "decode 64 x 2K d64", "prefill 8K"):
         shape = next(shape for shape in cases() if shape.name == name)
-        tiles = decode if max(shape.counts) == 1 else prefill
+        tiles = decode if max(shape.query_lens) == 1 else prefill
         compile_ahead([(shape.spec, torch.bfloat16, shape.block_size, tile) for tile in tiles])
         times: dict[Tile | None, float] = {}
         for tile in [None, *tiles]:
@@ -307,8 +309,8 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
 
 
 def compile_shipped() -> list[dict[str, Any]]:
-    """What each shipped shape takes, for cards that need not be here."""
-    from triton_target import card, target
+    """What each shipped shape takes, for cards that need not be present."""
+    from gpu_target import card, target
 
     def layer(size: int, **features: Any) -> LayerSpec:
         return LayerSpec(32, 8, size, size, size**-0.5, **features)
@@ -353,10 +355,10 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the batches that have targets, and half of the grid")
+    parser.add_argument("--quick", action="store_true", help="the batches with targets, and some of the checks")
     parser.add_argument("--tune", action="store_true", help="try other tile shapes")
-    parser.add_argument("--compile", action="store_true", help="compile what is shipped, without a GPU")
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    parser.add_argument("--compile", action="store_true", help="compile the shipped shapes, without a GPU")
+    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
     record: dict[str, Any] = dict(
         command=" ".join(["python", "bench/gpu_attention.py", *sys.argv[1:]]),

@@ -1,9 +1,9 @@
-"""Inflight's EngineCore on a GPU and transformers' generate() in static batches: output tokens a second.
+"""Inflight's EngineCore on a GPU and transformers' generate() in static batches: output tokens per second.
 
-Used by bench/gpu.py.  Needs what the backend needs: torch, triton, transformers, msgspec.  Same checkpoint
-(Qwen3 0.6B's shape, random weights), same requests, greedy, ends of sequence ignored, all offered at once.
-The static side takes the requests in order, left-padded, and decodes until the batch's longest output is
-complete; only the tokens that a request asked for count.  Sides run in turn; the figure is a median.
+Used by bench/gpu.py.  Requires the backend's dependencies: torch, triton, transformers, msgspec.  Both use the same
+checkpoint (Qwen3 0.6B's shape, random weights) and requests: greedy, without EOS, all submitted at once.
+Static batches take the requests in order, left-padded, and decode until the batch's longest output is complete;
+only requested tokens count.  The two alternate; results are medians.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.runner.model_runner import ModelRunner
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests with prompts and outputs of lognormal lengths, and how many run at once on each side."""
+    """Requests with lognormal prompt and output lengths, and how many run concurrently on each side."""
 
     requests: int
     prompt: int
@@ -94,7 +94,7 @@ def run_static(model: Any, work: list[tuple[list[int], int]], batch: int) -> flo
 
 
 def run(device: str, quick: bool) -> dict[str, Any]:
-    """Tokens a second of both sides and their ratio, printed and returned with every round."""
+    """Tokens per second of both sides and their ratio, printed and returned with every round."""
     workload = Workload(256, 512, 128, 128, 64) if device == "cuda" else Workload(4, 8, 4, 4, 2)
     rounds = 1 if quick or device == "cpu" else 3
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
-"""The small kernels and sampling on a GPU: are they right, and how near are they to what the card can do?
+"""The small operations and sampling on a GPU: correctness, and speed compared with the card's limits.
 
-Used by bench/gpu.py.  Needs torch, triton and numpy, nothing else.
+Used by bench/gpu.py.  Requires torch, triton and numpy only.
 
-Right: the small operations against their torch twin in float32, rows as slices of wider ones full of
-NaN, results allocated full of NaN; sampling against the CPU's sampler, token by token.  Fast: bytes read
-plus written, each once, over the time of a large device-to-device copy.  Times are medians of graph
-replays over so many copies of the operands that the L2 cache holds none of them at its next turn.
+Correctness: small operations are compared with `ReferenceOps` in float32, with rows as slices of wider ones full of NaN
+and results initialised with NaN; sampling is compared with the CPU's sampler, token by token.  Speed: bytes read and
+written, each once, compared with a large device-to-device copy.  Times are medians of graph replays over enough copies
+of the operands that none remains in the L2 cache.
 """
 
-# ruff: noqa: E402  (a missing package is stood in for before what imports it)
+# ruff: noqa: E402  (the stand-in for a missing package must be installed before the imports that need it)
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.ops.reference import ReferenceOps
 from inflight.sampling import Sampler, SamplingTable
 
-KERNELS, TWIN = GpuOps(), ReferenceOps()
-# Operands of one kernel take at least this together, some times the L2 cache of any card.
+KERNELS, REFERENCE = GpuOps(), ReferenceOps()
+# Minimum size of all operands of one kernel: several times the L2 cache of any card.
 FLUSH_BYTES = 2**28
 VOCABULARY = 151936  # Qwen3
 SAMPLING_TARGET = 300e-6  # seconds for 256 rows on an H200
@@ -52,14 +52,14 @@ KINDS = {
         SamplingParams(temperature=1.5, min_p=0.02),
         SamplingParams(top_k=5),
     ],
-    # More than the kernel's lanes: the row itself is searched for the k-th logit, not a list.
+    # More than the kernel's lanes: the k-th logit is searched in the row itself, not in a list.
     "top_k 3000": [SamplingParams(top_k=3000)],
 }
 CHECKED = ("mixed", "top_k 3000")
 
 
 def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = 15) -> float:
-    """Median time of one call; all are captured in one graph, in turn.  On a CPU one turn by the clock."""
+    """Median time of one call; all are captured in one graph.  On a CPU they run once."""
     if device.type == "cpu":
         start = time.perf_counter()
         for call in calls:
@@ -86,7 +86,7 @@ def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: in
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read plus written per second by a copy of 1 GiB (1 MiB on a CPU)."""
+    """Bytes read and written per second by a copy of 1 GiB (1 MiB on a CPU)."""
     size = 2**30 if device.type == "cuda" else 2**20
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -129,7 +129,7 @@ def _silu_and_mul(ops: Any, gate_up: Tensor) -> list[Tensor]:
 
 
 def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]]:
-    """(kernel, shape in words, function, shapes of its operands) of the grid of correctness."""
+    """Correctness checks: (kernel, shape in words, function, shapes of its operands)."""
     tokens = (1, 33) if quick or device.type == "cpu" else (1, 7, 64, 2049)
     widths = (64, 96) if device.type == "cpu" else (64, 96, 1024, 4096, 5120, 16384)
     cases: list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]] = []
@@ -146,16 +146,16 @@ def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Calla
 
 
 def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """One row per kernel and dtype: the worst relative error (Frobenius norms) over its shapes."""
+    """One row per kernel and dtype: the largest relative error (Frobenius norm) over its shapes."""
     worst: dict[tuple[str, str], dict[str, Any]] = {}
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised tensors with NaN
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for name, shape, function, shapes in check_cases(quick, device):
-            operands = [sliced(*own, dtype=dtype, device=device) for own in shapes]
-            exact = function(TWIN, *(operand.float() for operand in operands))
+            operands = [sliced(*sizes, dtype=dtype, device=device) for sizes in shapes]
+            exact = function(REFERENCE, *(operand.float() for operand in operands))
             pairs = zip(function(KERNELS, *operands), exact)
             error = max(float((got.float() - right).norm() / right.norm()) for got, right in pairs)
-            # NaN, too, is an error.
+            # NaN counts as an error.
             error = error if error == error else float("inf")
             key = name, str(dtype).removeprefix("torch.")
             if key not in worst or error > worst[key]["error"]:
@@ -168,7 +168,7 @@ def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
 
 
 def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Callable[..., Any], list[tuple], int]]:
-    """(kernel, shape in words, function of (ops, operands), shapes of its operands, elements moved)."""
+    """(kernel, shape in words, function of (ops, operands), shapes of its operands, elements read and written)."""
     if device.type == "cpu":
         sizes = [(3, 64, 96, 4, 2, 16)]
     elif quick:
@@ -197,15 +197,17 @@ def timed_rows(device: torch.device, quick: bool, rate: float) -> list[dict[str,
     for name, shape, function, shapes, elements in timed_cases(device, quick):
         moved = elements * torch.bfloat16.itemsize
         copies = 1 if device.type == "cpu" else min(512, max(2, FLUSH_BYTES // moved))
-        operands = [[torch.randn(own, device=device).bfloat16() for own in shapes] for _ in range(copies)]
-        spent, twin = (seconds([partial(function, ops, *own) for own in operands], device) for ops in (KERNELS, TWIN))
+        operands = [[torch.randn(sizes, device=device).bfloat16() for sizes in shapes] for _ in range(copies)]
+        spent, by_torch = (
+            seconds([partial(function, ops, *args) for args in operands], device) for ops in (KERNELS, REFERENCE)
+        )
         rows.append(dict(name=name, shape=shape, microseconds=spent * 1e6, achieved=moved / spent, limit=rate,
-                         ratio=moved / spent / rate, unit="bytes/s", over_torch=twin / spent))  # fmt: skip
+                         ratio=moved / spent / rate, unit="bytes/s", over_torch=by_torch / spent))  # fmt: skip
     return rows
 
 
 def make_logits(rows: int, vocab_size: int, peaked: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Peaked: probabilities fall with the 1.5th power of the rank, as a language model's about do; or normal."""
+    """Peaked: probabilities fall with the rank to the power of 1.5, roughly like a language model's; else normal."""
     if not peaked:
         return torch.randn(rows, vocab_size, device=device).to(dtype)
     ranks = torch.rand(rows, vocab_size, device=device).argsort(-1)
@@ -221,7 +223,7 @@ def sampling_metadata(kind: str, rows: int, vocab_size: int, device: torch.devic
 
 
 def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> list[dict[str, Any]]:
-    """Tokens that differ from those of the CPU's sampler; none may."""
+    """Number of tokens that differ from those of the CPU's sampler; must be 0."""
     rows, vocab_size = (6, 300) if device.type == "cpu" else (36 if quick else 120, VOCABULARY)
     result = []
     cpu = torch.device("cpu")
@@ -254,7 +256,7 @@ def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> 
                 logits = [make_logits(rows, vocab_size, peaked, dtype, device) for _ in range(copies)]
                 for kind in KINDS if device.type == "cuda" else CHECKED:
                     metadata = sampling_metadata(kind, rows, vocab_size, device, seed)
-                    spent = seconds([partial(gpu_sampler.choose, own, metadata) for own in logits], device)
+                    spent = seconds([partial(gpu_sampler.choose, copy, metadata) for copy in logits], device)
                     size = rows * vocab_size * dtype.itemsize
                     words = f"{rows} x {vocab_size} {str(dtype).removeprefix('torch.')}"
                     row = dict(name=f"sampling, {kind}", shape=f"{words}, {'peaked' if peaked else 'flat'}",
@@ -269,9 +271,9 @@ def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> 
 def run(device: torch.device, quick: bool = False, rate: float | None = None) -> list[dict[str, Any]]:
     """Rows {name, shape, error | microseconds, achieved, limit, ratio, unit, ...}, the checks first.
 
-    `achieved` and `limit` are bytes/s, relative errors or numbers of tokens as `unit` says, `ratio` their
-    quotient; `over_torch` says how many times faster than its torch twin a kernel is; `target` is in
-    microseconds; `passed` is there where something is aimed at.
+    `achieved` and `limit` are bytes/s, relative errors or numbers of tokens, according to `unit`; `ratio` is their
+    quotient.  `over_torch` is the speedup over `ReferenceOps`; `target` is in microseconds.  Checks and rows
+    with a target have `passed`.
     """
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `quantization: "int8"` costs in quality: perplexity of the demo model on the text that it never saw.
+"""The effect of int8 weights and KV cache on quality: perplexity of the demo model on held-out text.
 
     python bench/quantization.py [--documents N] [--output FILE]
 
-Every setting runs the held-out documents of the demo checkpoint (see model_repository/demo) through the engine and
-takes the log probabilities of the prompt tokens, in windows of 1024. The error of the logits is against float32.
+Each setting runs the held-out documents of the demo checkpoint (see model_repository/demo) through the engine, in
+windows of 1024 tokens, and reads the log probabilities of the prompt tokens. Errors are relative to float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOW = 1024
 
 
 def windows(documents: int | None) -> list[list[int]]:
-    """Token ids of the held-out documents, end to end, cut in windows that overlap by one token."""
+    """Token ids of the held-out documents, concatenated and split into windows that overlap by one token."""
     from tokenizers import Tokenizer
 
     recipe = runpy.run_path(str(DEMO / "make_checkpoint.py"))
@@ -40,7 +40,7 @@ def windows(documents: int | None) -> list[list[int]]:
 
 
 def log_probabilities(options: dict[str, Any], prompts: list[list[int]]) -> list[float]:
-    """Of every token of every prompt but the first."""
+    """Of all tokens of all prompts, except each prompt's first."""
     from inflight import LLM, SamplingParams
 
     llm = LLM(str(DEMO / "1" / "checkpoint"), kv_cache_memory="256MiB", **options)
@@ -51,8 +51,8 @@ def log_probabilities(options: dict[str, Any], prompts: list[list[int]]) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, help="of the held-out ones, from the front; default: all")
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
+    parser.add_argument("--documents", type=int, help="number of held-out documents; default: all")
+    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     args = parser.parse_args()
     prompts = windows(args.documents)
     count = sum(len(prompt) - 1 for prompt in prompts)

@@ -1,8 +1,7 @@
 """Where the time of Inflight's steps goes, for decoders that run as one native call.
 
-A first pass over the requests times the call. In a second pass the products and the attention of each step run again on
-their own, with the same shapes and KV pool, right after the call; their share of its time is taken as their share of
-the first pass.
+A first pass over the requests times the call. In a second pass, each step's products and attention run once more,
+separately, right after the call, with its shapes and KV pool; their share of the time there is taken as their share.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inflight.attention.base import current_metadata
-from inflight.kernels.cpu import ops as native
+from inflight.attention.base import current_batch
+from inflight.kernels.cpu.linear import PackedWeight, linear
 
 if TYPE_CHECKING:
-    from inflight.loading.fusion import FusedDecoder
+    from inflight.loading.native_decoder import NativeDecoder
 
 
 class TimedDecoder:
-    """Wraps a decoder and times it.
+    """Replaces the decoder, and times it.
 
     Attributes:
-        seconds: of all calls so far.
-        pieces: seconds of the products and the attention of those calls on their own; only with `takes_apart`.
+        seconds: total of all calls.
+        pieces: seconds of the calls' products and attention, run separately; only with `takes_apart`.
     """
 
-    def __init__(self, decoder: FusedDecoder) -> None:
+    def __init__(self, decoder: NativeDecoder) -> None:
         self.decoder = decoder
         self.takes_apart = False
         self.reset()
@@ -48,25 +47,25 @@ class TimedDecoder:
             self.pieces["attention"] += _seconds(lambda: self._attend(tokens))
         return result
 
-    def _multiply(self, tokens: int, kept: int) -> None:
-        """All products of a step; after the last attention only the kept tokens are computed."""
+    def _multiply(self, tokens: int, num_logits: int) -> None:
+        """All products of a step; after the last attention, only the tokens with logits continue."""
         layers = self.decoder.tables.layers
         for index, layer in enumerate(layers):
             self._linear(layer.qkv, tokens)
-            rows = kept if index == len(layers) - 1 else tokens
+            rows = num_logits if index == len(layers) - 1 else tokens
             for weight in (layer.output, layer.gate_up, layer.down):
                 self._linear(weight, rows)
-        self._linear(self.decoder.tables.head, kept)
+        self._linear(self.decoder.tables.head, num_logits)
 
-    def _linear(self, weight: native.PackedWeight, rows: int) -> None:
+    def _linear(self, weight: PackedWeight, rows: int) -> None:
         if rows:
-            native.linear(torch.zeros(rows, weight.in_features, dtype=self.decoder.dtype), weight)
+            linear(torch.zeros(rows, weight.in_features, dtype=self.decoder.dtype), weight)
 
     def _attend(self, tokens: int) -> None:
         for attention in self.decoder.attention:
             spec = attention.spec
             query = torch.zeros(tokens, spec.num_heads, spec.key_head_size, dtype=self.decoder.dtype)
-            self.decoder.backend.attend(query, attention.cache, current_metadata(), spec, None)
+            attention.backend.attend(query, attention.cache, current_batch(), spec, None)
 
 
 def _seconds(function: Callable[[], None]) -> float:
@@ -76,7 +75,7 @@ def _seconds(function: Callable[[], None]) -> float:
 
 
 def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Seconds of the steps by kind of work; `work` runs them once and returns the seconds of their parts
+    """Seconds of the steps by kind of work; `work` runs them once and returns the seconds of their phases
     (schedule, forward, sample, update)."""
     if not hasattr(runner.model, "tables"):
         return work()
@@ -87,7 +86,7 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
     timed.takes_apart = True
     work()
     shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}
-    scale = 1.0 / max(1.0, sum(shares.values()))  # on their own they may take longer than together
+    scale = 1.0 / max(1.0, sum(shares.values()))  # separately they may take longer than together
     kinds = {name: share * scale * seconds for name, share in shares.items()}
     kinds["norm, rotary, residual, barriers"] = seconds - sum(kinds.values())
     kinds["Python around the forward pass"] = max(0.0, parts.pop("forward") - seconds)

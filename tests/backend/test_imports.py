@@ -16,6 +16,7 @@ TOOLS = Path(__file__).parents[2] / "tools" / "inflight_tools"
 _DATA = {"engine.sampling_params", "engine.messages", "engine.step"}
 _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
+_BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "engine.sampling_params": set(),
@@ -56,15 +57,23 @@ ALLOWED: dict[str, set[str]] = {
         *_STATE,
     },
     "worker": {"config", "engine.messages", "engine.core", "loading", "runner"},
-    "kernels": {"kernels", "attention.base", "attention.int8", "sampling", "ops"},
-    "attention": {"attention", "config"},
+    "kernels": {"kernels"},
+    "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
+    "kernels.gpu": {"kernels.gpu", "attention.base"},
+    "kernels.gpu.gpu_math": {"sampling"},
+    "kernels.gpu.gpu_penalties": {"sampling"},
+    "kernels.gpu.gpu_sampler": {"kernels.gpu.gpu_math", "sampling"},
+    "attention": {"attention"},
+    "attention.base": {"attention.int8"},
     "attention.selection": {"attention", "config", "kernels"},
     "ops": {"ops"},
     "ops.selection": {"ops", "kernels"},
     "sampling": {"sampling", "kernels", *_DATA},
     # The runner takes plain data: other ranks will get the same.
-    "runner": {"runner", "attention", "sampling", "loading", "config", *_DATA},
-    "loading": {"loading", "attention", "ops", "kernels", "runner", "config", *_DATA},
+    "runner": {"runner", "attention.base", *_DATA},
+    "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.pipeline": {"runner", "config", *_DATA},
+    "loading": {"loading", "attention", "ops", "kernels.cpu", "config", *_BELOW_LOADING, *_DATA},
     "frontend": {"frontend", "config", "engine.messages", "engine.sampling_params"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},

@@ -16,8 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from inflight.config import EngineConfig
-from inflight.kernels.cpu import attention as cpu
-from inflight.kernels.cpu import build
+from inflight.kernels.cpu import build, library
 from inflight_tools.repository import CONFIG_PBTXT
 from inflight_tools.simulator.profile import shipped_profiles
 
@@ -48,7 +47,7 @@ def test_the_image_compiles_the_kernels_and_takes_none_from_the_checkout() -> No
     assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
-@pytest.mark.skipif(not build.is_current() or cpu.unavailable() is not None, reason="no library of these sources")
+@pytest.mark.skipif(not build.is_current() or library.unavailable() is not None, reason="no library of these sources")
 class TestWheel:
     def test_installed_in_a_fresh_environment_the_kernel_loads(self, tmp_path: Path) -> None:
         """The wheel alone; torch and the others are found where this test finds them."""
@@ -69,8 +68,8 @@ class TestWheel:
         self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
         self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))
-        names = "cpu.__file__, cpu.unavailable(), build.is_current()"
-        code = f"from inflight.kernels.cpu import attention as cpu, build; print({names})"
+        names = "library.__file__, library.unavailable(), build.is_current()"
+        code = f"from inflight.kernels.cpu import build, library; print({names})"
         said = self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).split()
         assert Path(said[0]).is_relative_to(fresh) and said[1:] == ["None", "True"]
 
@@ -83,10 +82,10 @@ class TestWheel:
 
     def test_it_needs_no_newer_c_library_than_torch_and_no_openmp_of_its_own(self) -> None:
         """torch's wheels are manylinux_2_28; torch brings the OpenMP runtime."""
-        library = build.LIBRARY.read_bytes()
-        versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
+        compiled = build.LIBRARY.read_bytes()
+        versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", compiled)
         assert max((int(major), int(minor)) for major, minor in versions) <= (2, 28)
-        assert not re.search(rb"lib(gomp|omp|iomp5)\.so", library)
+        assert not re.search(rb"lib(gomp|omp|iomp5)\.so", compiled)
 
 
 @pytest.mark.parametrize("name", ["demo", "template"])

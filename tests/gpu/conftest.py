@@ -1,4 +1,4 @@
-"""Nothing here runs without a GPU.  The benchmark's grids of correctness are these tests' too."""
+"""These tests need a GPU.  They also run the correctness checks of the benchmarks."""
 
 from __future__ import annotations
 

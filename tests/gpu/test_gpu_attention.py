@@ -1,6 +1,6 @@
-"""The Triton attention kernel, compiled and run on a GPU; skipped where there is none.
+"""The GPU attention kernels, compiled and run on a GPU; skipped without one.
 
-PYTHONPATH=backend python -m pytest tests/gpu        needs torch, triton, numpy and pytest
+PYTHONPATH=backend python -m pytest tests/gpu        requires torch, triton, numpy and pytest
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
 from paged_case import PagedCase, relative_error
 
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.selection import gpu_attention_kernel, gpu_kv_write, select_backend
+from inflight.attention.selection import select_backend
+from inflight.kernels.gpu import gpu_attention_kernel, gpu_kv_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card
 from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
@@ -51,10 +52,10 @@ def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("counts", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
-def test_long_contexts_and_every_block_size(counts: list[int], block_size: int) -> None:
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
+def test_long_contexts_and_every_block_size(query_lens: list[int], block_size: int) -> None:
     """Split keys, tiles that span blocks and blocks that span tiles."""
-    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], counts, block_size, torch.bfloat16, device="cuda")
+    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], query_lens, block_size, torch.bfloat16, device="cuda")
     assert relative_error(case.run(GpuAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
@@ -67,7 +68,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="this card has no fp8")
 @pytest.mark.parametrize("name", ["decode", "mix", "all features"])
 def test_fp8_pool(name: str) -> None:
-    """Equal to attention over what the pool holds, which is off by e4m3's three bits of mantissa."""
+    """The result equals attention to the pool's contents, which are rounded to e4m3's three bits of mantissa."""
     case = case_of(name, torch.bfloat16, device="cuda")
     case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
     backend = GpuAttention()
@@ -88,7 +89,7 @@ def test_write_touches_the_mapped_slots_only() -> None:
     skipped = torch.full_like(case.keys[0], 7.0)
     skipped[1::2], values = case.keys[0][1::2], case.values[0].clone()
     values[::2] = 7.0
-    backend.write(skipped, values, cache, metadata)
+    backend.write(skipped, values, cache, backend.prepare(metadata))
     for pool, was in zip((cache.key, cache.value), before):
         assert torch.equal(pool.view(torch.int16), was.view(torch.int16))
 
@@ -103,31 +104,39 @@ def test_nothing_is_compiled_after_load() -> None:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     at_load = compiled()
-    for lens, counts in (([1], [1]), ([300] * 7, [1] * 7), ([9000], [1]), ([900, 17], [30, 2]), ([33] * 2, [33, 1])):
+    for seq_lens, query_lens in (
+        ([1], [1]),
+        ([300] * 7, [1] * 7),
+        ([9000], [1]),
+        ([900, 17], [30, 2]),
+        ([33] * 2, [33, 1]),
+    ):
         for layout in ("heads first", "fused", "contiguous"):
-            case = PagedCase(layer, lens, counts, 16, torch.bfloat16, layout, device="cuda")
-            metadata = case.metadata(counts)
-            last = [key[-count:] for key, count in zip(case.keys, counts)]
-            backend.write(torch.cat(last), torch.cat(last), cache, metadata)
-            backend.attend(case.query, cache, metadata, layer, None)
+            case = PagedCase(layer, seq_lens, query_lens, 16, torch.bfloat16, layout, device="cuda")
+            metadata = case.metadata(query_lens)
+            last = [key[-count:] for key, count in zip(case.keys, query_lens)]
+            batch = backend.prepare(metadata)
+            backend.write(torch.cat(last), torch.cat(last), cache, batch)
+            backend.attend(case.query, cache, batch, layer, None)
     assert compiled() == at_load
 
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
-    """Captured with the longest contexts and all rows in use, replayed with shorter ones and empty rows."""
+    """Captured with the longest contexts and all rows used, replayed with shorter contexts and empty rows."""
     layer = spec(8, 2, 128)
     big = PagedCase(layer, [3000] * 4, [1] * 4, 16, torch.bfloat16, device="cuda")
     small = PagedCase(layer, [700, 3000, 10, 1], [1, 1, 1, 0], 16, torch.bfloat16, device="cuda")
     backend = GpuAttention(None if splits else Card((9, 0), 1, 227 * 1024))
     cache = big.filled_cache(backend)
-    metadata, query = big.metadata(big.counts), big.query.clone()
-    backend.attend(query, cache, metadata, layer, None)
+    metadata, query = big.metadata(big.query_lens), big.query.clone()
+    batch = backend.prepare(metadata)
+    backend.attend(query, cache, batch, layer, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(query, cache, metadata, layer, None)
+        out = backend.attend(query, cache, batch, layer, None)
     for case in (big, small):
-        filled, now = case.filled_cache(backend), case.metadata(case.counts)
+        filled, now = case.filled_cache(backend), case.metadata(case.query_lens)
         for pool, contents in ((cache.key, filled.key), (cache.value, filled.value)):
             pool.fill_(torch.nan)
             pool[: len(contents)] = contents
@@ -140,11 +149,11 @@ def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
         assert relative_error(out[: len(case.query)].cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
-def test_auto_takes_it() -> None:
-    assert select_backend("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "triton"
+def test_auto_selects_it() -> None:
+    assert select_backend("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "gpu"
 
 
-def test_the_engine_takes_it_and_says_what_generate_says(tmp_path: Path) -> None:
+def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
     pytest.importorskip("msgspec")
     from checkpoints import VOCAB, greedy_reference, make_checkpoint
     from offline import make_core, run, tokens
@@ -154,14 +163,14 @@ def test_the_engine_takes_it_and_says_what_generate_says(tmp_path: Path) -> None
     path = make_checkpoint("gemma2", tmp_path)
     prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in (1, 37, 20, 90)]
     core = make_core(path, device="cuda", max_num_batched_tokens=40, max_num_seqs=3)
-    assert core.runner.info.attention_backend == "triton"
+    assert core.runner.info.attention_backend == "gpu"
     params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * len(prompts)
     deltas = run(core, prompts, params, stagger=2)
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))
 
 
 @pytest.mark.parametrize("name", ["decode", "mix", "window", "softcap", "blocks as tiles"])
-def test_flashinfer_agrees_where_it_is_installed(name: str) -> None:
+def test_flashinfer_agrees_if_it_is_installed(name: str) -> None:
     pytest.importorskip("flashinfer")
     case = case_of(name, torch.bfloat16, device="cuda")
     assert relative_error(case.run(FlashInferAttention()).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU; skipped where there is none.  Needs what the backend needs."""
+"""The whole engine on a GPU; skipped without one.  Requires the backend's dependencies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def generated(path: str, prompts: list[list[int]], params: list[SamplingParams],
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "granite", "phi3"])
-def test_greedy_output_is_that_of_generate(model_type: str, prompts: list[list[int]], tmp_path: Path) -> None:
-    """float32 on the GPU against float32 on the CPU; chunks small enough to mix with decodes."""
+def test_greedy_output_equals_generate(model_type: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    """float32 on the GPU compared with float32 on the CPU; chunks are small enough to mix with decodes."""
     changes = dict(head_dim=64) if model_type in ("llama", "qwen3") else {}
     path = make_checkpoint(model_type, tmp_path, **changes)
     counts = [count for _, count in SHAPES]
@@ -44,7 +44,7 @@ def test_greedy_output_is_that_of_generate(model_type: str, prompts: list[list[i
     assert got == greedy_reference(path, prompts, counts)
 
 
-def test_seeded_output_is_that_of_the_cpu(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_seeded_output_equals_that_of_the_cpu(prompts: list[list[int]], tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, head_dim=64)
     kinds: list[dict[str, Any]] = [
         dict(),

@@ -1,4 +1,4 @@
-"""Batches that every GPU kernel must get right, in the interpreter and on a device."""
+"""Batches for the GPU attention kernels, in the interpreter and on a device."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ CASES: dict[str, tuple[LayerSpec, list[int], list[int], int]] = {
 
 
 def case_of(name: str, dtype: torch.dtype, **changes: object) -> PagedCase:
-    layer, lens, counts, block_size = CASES[name]
-    return PagedCase(layer, lens, counts, block_size, dtype, **changes)
+    layer, seq_lens, query_lens, block_size = CASES[name]
+    return PagedCase(layer, seq_lens, query_lens, block_size, dtype, **changes)
 
 
 def stored(case: PagedCase, cache: KVCache) -> PagedCase:
-    """The case with the keys and values that an fp8 pool of the Triton kernel holds, in the model's dtype."""
+    """The case with the keys and values that the GPU kernel's fp8 pool contains, in the model's dtype."""
     exact = replace(case, spec=replace(case.spec, kv_cache_dtype=None))
     for kept, pool, scale in ((exact.keys, cache.key, cache.key_scale), (exact.values, cache.value, cache.value_scale)):
         actual = pool.float() * scale[:, None, None]
-        for row, length in enumerate(case.lens):
+        for row, length in enumerate(case.seq_lens):
             blocks = case.block_table()[row, : -(-length // case.block_size)].to(pool.device)
             kept[row] = actual[blocks].transpose(1, 2).flatten(0, 1)[:length].to(case.dtype)
     exact.query, exact.sinks = case.query, case.sinks
@@ -65,9 +65,9 @@ def stored(case: PagedCase, cache: KVCache) -> PagedCase:
 
 
 def compile_ahead(jobs: list[tuple[LayerSpec, torch.dtype, int, Tile | None]]) -> None:
-    """Fill Triton's cache on disk from several processes: compiling takes a core some seconds a layer.
+    """Fill the compiler's cache on disk from several processes: a layer takes one core several seconds.
 
-    Jobs are layer, dtype, block size and, for another than the shipped one, the tile.
+    Jobs are (layer, dtype, block size, tile); tile None is the shipped one.
     """
     context = multiprocessing.get_context("spawn")
     with context.Pool(max(1, min(8, (os.cpu_count() or 1) - 1, len(jobs)))) as pool:

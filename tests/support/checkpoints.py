@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of many architectures, saved the way real ones are.
+"""Tiny random checkpoints of many architectures, saved like real ones.
 
-Weights are seeded and scaled so that greedy output wanders instead of repeating one token.
+Weights are seeded and scaled so that greedy output varies instead of repeating one token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB = 199  # no multiple of anything
+VOCAB = 199  # a prime
 POSITIONS = 256
 
 _COMMON: dict[str, Any] = dict(
@@ -30,7 +30,7 @@ _COMMON: dict[str, Any] = dict(
 )
 _MOE: dict[str, Any] = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
 
-# model type -> what differs from _COMMON.  Windows are small, so that tests reach past them.
+# model type -> differences from _COMMON.  Windows are small, so that tests exceed them.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),

@@ -1,4 +1,4 @@
-"""The compiled CPU library, brought up to date with its sources where a compiler is there."""
+"""Compiles the CPU library if its sources have changed and there is a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs token-id prompts through the in-process engine core, with the invariants checked each step."""
+"""Runs prompts of token ids through the in-process engine core, checking its invariants after each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_core(path: str, **options: Any) -> EngineCore:
         "dtype": "float32",
         "device": "cpu",
         "kv_cache_memory": "64MiB",
-        "admission": "free_blocks",  # tests squeeze the pool to see what preemption does
+        "admission": "free_blocks",  # lets tests with a small pool preempt
         **options,
     }
     config = EngineConfig.from_dict(options)
@@ -27,7 +27,7 @@ def make_core(path: str, **options: Any) -> EngineCore:
 def run(
     core: EngineCore, prompts: list[list[int]], params: list[SamplingParams], stagger: int = 0
 ) -> dict[tuple[int, int], list[SequenceDelta]]:
-    """All deltas of each sequence; request k enters after `k * stagger` steps."""
+    """All deltas of each sequence (request, index); request k is added after `k * stagger` steps."""
     deltas: dict[tuple[int, int], list[SequenceDelta]] = {}
     waiting = list(enumerate(zip(prompts, params)))
     steps = 0

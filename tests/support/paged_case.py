@@ -1,22 +1,23 @@
-"""One attention layer over a ragged batch, for any backend: pool, block tables, new queries."""
+"""One attention layer on a ragged batch, for any backend: pool, block tables, queries."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inflight.attention.base import AttentionBackend, AttentionMetadata, KVCache, LayerSpec
 
-VOID = 2**30  # block id of table entries that no one may follow
+VOID = 2**30  # block id of undefined table entries, which must not be used
 
 
 def strided(
     shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, layout: str, device: str = "cpu"
 ) -> Tensor:
-    """Random [tokens, heads, size] in one of the layouts that models hand over."""
+    """Random [tokens, heads, size] in one of the layouts that models pass to attention."""
 
     def random_numbers(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device, dtype)
@@ -34,11 +35,11 @@ def strided(
 
 @dataclass
 class PagedCase:
-    """Requests of `lens` tokens, of which the last `counts` are this step's queries."""
+    """Requests of `seq_lens` tokens; the last `query_lens` are the queries of the step."""
 
     spec: LayerSpec
-    lens: list[int]
-    counts: list[int]
+    seq_lens: list[int]
+    query_lens: list[int]
     block_size: int
     dtype: torch.dtype = torch.float32
     layout: str = "heads first"
@@ -46,18 +47,17 @@ class PagedCase:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-        spec = self.spec
-        heads, sizes = spec.num_kv_heads, (spec.key_head_size, spec.value_head_size)
-        self.keys = [strided((n, heads, sizes[0]), self.dtype, generator, self.layout, self.device) for n in self.lens]
-        self.values = [
-            strided((n, heads, sizes[1]), self.dtype, generator, self.layout, self.device) for n in self.lens
-        ]
-        queries = [
-            strided((n, spec.num_heads, sizes[0]), self.dtype, generator, self.layout, self.device) for n in self.lens
-        ]
-        # A request's queries are the same whatever part of them is new.
-        last = [query[n - count :] for query, n, count in zip(queries, self.lens, self.counts)]
+        generator, spec = torch.Generator().manual_seed(self.seed), self.spec
+
+        def each_request(heads: int, size: int) -> list[Tensor]:
+            shapes = [(n, heads, size) for n in self.seq_lens]
+            return [strided(shape, self.dtype, generator, self.layout, self.device) for shape in shapes]
+
+        self.keys = each_request(spec.num_kv_heads, spec.key_head_size)
+        self.values = each_request(spec.num_kv_heads, spec.value_head_size)
+        queries = each_request(spec.num_heads, spec.key_head_size)
+        # A request's queries do not depend on how many of them are new.
+        last = [query[n - count :] for query, n, count in zip(queries, self.seq_lens, self.query_lens)]
         self.query = last[0] if len(last) == 1 else torch.cat(last)
         self.sinks = torch.randn(spec.num_heads, generator=generator).to(self.device) if spec.has_sinks else None
 
@@ -80,60 +80,65 @@ class PagedCase:
         return other
 
     def run(self, backend: AttentionBackend) -> Tensor:
-        """Write everything into a pool full of NaN, then attend: [sum of counts, num_heads, value size]."""
+        """Write everything into a pool full of NaN, then attend: [sum of query_lens, num_heads, value size]."""
         return self.attend(backend, self.filled_cache(backend))
 
     def attend(self, backend: AttentionBackend, cache: KVCache) -> Tensor:
-        # torch then fills what is allocated without a value with NaN.
+        # Makes torch fill uninitialised tensors with NaN.
         torch.use_deterministic_algorithms(True)
         try:
-            return backend.attend(self.query, cache, self.metadata(self.counts), self.spec, self.sinks)
+            return backend.attend(self.query, cache, self.prepared(backend), self.spec, self.sinks)
         finally:
             torch.use_deterministic_algorithms(False)
 
+    def prepared(self, backend: AttentionBackend) -> Any:
+        """The step's batch as the backend's `attend` takes it."""
+        return backend.prepare(self.metadata(self.query_lens))
+
     def filled_cache(self, backend: AttentionBackend) -> KVCache:
-        num_blocks = sum(self._blocks(n) for n in self.lens) + 2
+        """A pool full of NaN to which all keys and values are written."""
+        num_blocks = sum(self._blocks(n) for n in self.seq_lens) + 2
         cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device(self.device))
         for pool in (cache.key, cache.value):
-            pool.fill_(torch.nan if pool.is_floating_point() else -1)  # of a scale's bytes, that is NaN
+            pool.fill_(torch.nan if pool.is_floating_point() else -1)  # which is NaN in the bytes of a scale
         # Two writes, so that a block is written in pieces; all requests in one batch.
-        cuts = [n // 3 for n in self.lens]
-        for begins, ends in (([0] * len(cuts), cuts), (cuts, self.lens)):
+        thirds = [n // 3 for n in self.seq_lens]
+        for begins, ends in (([0] * len(thirds), thirds), (thirds, self.seq_lens)):
             if sum(ends) == sum(begins):
                 continue
-            counts = [end - begin for begin, end in zip(begins, ends)]
+            query_lens = [end - begin for begin, end in zip(begins, ends)]
             rows = [slice(begin, end) for begin, end in zip(begins, ends)]
             key = [key[part] for key, part in zip(self.keys, rows)]
             value = [value[part] for value, part in zip(self.values, rows)]
             one = len(key) == 1  # keep its strides
-            metadata = self.metadata(counts, ends)
-            backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, metadata)
+            batch = backend.prepare(self.metadata(query_lens, ends))
+            backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, batch)
         return cache
 
-    def metadata(self, counts: list[int], lens: list[int] | None = None) -> AttentionMetadata:
-        lens = self.lens if lens is None else lens
+    def metadata(self, query_lens: list[int], seq_lens: list[int] | None = None) -> AttentionMetadata:
+        seq_lens = self.seq_lens if seq_lens is None else seq_lens
         table = self.block_table()
-        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
         slots = [
             int(table[row, position // self.block_size]) * self.block_size + position % self.block_size
-            for row, (length, count) in enumerate(zip(lens, counts))
+            for row, (length, count) in enumerate(zip(seq_lens, query_lens))
             for position in range(length - count, length)
         ]
         return AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
-            seq_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
+            query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32, device=self.device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
             block_table=table.to(self.device),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
-            query_starts=starts,
-            lens=list(lens),
-            max_query_len=max(counts),
-            max_seq_len=max(lens),
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=list(seq_lens),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
             block_size=self.block_size,
         )
 
     def block_table(self) -> Tensor:
-        """int32 [requests, most blocks]; scattered blocks, void past a request's end."""
-        blocks = [self._blocks(n) for n in self.lens]
+        """int32 [requests, max blocks per request]; scattered blocks, VOID past a request's end."""
+        blocks = [self._blocks(n) for n in self.seq_lens]
         free = list(range(sum(blocks) + 2))
         random.Random(self.seed).shuffle(free)
         table = torch.full((len(blocks), max(blocks)), VOID, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one Protocol (`base.py`), several kernels (`selection.py`)."""
+"""Attention over the paged KV pool: Protocol, reference, registration with transformers, and the choice of a kernel."""

@@ -1,19 +1,18 @@
 """The seam between a transformers model and an attention kernel.
 
-The model calls one function per layer (`hf.py`).  That function finds the batch of the running
-step in the *forward context* and the layer's KV cache on the attention module, and hands both to
-an `AttentionBackend`.
+The model calls one function per layer (`hf.py`).  It finds the step's batch in the *forward context* and
+the layer's KV cache on the attention module, and passes both to an `AttentionBackend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from inflight.attention.int8 import SCALE_BYTES
 
 __all__ = [
     "KV_DTYPES",
@@ -22,38 +21,33 @@ __all__ = [
     "KVCache",
     "LayerAttention",
     "LayerSpec",
-    "current_metadata",
+    "current_batch",
     "forward_context",
-    "kv_dtype_lacks",
+    "unsupported_dtype",
+    "unsupported_kv_dtype",
 ]
 
 
-# What `kv_cache_dtype` of the configuration means; None is the model's own dtype.
+# Values of `kv_cache_dtype` in the configuration; None is the model's dtype.
 KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# Bytes of the scale that a token's key of one head carries, and its value another.
-_SCALE_BYTES = {torch.int8: 2}
-
-
-def kv_dtype_lacks(asked: torch.dtype | None, *has: str) -> str:
-    """What `AttentionBackend.unsupported` says of a `kv_cache_dtype` that a kernel lacks."""
-    name = next(name for name, dtype in KV_DTYPES.items() if dtype == asked)
-    return f"kv_cache_dtype={name!r} (it has {' and '.join(map(repr, has))})"
+# Bytes of the scale stored with each token's key of one head, and with its value.
+_SCALE_BYTES = {torch.int8: SCALE_BYTES}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention layer asks of a kernel, as seen in a probe of the loaded model.
+    """What an attention layer requires of a kernel, found by probing the loaded model.
 
     Attributes:
         num_heads: query heads.
-        num_kv_heads: key/value heads; `num_heads` is a multiple of it (GQA).
+        num_kv_heads: key/value heads; divides `num_heads` (GQA).
         key_head_size, value_head_size: elements per head.
-        scaling: factor on the query-key products.
-        sliding_window: a token sees this many tokens, itself included; None sees all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        has_sinks: one learned logit per head joins the softmax's denominator.
-        kv_cache_dtype: what keys and values are stored as; None is the model's own dtype.  int8 is
-            symmetric with a bfloat16 scale per token and head (`int8.py`).
+        scaling: factor applied to query-key products.
+        sliding_window: number of tokens a token attends to, including itself; None is no limit.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them unchanged.
+        has_sinks: whether a learned logit per head joins the softmax's denominator.
+        kv_cache_dtype: dtype of stored keys and values; None is the model's dtype.  int8 is symmetric,
+            with a bfloat16 scale per token and head (`int8.py`).
     """
 
     num_heads: int
@@ -67,10 +61,25 @@ class LayerSpec:
     kv_cache_dtype: torch.dtype | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer's KV cache, scales included; `dtype` is the model's."""
+        """Bytes that one token takes in this layer's KV cache, including scales; `dtype` is the model's."""
         stored = self.kv_cache_dtype or dtype
         elements = self.key_head_size + self.value_head_size
         return self.num_kv_heads * (elements * stored.itemsize + 2 * _SCALE_BYTES.get(stored, 0))
+
+
+def unsupported_dtype(dtype: torch.dtype) -> str | None:
+    """The reason for `AttentionBackend.unsupported` unless `dtype` is float32, bfloat16 or float16."""
+    if dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    return f"dtype={str(dtype).removeprefix('torch.')} (supported: float32, bfloat16 and float16)"
+
+
+def unsupported_kv_dtype(spec: LayerSpec, *supported: str) -> str | None:
+    """The reason for `AttentionBackend.unsupported` unless the layer's `kv_cache_dtype` is one of `supported`."""
+    name = next(name for name, dtype in KV_DTYPES.items() if dtype == spec.kv_cache_dtype)
+    if name in supported:
+        return None
+    return f"kv_cache_dtype={name!r} (supported: {' and '.join(map(repr, supported))})"
 
 
 @dataclass(slots=True)
@@ -78,8 +87,8 @@ class KVCache:
     """One layer's paged keys and values.
 
     Attributes:
-        key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout; a
-            backend may use another, its own `write` and `attend` being the only readers.
+        key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout.  A backend may
+            use another layout after the first dimension: only its `write` and `attend` read it.
         value: the same with value_head_size.
     """
 
@@ -89,86 +98,101 @@ class KVCache:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """The ragged batch of one step: R requests, T tokens, requests' tokens side by side.
+    """The ragged batch of one step: T tokens of R requests, request after request.
 
     Attributes:
-        query_start_loc: int32 [R + 1]; request r's tokens are rows start[r] .. start[r + 1].
-        seq_lens: int32 [R]; tokens whose KV a request has once this step's are written.
-        block_table: int32 [R, max blocks of a request]; entries past a request's end are void.
-        slot_mapping: int64 [T]; slot = block * block_size + offset of each token, -1 pads.
-        query_starts, lens: the first two as host lists, so that no kernel waits for the device.
-        max_query_len, max_seq_len: host-known maxima, for grid sizes.
-        block_size: tokens in a block.
+        query_start_loc: int32 [R + 1]; request r has tokens query_start_loc[r] .. query_start_loc[r + 1].
+        seq_lens: int32 [R]; number of tokens of each request whose KV is in the pool once this step's is written.
+        block_table: int32 [R, max blocks per request]; entries past a request's end are undefined.
+        slot_mapping: int64 [T]; slot = block * block_size + offset in the block; -1 for padding.
+        query_start_loc_cpu, seq_lens_cpu: copies of the first two on the host, so that no kernel waits for
+            the device.
+        max_query_len, max_seq_len: maxima, known on the host.
+        block_size: tokens per block.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
-    query_starts: list[int]
-    lens: list[int]
+    query_start_loc_cpu: list[int]
+    seq_lens_cpu: list[int]
     max_query_len: int
     max_seq_len: int
     block_size: int
 
 
 class AttentionBackend(Protocol):
-    """One kernel.  Stateless apart from what `new_cache` returns."""
+    """One attention kernel.
+
+    Once per step, before the forward pass, `prepare` does all host-side work of the batch; each layer then
+    passes the result to `write` and `attend`.
+    """
 
     name: str
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        """The feature of the layer that this kernel lacks, or None when it can run it."""
+        """The first feature of the layer that this kernel does not support, by name; None if it supports all."""
 
     def new_cache(
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Allocate one layer's KV cache; contents are undefined until written."""
+        """Allocate one layer's KV cache; its contents are undefined."""
 
-    def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+    def prepare(self, metadata: AttentionMetadata) -> Any:
+        """The step's batch in the form that this backend's `write` and `attend` take, for layers of all kinds.
+
+        It refers to the tensors of `metadata` and is valid as long as they are unchanged.
+        """
+
+    def write(self, key: Tensor, value: Tensor, cache: KVCache, batch: Any) -> None:
         """Store key [T, Hkv, Dk] and value [T, Hkv, Dv] in the slots of `slot_mapping`."""
 
-    def attend(
-        self, query: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
-    ) -> Tensor:
-        """Causal attention of query [T, Hq, Dk] over each request's own tokens: [T, Hq, Dv].
+    def attend(self, query: Tensor, cache: KVCache, batch: Any, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
+        """Causal attention of query [T, Hq, Dk] over each request's tokens: [T, Hq, Dv].
 
-        `sinks` is [Hq] where the spec has them.
+        `sinks` is [Hq] if the spec has sinks, else None.
         """
 
 
 @dataclass(slots=True)
 class LayerAttention:
-    """Hangs on an attention module as `module.inflight`: what its calls need besides tensors."""
+    """Attribute `inflight` of an attention module: what its calls need besides tensors."""
 
     spec: LayerSpec
     backend: AttentionBackend
     cache: KVCache
 
 
-_metadata: AttentionMetadata | None = None
+_NO_BATCH = object()
+_batch: Any = _NO_BATCH
 
 
-@contextmanager
-def forward_context(metadata: AttentionMetadata) -> Iterator[None]:
-    """Make `metadata` the batch that attention calls inside the block work on.
+class forward_context:
+    """Context manager: prepares the step's batch for attention calls within the block.
 
-    Not keyword arguments of the model: some architectures drop them on the way down.
+    A context rather than keyword arguments of the model, which some architectures do not pass on.
     """
-    global _metadata
-    _metadata = metadata
-    try:
-        yield
-    finally:
-        _metadata = None
+
+    def __init__(self, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
+        self._metadata = metadata
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        global _batch
+        _batch = self._backend.prepare(self._metadata)
+
+    def __exit__(self, *_: object) -> None:
+        global _batch
+        _batch = _NO_BATCH
 
 
-def current_metadata() -> AttentionMetadata:
-    """The running step's batch.
+def current_batch() -> Any:
+    """What the backend's `prepare` returned for the running step.
 
     Raises:
         RuntimeError: outside of `forward_context`.
     """
-    if _metadata is None:
-        raise RuntimeError("attention was called outside of a step: run the model through ModelRunner")
-    return _metadata
+    if _batch is _NO_BATCH:
+        raise RuntimeError("attention was called outside of forward_context(); run the model through ModelRunner")
+    return _batch

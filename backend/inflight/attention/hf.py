@@ -1,8 +1,8 @@
-"""Registration with transformers' `AttentionInterface`, and the probe that learns a model's layers.
+"""Registration with transformers' `AttentionInterface`, and the probe that finds a model's layers.
 
-Any decoder that calls its attention through the interface runs on the paged pool unchanged: the
-function registered here receives query, key and value with positions already applied.  No mask
-function is registered, so that transformers builds no mask.
+Any decoder that calls attention through the interface runs on the paged pool unchanged: the function
+registered here receives query, key and value with positions already applied.  Without a registered mask
+function transformers builds no mask.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from inflight.attention.base import LayerAttention, LayerSpec, current_metadata
+from inflight.attention.base import LayerAttention, LayerSpec, current_batch
 
 __all__ = ["IMPLEMENTATION", "UnsupportedAttention", "probe_layers"]
 
 IMPLEMENTATION = "inflight"
 
-# Keyword arguments that models hand down and that do not change the result of a forward pass
-# without gradients, padding or transformers' own cache.
-_HARMLESS = {
+# Keyword arguments that do not affect a forward pass without gradients, padding and transformers' cache.
+_IGNORED = {
     "cache_position",
     "dropout",
     "is_causal",
@@ -40,7 +39,7 @@ _HARMLESS = {
 
 
 class UnsupportedAttention(ValueError):
-    """A layer asks for something that paged attention does not have; the message names it."""
+    """A layer needs a feature that paged attention does not support; the message names it."""
 
 
 _probe: list[tuple[nn.Module, LayerSpec]] | None = None
@@ -48,10 +47,10 @@ _probe: list[tuple[nn.Module, LayerSpec]] | None = None
 
 @contextmanager
 def probe_layers() -> Iterator[list[tuple[nn.Module, LayerSpec]]]:
-    """Within the block, attention calls are recorded instead of paged.
+    """Record attention calls within the block instead of running them on the pool.
 
     Yields:
-        The list that fills with (attention module, spec), in the order of the calls.
+        A list to which each call appends (attention module, spec).
     """
     global _probe
     _probe = []
@@ -77,11 +76,11 @@ def _paged_attention(
     if _probe is not None:
         spec = _spec_of(module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux, kwargs)
         _probe.append((module, spec))
-        return _each_token_alone(value, query.shape[1]), None
+        return _attend_to_itself(value, query.shape[1]), None
     layer = cast(LayerAttention, module.inflight)
-    metadata = current_metadata()
-    layer.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.cache, metadata)
-    out = layer.backend.attend(query[0].transpose(0, 1), layer.cache, metadata, layer.spec, s_aux)
+    batch = current_batch()
+    layer.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.cache, batch)
+    out = layer.backend.attend(query[0].transpose(0, 1), layer.cache, batch, layer.spec, s_aux)
     return out[None], None
 
 
@@ -99,14 +98,14 @@ def _spec_of(
 ) -> LayerSpec:
     name = type(module).__name__
     if attention_mask is not None:
-        raise UnsupportedAttention(f"{name} builds its own attention mask, which a paged batch cannot honour")
+        raise UnsupportedAttention(f"{name} builds an attention mask, which paged attention does not support")
     if kwargs.get("is_causal") is False:
-        raise UnsupportedAttention(f"{name} is not causal (is_causal=False): only decoders can be served")
-    unknown = sorted(key for key, value in kwargs.items() if value is not None and key not in _HARMLESS)
+        raise UnsupportedAttention(f"{name} is not causal (is_causal=False); only decoders are supported")
+    unknown = sorted(key for key, value in kwargs.items() if value is not None and key not in _IGNORED)
     if unknown:
-        raise UnsupportedAttention(f"{name} passes {', '.join(unknown)} to its attention, which is not implemented")
+        raise UnsupportedAttention(f"{name} passes {', '.join(unknown)} to its attention, which is not supported")
     if query.shape[2] != key.shape[2]:
-        raise UnsupportedAttention(f"{name} attends across sequences of different lengths (cross-attention)")
+        raise UnsupportedAttention(f"{name} attends to another sequence (cross-attention), which is not supported")
     return LayerSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -119,8 +118,8 @@ def _spec_of(
     )
 
 
-def _each_token_alone(value: Tensor, num_heads: int) -> Tensor:
-    """The probe's attention output: what a token that sees only itself gets, [1, T, Hq, Dv]."""
+def _attend_to_itself(value: Tensor, num_heads: int) -> Tensor:
+    """The probe's attention output [1, T, Hq, Dv]: each token attends only to itself."""
     return value.repeat_interleave(num_heads // value.shape[1], dim=1).transpose(1, 2)
 
 

@@ -1,6 +1,6 @@
-"""Readable attention that is always right: gather a request's blocks, then torch's SDPA.
+"""Readable attention in plain torch: gather a request's blocks, then call SDPA.
 
-Runs every feature on every device.  The other kernels are tested against it.
+Supports every feature but fp8 pools, on every device.  The other kernels are tested against it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.attention import int8
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, kv_dtype_lacks
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_kv_dtype
 
-__all__ = ["ReferenceAttention"]
+__all__ = ["ReferenceAttention", "attend_request"]
 
 
 class ReferenceAttention:
@@ -21,9 +21,7 @@ class ReferenceAttention:
     name = "reference"
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if spec.kv_cache_dtype not in (None, torch.int8):
-            return kv_dtype_lacks(spec.kv_cache_dtype, "auto", "int8")
-        return None
+        return unsupported_kv_dtype(spec, "auto", "int8")
 
     def new_cache(
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
@@ -36,37 +34,39 @@ class ReferenceAttention:
             torch.empty(*shape, spec.value_head_size + scale, dtype=stored, device=device),
         )
 
-    def write(self, key: Tensor, value: Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def write(self, key: Tensor, value: Tensor, cache: KVCache, batch: AttentionMetadata) -> None:
         if cache.key.dtype == torch.int8:
             key, value = int8.pack(key), int8.pack(value)
-        cache.key.flatten(0, 1).index_copy_(0, metadata.slot_mapping, key)
-        cache.value.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
+        cache.key.flatten(0, 1).index_copy_(0, batch.slot_mapping, key)
+        cache.value.flatten(0, 1).index_copy_(0, batch.slot_mapping, value)
 
     def attend(
-        self, query: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
+        self, query: Tensor, cache: KVCache, batch: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
-        starts, lens = metadata.query_starts, metadata.lens
-        block_size = metadata.block_size
-        for row, seq_len in enumerate(lens):
-            start, end = starts[row], starts[row + 1]
-            first = 0  # first position that any of the request's queries sees
+        block_size = batch.block_size
+        for row, seq_len in enumerate(batch.seq_lens_cpu):
+            start, end = batch.query_start_loc_cpu[row], batch.query_start_loc_cpu[row + 1]
+            first = 0  # first position that any of the request's queries attends to
             if spec.sliding_window is not None:
                 first = max(0, seq_len - (end - start) + 1 - spec.sliding_window)
             first_block = first // block_size
-            blocks = metadata.block_table[row, first_block : -(-seq_len // block_size)]
+            blocks = batch.block_table[row, first_block : -(-seq_len // block_size)]
             skip = first - first_block * block_size
             visible = slice(skip, skip + seq_len - first)
             key = cache.key[blocks].flatten(0, 1)[visible]
             value = cache.value[blocks].flatten(0, 1)[visible]
             if key.dtype == torch.int8:
                 key, value = int8.unpack(key, query.dtype), int8.unpack(value, query.dtype)
-            out[start:end] = _attend_one(query[start:end], key, value, spec, sinks)
+            out[start:end] = attend_request(query[start:end], key, value, spec, sinks)
         return out
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
-    """Causal attention of the last n positions of one request.
+def attend_request(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
+    """Causal attention of a request's last n positions over its keys and values.
 
     query [n, Hq, Dk], key [S, Hkv, Dk], value [S, Hkv, Dv] -> [n, Hq, Dv].
     """
@@ -74,9 +74,9 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sink
     group = spec.num_heads // spec.num_kv_heads
     key, value = key.transpose(0, 1), value.transpose(0, 1)  # [Hkv, S, D]
     if spec.softcap is not None or sinks is not None:
-        return _attend_by_hand(query, key, value, spec, sinks)
+        return _attend_explicitly(query, key, value, spec, sinks)
     if n == 1:
-        # One query sees everything, so the heads of a group can stand where queries do.
+        # A single query attends to all keys, so the query heads of a KV head can take the place of queries.
         grouped = query.reshape(1, spec.num_kv_heads, group, spec.key_head_size)
         out = F.scaled_dot_product_attention(grouped, key[None], value[None], scale=spec.scaling)
         return out.reshape(1, spec.num_heads, spec.value_head_size)
@@ -93,8 +93,8 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sink
     return out[0].transpose(0, 1)
 
 
-def _attend_by_hand(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
-    """The same in float32 with softcap and sinks, which SDPA has not; key, value [Hkv, S, D]."""
+def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:
+    """The same in float32 with softcap and sinks, which SDPA lacks; key, value [Hkv, S, D]."""
     n, s = query.shape[0], key.shape[1]
     group = spec.num_heads // spec.num_kv_heads
     q = query.transpose(0, 1).float().reshape(spec.num_kv_heads, group * n, spec.key_head_size)
@@ -110,6 +110,6 @@ def _attend_by_hand(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, 
 
 
 def _mask(n: int, s: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [n, s]: whether the query at position s - n + i sees key j."""
+    """bool [n, s]: whether the query at position s - n + i attends to key j."""
     distance = torch.arange(s - n, s, device=device)[:, None] - torch.arange(s, device=device)[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -1,4 +1,4 @@
-"""Attention over the paged KV pool: one Protocol, several kernels."""
+"""The choice of an attention kernel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu.attention import CpuAttention
-from inflight.kernels.gpu.gpu_attention import GpuAttention, interpreted
+from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
+from inflight.kernels.gpu.launch import interpreted
 
 __all__ = ["select_backend"]
 
@@ -22,49 +23,52 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
     GpuAttention.name: GpuAttention,
     FlashInferAttention.name: FlashInferAttention,
 }
-# The first one that runs all of a model's layers is taken by "auto".
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
-_ON_GPUS = (GpuAttention.name, FlashInferAttention.name)
-# What the reference kernel costs.  On a CPU as measured by bench/cpu_attention.py --reference.
+_OLDER_NAMES = {"triton": GpuAttention.name}
+# "auto" selects the first one that supports all of a model's layers.
+_PREFERENCE = {
+    "cpu": (CpuAttention.name, ReferenceAttention.name),
+    "cuda": (GpuAttention.name, ReferenceAttention.name),
+}
+_GPU_ONLY = (GpuAttention.name, FlashInferAttention.name)
+# The cost of the reference kernel.  On a CPU as measured by bench/cpu_attention.py --reference.
 _COST = {
-    "cpu": "6 to 15 times slower in decode and 1.4 to 3 times in prefill",
-    "cuda": "one request after the other, each layer, with a copy of its keys and values",
+    "cpu": "6 to 15 times slower in decode and 1.4 to 3 times slower in prefill",
+    "cuda": "which processes requests one by one and copies their keys and values in each layer",
 }
 
 
 def select_backend(
     name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> AttentionBackend:
-    """The kernel called `name`, or for "auto" the best one that runs every layer in `specs`.
+    """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
 
     Raises:
-        ConfigError: no such kernel, none for this device, or it lacks a feature that a layer needs (named).
+        ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
     """
+    name = _OLDER_NAMES.get(name, name)
     if name != "auto" and name not in _BACKENDS:
-        known = ", ".join(["auto", *_BACKENDS])
-        raise _config_error(f"attention_backend={name!r} is not known: allowed are {known}")
+        raise _config_error(f"attention_backend={name!r} is not one of {', '.join(['auto', *_BACKENDS])}")
     if name == CpuAttention.name and device.type != "cpu":
-        raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}: use 'auto'")
-    if name in _ON_GPUS and device.type == "cpu" and not interpreted():
-        raise _config_error(
-            f"attention_backend={name!r} runs on a CUDA device, not on {device.type} (save for tests, with "
-            "TRITON_INTERPRET=1): use 'auto'"
-        )
-    missing = ""
+        raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}; use 'auto'")
+    if name in _GPU_ONLY and device.type == "cpu" and not interpreted():
+        raise _config_error(f"attention_backend={name!r} runs on a CUDA device, not on {device.type}; use 'auto'")
+    reasons = ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
         backend = _BACKENDS[candidate]()
-        lacks = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
-        if not lacks:
+        unsupported = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
+        if not unsupported:
             if candidate == ReferenceAttention.name and name == "auto":
-                first, cost = _PREFERENCE[device.type][0], _COST[device.type]
-                _log.warning("attention runs on the reference kernel, %s: the %s kernel lacks %s", cost, first, missing)
+                best, cost = _PREFERENCE[device.type][0], _COST[device.type]
+                _log.warning(
+                    "using the reference attention kernel, %s; the %s kernel is unavailable: %s", cost, best, reasons
+                )
             return backend
-        missing = ", ".join(sorted(str(lack) for lack in lacks))
+        reasons = ", ".join(sorted(map(str, unsupported)))
     advice = "" if name == "auto" else "; use 'auto'"
-    raise _config_error(f"attention_backend={name!r} cannot run this checkpoint: it lacks {missing}{advice}")
+    raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
 
 
 def _config_error(message: str) -> Exception:
-    from inflight.config import ConfigError  # needs more than torch, which is all that kernels do
+    from inflight.config import ConfigError  # needs msgspec; kernels need only torch
 
     return ConfigError(message)

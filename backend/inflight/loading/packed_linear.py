@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie in the order in which the CPU kernel reads them.
+"""Linear layers with weights in the order in which the CPU kernel reads them.
 
-`pack_linears` replaces every `nn.Linear` of a model that the kernel can run; the plain weights go as
-their packed copies come, and come back exactly on `undo`.
+`pack_linears` replaces every `nn.Linear` of a model that the kernel supports.  Each plain weight is freed as
+soon as it is packed; `undo` restores it exactly.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from inflight.kernels.cpu.ops import PackedWeight, discard, linear, unavailable, unsupported_weight
+from inflight.kernels.cpu.library import discard, unavailable
+from inflight.kernels.cpu.linear import PackedWeight, linear, unsupported_weight
 
 __all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` by the native kernel.  Takes the same input and gives the same output up to rounding."""
+    """`nn.Linear` by the native kernel, with the same output up to rounding."""
 
     def __init__(self, weight: PackedWeight) -> None:
         super().__init__()
@@ -33,19 +34,19 @@ class PackedLinear(nn.Module):
 
 
 def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int]) -> Callable[[], None]:
-    """Free the weights that `packed` holds in this order; those whose address is in `shared` stay.
+    """Free the weights of `linears`, which `packed` contains in this order, except those at addresses in `shared`.
 
     Returns:
-        The function that brings them back.
+        A function that restores them.
     """
-    taken = [module for module in linears if module.weight.data_ptr() not in shared]
-    for module in taken:
+    dropped = [module for module in linears if module.weight.data_ptr() not in shared]
+    for module in dropped:
         discard(module.weight.data)
         module.weight.data = module.weight.new_empty(0)
 
     def restore() -> None:
         for module, weight in zip(linears, packed.unpack()):
-            if module in taken:
+            if module in dropped:
                 module.weight.data = weight
 
     return restore
@@ -54,30 +55,30 @@ def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int
 def pack_linears(model: nn.Module, int8: bool = False) -> Callable[[], None] | None:
     """Replace the linear layers of `model`, which is on a CPU, in place.
 
-    Weights that another module uses as well (a tied embedding) are copied, the others moved.
+    Weights that another module also uses (a tied embedding) are copied, others are moved.
 
     Args:
-        int8: in eight bits, see `PackedWeight`.
+        int8: store the weights in int8, see `PackedWeight`.
 
     Returns:
-        The function that puts everything back (of weights in eight bits what they are now), or None when nothing
-        can be packed here.
+        A function that restores everything (weights in int8 as they are after quantization), or None if nothing
+        can be packed.
     """
     if unavailable() is not None:
         return None
     shared = shared_weights(model)
     undone: list[Callable[[], None]] = []
-    made: dict[nn.Linear, PackedLinear] = {}
+    replaced: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is not nn.Linear:
                 continue
-            if module not in made:
+            if module not in replaced:
                 if unsupported_weight(module.weight) is not None:
                     continue
-                made[module] = PackedLinear(PackedWeight([module.weight], [module.bias], int8=int8))
-                undone.append(drop_weights([module], made[module].packed, shared))
-            setattr(parent, name, made[module])
+                replaced[module] = PackedLinear(PackedWeight([module.weight], [module.bias], int8=int8))
+                undone.append(drop_weights([module], replaced[module].packed, shared))
+            setattr(parent, name, replaced[module])
             undone.append(partial(setattr, parent, name, module))
 
     def undo() -> None:
@@ -88,7 +89,7 @@ def pack_linears(model: nn.Module, int8: bool = False) -> Callable[[], None] | N
 
 
 def shared_weights(model: nn.Module) -> set[int]:
-    """Addresses of the weights that more than one module reads, or an embedding."""
+    """Addresses of weights that an embedding or more than one module uses."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)]
     counts = Counter(module.weight.data_ptr() for module in modules)  # type: ignore[operator]
     embeddings = {module.weight.data_ptr() for module in modules if isinstance(module, nn.Embedding)}

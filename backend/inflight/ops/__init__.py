@@ -1,1 +1,1 @@
-"""Norms, rotary embedding and the gate of the MLP: one Protocol (`base.py`), one implementation a device."""
+"""Norms, rotary embedding and the MLP's gate: Protocol, reference, and the choice of an implementation."""

@@ -1,9 +1,9 @@
-"""The seam between a model's small operations and who computes them.
+"""The seam between a model's small operations and their implementations.
 
-Between two matrix products a decoder does little arithmetic over much memory: norms, rotary
-embedding, the gate of the MLP.  Each is one pass over its operands here, by a kernel in the Triton
-language or (`reference.py`) torch, which give the same numbers up to rounding: inputs are read in
-their own dtype, the arithmetic is float32.  (On a CPU a whole decoder is one native call: `cpu.py`.)
+Between two matrix products a decoder does little arithmetic on much memory: norms, rotary embedding, the
+MLP's gate.  On a GPU a kernel in the Triton language does each in one pass over its operands; the reference
+uses torch.  Both compute in float32, whatever the dtype of the inputs, and agree up to rounding.  (On a CPU
+a whole decoder is one native call: `loading/native_decoder.py`.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FusedOps"]
 
 
 class FusedOps(Protocol):
-    """One implementation of the small operations.  T tokens, H hidden, D head size, I MLP width.
+    """An implementation of the small operations.  T tokens, H hidden size, D head size, I MLP width.
 
     Rows may be strided (slices of a merged projection); the last dimension is contiguous.
     """
@@ -24,16 +24,16 @@ class FusedOps(Protocol):
     name: str
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; also for [T, heads, D] with weight [D]."""
+        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; or x [T, heads, D] with weight [D]."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual [T, H] += x [T, H] in place, rounded to its dtype; returns `rms_norm` of that rounded sum."""
+        """residual [T, H] += x [T, H] in place, rounded to its dtype; returns `rms_norm` of the rounded sum."""
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate query [T, Hq, D] and key [T, Hkv, D] in place by cos, sin [T, R], R <= D.
 
-        The layout of transformers' `rotate_half`: element i < R/2 pairs with i + R/2; elements from
-        R on stay as they are.
+        The layout is that of transformers' `rotate_half`: element i < R/2 pairs with i + R/2; elements
+        from R on are unchanged.
         """
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

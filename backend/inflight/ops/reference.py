@@ -1,8 +1,8 @@
-"""The small operations in torch: the definition that every kernel is checked against.
+"""The small operations in torch: the definition that kernels are checked against.
 
-Float32 arithmetic on inputs read in their own dtype; each result is rounded once, to the dtype of
-the tensor that it stands in.  transformers' modules round in between as well, so in bfloat16 they
-differ from these by a unit in the last place; in float32 the numbers are theirs, bit for bit.
+Inputs are converted to float32, and each result is rounded once, to its tensor's dtype.  transformers'
+modules also round intermediate results: in bfloat16 they differ by a unit in the last place, in float32
+they are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ReferenceOps:
         return (scaled * weight.float()).to(x.dtype).contiguous()
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `FusedOps.add_rms_norm`; the norm is that of the rounded sum, in the dtype of `residual`."""
+        """See `FusedOps.add_rms_norm`; the result has the dtype of `residual`."""
         residual.copy_(residual.float() + x.float())
         return self.rms_norm(residual, weight, eps)
 

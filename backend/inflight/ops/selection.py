@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and the MLP's gate: one Protocol (`base.py`), one implementation a device."""
+"""The choice of an implementation of the small operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from inflight.kernels.gpu.launch import can_launch
 from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 
-__all__ = ["FusedOps", "select_ops"]
+__all__ = ["select_ops"]
 
 
 def select_ops(device: torch.device) -> FusedOps:
-    """The fastest implementation that runs on `device`: `ReferenceOps` where there is no other."""
+    """The fastest implementation for `device`; `ReferenceOps` if there is no other."""
     if can_launch(device):
         from inflight.kernels.gpu.gpu_ops import GpuOps
 

@@ -90,30 +90,30 @@ class BatchState:
         slots = np.asarray(out.slots, dtype=np.int64)
         counts = np.asarray(out.num_scheduled_tokens, dtype=np.int64)
         computed = np.asarray(out.num_computed_tokens, dtype=np.int64)
-        starts = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
-        lens = (computed + counts).astype(np.int32)
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        seq_lens = (computed + counts).astype(np.int32)
 
         row_of_token = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(out.num_tokens) + (computed - starts[:-1])[row_of_token]
+        positions = np.arange(out.num_tokens) + (computed - query_start_loc[:-1])[row_of_token]
         slot_of_token = slots[row_of_token]
         blocks = self.block_table[slot_of_token, positions // self.block_size].astype(np.int64)
         slot_mapping = blocks * self.block_size + positions % self.block_size
 
-        max_seq_len = int(lens.max())
+        max_seq_len = int(seq_lens.max())
         block_table = self.block_table[slots, : -(-max_seq_len // self.block_size)]
         metadata = AttentionMetadata(
-            query_start_loc=self._to_device(starts),
-            seq_lens=self._to_device(lens),
+            query_start_loc=self._to_device(query_start_loc),
+            seq_lens=self._to_device(seq_lens),
             block_table=self._to_device(block_table),
             slot_mapping=self._to_device(slot_mapping),
-            query_starts=starts.tolist(),
-            lens=lens.tolist(),
+            query_start_loc_cpu=query_start_loc.tolist(),
+            seq_lens_cpu=seq_lens.tolist(),
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
             block_size=self.block_size,
         )
-        row_of_logits, logits_indices = _logits_indices(out, starts)
+        row_of_logits, logits_indices = _logits_indices(out, query_start_loc)
         return StepInputs(
             slot_of_token, positions, row_of_logits, logits_indices, self._to_device(positions)[None], metadata
         )
@@ -135,10 +135,10 @@ class BatchState:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def _logits_indices(out: SchedulerOutput, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The row and the token of each of the N logits to sample from, int64 [N] both; `starts` is [R + 1]."""
+def _logits_indices(out: SchedulerOutput, query_start_loc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The row and the token of each of the N logits to sample from, int64 [N] both; `query_start_loc` is [R + 1]."""
     rows = np.flatnonzero(out.samples)
-    last = starts[1:].astype(np.int64)[rows] - 1
+    last = query_start_loc[1:].astype(np.int64)[rows] - 1
     if not out.draft_token_ids:
         return rows, last
     num_drafts = np.array([len(out.draft_token_ids.get(row, ())) for row in rows.tolist()], dtype=np.int64)

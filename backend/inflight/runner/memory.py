@@ -1,4 +1,4 @@
-"""How much memory there is: for the weights, and for the KV pool that takes the rest."""
+"""Available memory, for weights and KV pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def format_bytes(size: float) -> str:
-    """`1.50 GiB` and the like, for messages."""
+    """Human-readable, such as `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
@@ -21,7 +21,7 @@ def format_bytes(size: float) -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated: on the GPU, or in RAM within the container's limit."""
+    """Bytes that can be allocated on the GPU, or in RAM within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_ram_available(), _cgroup_available())
@@ -31,11 +31,11 @@ def _ram_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable: set kv_cache_memory in model.json")
+    raise RuntimeError("/proc/meminfo has no MemAvailable; set kv_cache_memory in model.json")
 
 
 def _cgroup_available() -> int:
-    """What cgroup v2 leaves this process, page cache that can be dropped counted as free."""
+    """Bytes that cgroup v2 leaves this process; reclaimable page cache counts as free."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":

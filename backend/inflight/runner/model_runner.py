@@ -39,6 +39,7 @@ class ModelRunner:
         loaded = load(config)
         self.info = loaded.info
         self.model = loaded.model
+        self.backend = loaded.backend
         self.device = loaded.device
         self.host_cache = loaded.host_cache
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
@@ -92,11 +93,11 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, asked: dict[int, tuple[int, int]]) -> Tensor:
         """Logits [N + P, V]: those to sample from, then those of the asked prompt positions."""
-        starts = inputs.metadata.query_starts
+        query_start_loc = inputs.metadata.query_start_loc_cpu
         indices = [inputs.logits_indices]
-        indices += [np.arange(starts[row], starts[row] + count) for row, (_, count) in asked.items()]
+        indices += [np.arange(query_start_loc[row], query_start_loc[row] + count) for row, (_, count) in asked.items()]
         keep = torch.from_numpy(np.concatenate(indices)).to(self.device)
-        with forward_context(inputs.metadata):
+        with forward_context(inputs.metadata, self.backend):
             out = self.model(
                 input_ids=self.state.input_ids(inputs),
                 position_ids=inputs.positions,

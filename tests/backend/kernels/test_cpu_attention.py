@@ -1,4 +1,4 @@
-"""The CPU kernel computes what the reference computes, in every shape that it accepts."""
+"""The CPU kernel computes the same as the reference, for all shapes it supports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paged_case import PagedCase, relative_error
 
 from inflight.attention.base import LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.cpu import attention as cpu
+from inflight.kernels.cpu import library
 from inflight.kernels.cpu.attention import CpuAttention
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 SIZES = [8, 16, 32, 40, 64, 72, 80, 96, 128, 256]
@@ -24,13 +24,13 @@ SIZES = [8, 16, 32, 40, 64, 72, 80, 96, 128, 256]
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not cpu.use_instruction_set(request.param):
+    if not library.use_instruction_set(request.param):
         pytest.skip(f"this machine lacks {request.param}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield request.param
     torch.set_num_threads(threads)
-    cpu.use_instruction_set("")
+    library.use_instruction_set("")
 
 
 @st.composite
@@ -51,15 +51,15 @@ def specs(draw: st.DrawFn) -> LayerSpec:
 
 @st.composite
 def cases(draw: st.DrawFn) -> PagedCase:
-    lens, counts = [], []
+    seq_lens, query_lens = [], []
     for _ in range(draw(st.integers(1, 4))):
         length = draw(st.one_of(st.integers(1, 40), st.integers(1, 700), st.sampled_from([16, 64, 128, 512, 1024])))
-        lens.append(length)
-        counts.append(draw(st.one_of(st.just(1), st.integers(1, min(length, 200)))))
+        seq_lens.append(length)
+        query_lens.append(draw(st.one_of(st.just(1), st.integers(1, min(length, 200)))))
     return PagedCase(
         spec=draw(specs()),
-        lens=lens,
-        counts=counts,
+        seq_lens=seq_lens,
+        query_lens=query_lens,
         block_size=draw(st.sampled_from([1, 3, 8, 15, 16, 16, 32, 48, 64, 256, 1024])),
         layout=draw(st.sampled_from(["heads first", "fused", "size strided", "contiguous"])),
         seed=draw(st.integers(0, 2**16)),
@@ -79,8 +79,8 @@ def test_float32_agrees_with_the_reference(isa: str, case: PagedCase) -> None:
 
 @few(60)
 @given(case=cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
-def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
-    """Both against float32 on the same rounded inputs."""
+def test_half_precision_is_as_precise_as_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
+    """Both compared with float32 on the same rounded inputs."""
     case = case.with_dtype(dtype)
     exact = case.with_dtype(torch.float32).run(ReferenceAttention())
     out = case.run(CpuAttention())
@@ -102,14 +102,14 @@ EVERY_FEATURE = LayerSpec(4, 2, 64, 32, 0.1, sliding_window=90, softcap=30.0, ha
     ids=["plain", "plain int8", "every feature", "every feature int8"],
 )
 class TestBitwise:
-    """A token's result depends on nothing but the tokens that it sees."""
+    """A token's result depends only on the tokens it attends to, bitwise."""
 
     LENS = (1, 17, 600, 1300)
 
     def expected(self, spec: LayerSpec, dtype: torch.dtype) -> torch.Tensor:
-        """Each request's last token, from whole prompts in one batch on one thread."""
+        """Each request's last token, computed from whole prompts in one batch on one thread."""
         case = PagedCase(spec, list(self.LENS), list(self.LENS), 16, dtype)
-        ends = torch.tensor(case.counts).cumsum(0) - 1
+        ends = torch.tensor(case.query_lens).cumsum(0) - 1
         return self.on_threads(case, 1)[ends]
 
     @staticmethod
@@ -122,18 +122,18 @@ class TestBitwise:
             torch.set_num_threads(before)
 
     @pytest.mark.parametrize("threads", [1, 2, 7])
-    def test_whatever_is_new(self, isa: str, spec: LayerSpec, dtype: torch.dtype, threads: int) -> None:
+    def test_in_any_chunks_on_any_threads(self, isa: str, spec: LayerSpec, dtype: torch.dtype, threads: int) -> None:
         expected = self.expected(spec, dtype)
-        for counts in ([1, 1, 1, 1], [1, 5, 333, 48], [1, 17, 1, 1300]):
-            out = self.on_threads(PagedCase(spec, list(self.LENS), counts, 16, dtype), threads)
-            assert torch.equal(out[torch.tensor(counts).cumsum(0) - 1], expected)
+        for query_lens in ([1, 1, 1, 1], [1, 5, 333, 48], [1, 17, 1, 1300]):
+            out = self.on_threads(PagedCase(spec, list(self.LENS), query_lens, 16, dtype), threads)
+            assert torch.equal(out[torch.tensor(query_lens).cumsum(0) - 1], expected)
 
     @pytest.mark.parametrize("block_size", [1, 7, 32, 1024])
-    def test_whatever_the_block_size(self, isa: str, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
+    def test_with_any_block_size(self, isa: str, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
         out = PagedCase(spec, list(self.LENS), [1] * 4, block_size, dtype).run(CpuAttention())
         assert torch.equal(out, self.expected(spec, dtype))
 
-    def test_whoever_else_is_in_the_batch(self, isa: str, spec: LayerSpec, dtype: torch.dtype) -> None:
+    def test_in_any_batch(self, isa: str, spec: LayerSpec, dtype: torch.dtype) -> None:
         case = PagedCase(spec, list(self.LENS), [1] * 4, 16, dtype)
         alone = PagedCase(spec, [1300], [1], 16, dtype)
         alone.keys, alone.values = case.keys[3:], case.values[3:]
@@ -144,7 +144,7 @@ class TestBitwise:
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_write_touches_the_mapped_slots_only(isa: str, dtype: torch.dtype, block_size: int) -> None:
-    """Slots in any order, -1 skipped: what was there before stays, bit for bit."""
+    """Slots in any order, -1 skipped; everything else in the pool is bitwise unchanged."""
     case = PagedCase(LLAMA, [40], [1], block_size, dtype)
     backend = CpuAttention()
     cache = case.filled_cache(backend)
@@ -156,15 +156,15 @@ def test_write_touches_the_mapped_slots_only(isa: str, dtype: torch.dtype, block
     case.values[0][order[1::2]] *= 2
     key, value = case.keys[0][order].clone(), case.values[0][order].clone()
     key[::2], value[::2] = 7.0, 7.0
-    backend.write(key, value, cache, metadata)
+    backend.write(key, value, cache, backend.prepare(metadata))
     assert torch.equal(case.attend(backend, cache), case.run(backend))
     written = [tensor.isfinite().sum().item() for tensor in (cache.key, cache.value)]
     assert written == [40 * 2 * 64] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_only_key_s_value_comes_back_unchanged(isa: str, dtype: torch.dtype) -> None:
-    """Huge, infinite and (save for bfloat16, whose products drop them) subnormal numbers included."""
+def test_attention_to_a_single_key_returns_its_value(isa: str, dtype: torch.dtype) -> None:
+    """Including huge, infinite and (except in bfloat16 products, which flush them) subnormal numbers."""
     case = PagedCase(LLAMA, [1], [1], 16, dtype)
     info = torch.finfo(dtype)
     case.values[0][0, :, :4] = torch.tensor([0.0, info.tiny, -info.max, torch.inf], dtype=dtype)
@@ -174,7 +174,7 @@ def test_the_only_key_s_value_comes_back_unchanged(isa: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_has_no_bias(isa: str, dtype: torch.dtype) -> None:
+def test_rounding_is_unbiased(isa: str, dtype: torch.dtype) -> None:
     case = PagedCase(LLAMA, [300], [200], 16, dtype)
     exact = case.with_dtype(torch.float32).run(ReferenceAttention())
     error = (case.run(CpuAttention()).float() - exact) * exact.sign()
@@ -198,14 +198,13 @@ def test_long_contexts_are_split_over_threads(isa: str) -> None:
     assert relative_error(out, case.run(ReferenceAttention())) < 1e-5
 
 
-def test_whole_prompts_of_one_many_headed_kv_head(isa: str) -> None:
-    """More query heads than an item has rows for."""
+def test_more_query_heads_per_kv_head_than_an_item_has_rows(isa: str) -> None:
     case = PagedCase(LayerSpec(50, 1, 32, 32, 0.2, sliding_window=100), [300, 40], [300, 40], 16)
     assert relative_error(case.run(CpuAttention()), case.run(ReferenceAttention())) < 1e-5
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish(isa: str) -> None:
-    """Logits of thousands: the softmax is one-hot, the weights of the others are exactly zero."""
+    """With logits in the thousands the softmax is one-hot; the other weights are exactly zero."""
     spec = LayerSpec(2, 1, 64, 64, 300.0)
     case = PagedCase(spec, [700], [50], 16)
     out = case.run(CpuAttention())

@@ -1,7 +1,7 @@
-"""Building the kernel: what the install does with a compiler, with an old one, and with none.
+"""Building the CPU kernels: with a compiler, with an old one, and without any.
 
-The compiler is a stand-in that writes what it was told to write; the real one has built the library
-that the other tests run.
+The compiler here is a stand-in that records its arguments; the real one has built the library that the
+other tests use.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SCRIPT = "backend/inflight/kernels/cpu/build.py"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree without the library."""
+    """A source tree without the compiled library."""
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("backend", "client"):
+    for name in ("backend", "client", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     return tmp_path
 
@@ -76,24 +76,24 @@ def make_wheel(tree: Path, compiler: str | None) -> tuple[Path, str]:
     return wheel, done.stdout + done.stderr
 
 
-def test_a_wheel_has_the_library_and_a_platform(tree: Path) -> None:
+def test_a_wheel_contains_the_library_and_names_its_platform(tree: Path) -> None:
     wheel, _ = make_wheel(tree, compiler(tree))
     assert "py3-none-linux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
-    assert "inflight/attention/_cpu_attention.so" in names
-    assert "inflight/attention/cpu_kernels.cpp" in names, "it can be built again where the wheel is installed"
+    assert "inflight/kernels/cpu/_cpu_kernels.so" in names
+    assert "inflight/kernels/cpu/cpu_attention_kernels.cpp" in names, "for another build where the wheel is installed"
 
 
 @pytest.mark.parametrize("missing", [None, "/nowhere/g++"])
-def test_without_a_compiler_the_install_goes_on(tree: Path, missing: str | None) -> None:
-    wheel, said = make_wheel(tree, missing)
+def test_without_a_compiler_the_install_succeeds(tree: Path, missing: str | None) -> None:
+    wheel, output = make_wheel(tree, missing)
     assert wheel.name.endswith("py3-none-any.whl")
-    assert "inflight/attention/_cpu_attention.so" not in zipfile.ZipFile(wheel).namelist()
-    assert "without the CPU attention kernel" in said
+    assert "inflight/kernels/cpu/_cpu_kernels.so" not in zipfile.ZipFile(wheel).namelist()
+    assert "installing without the CPU kernels" in output
 
 
 def linked_units(library: Path) -> dict[str, set[str]]:
-    """Instruction sets of each source in the stand-in's library; none for what is compiled once."""
+    """Instruction sets of each source in the stand-in's library; none for sources compiled once."""
     units: dict[str, set[str]] = {}
     for line in library.read_text().splitlines():
         source, _, isa = line.split()[0].partition(".")
@@ -101,31 +101,24 @@ def linked_units(library: Path) -> dict[str, set[str]]:
     return units
 
 
-def objects(*sets: str) -> list[str]:
-    """Names of the objects that are linked: of the sources compiled once, and of those for every set."""
-    per_set = [f"{name}.{isa}" for name in ("cpu_kernels", "cpu_ops_kernels") for isa in sets]
-    return sorted(["cpu_attention", "cpu_decoder", "cpu_ops", *per_set])
-
-
 def test_every_instruction_set_is_linked(tree: Path) -> None:
     done = run(tree, compiler(tree), SCRIPT)
     assert done.returncode == 0, done.stderr
     units = linked_units(Path(done.stdout.strip()))
     everything = {"portable"} | ({"avx2", "avx512", "avx512bf16"} if os.uname().machine == "x86_64" else set())
-    assert units["cpu_attention"] == set() and units["cpu_kernels"] == everything
-    sources = {path.stem for room in ("attention", "ops") for path in (ROOT / "backend/inflight" / room).glob("*.cpp")}
-    assert set(units) == sources
+    assert units["cpu_attention"] == set() and units["cpu_attention_kernels"] == everything
+    assert set(units) == {path.stem for path in (ROOT / "backend/inflight/kernels/cpu").glob("*.cpp")}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64 has several instruction sets")
-def test_a_set_that_the_compiler_does_not_know_is_left_out(tree: Path) -> None:
+def test_a_set_that_the_compiler_lacks_is_left_out(tree: Path) -> None:
     done = run(tree, compiler(tree, refused="-mavx512bf16"), SCRIPT)
     assert done.returncode == 0, done.stderr
-    assert linked_units(Path(done.stdout.strip()))["cpu_kernels"] == {"portable", "avx2", "avx512"}
+    assert linked_units(Path(done.stdout.strip()))["cpu_attention_kernels"] == {"portable", "avx2", "avx512"}
 
 
 class TestCurrent:
-    """What is current is not compiled again, whatever the files' times say."""
+    """A current library is not compiled again, regardless of file times."""
 
     BUILD = "import runpy; runpy.run_path('backend/inflight/kernels/cpu/build.py')['build']()"
 
@@ -133,9 +126,9 @@ class TestCurrent:
         log = tree / "log"
         return log.read_text().count("linked") if log.exists() else 0
 
-    def test_only_other_sources_compile_again(self, tree: Path) -> None:
+    def test_only_changed_sources_are_compiled_again(self, tree: Path) -> None:
         stand_in = compiler(tree)
-        source = tree / "backend/inflight/attention/cpu_tiles.h"
+        source = tree / "backend/inflight/kernels/cpu/cpu_tiles.h"
         for _ in range(2):
             assert run(tree, stand_in, "-c", self.BUILD).returncode == 0
         os.utime(source)
@@ -149,30 +142,30 @@ class TestCurrent:
         assert run(tree, compiler(tree), SCRIPT).returncode == 0
         assert run(tree, None, "-c", self.BUILD).returncode == 0
 
-    def test_of_many_processes_one_compiles(self, tree: Path) -> None:
+    def test_one_of_several_processes_compiles(self, tree: Path) -> None:
         environment = environment_of(tree, compiler(tree))
         command = [sys.executable, "-c", self.BUILD]
         running = [subprocess.Popen(command, cwd=tree, env=environment) for _ in range(4)]
         assert [process.wait() for process in running] == [0] * 4
         assert self.links(tree) == 1
 
-    def test_a_failure_leaves_the_old_library(self, tree: Path) -> None:
+    def test_a_failed_build_keeps_the_old_library(self, tree: Path) -> None:
         assert run(tree, compiler(tree), SCRIPT).returncode == 0
-        (library,) = tree.glob("backend/inflight/attention/*.so")
+        (library,) = tree.glob("backend/inflight/kernels/cpu/*.so")
         before = library.read_text()
         assert run(tree, compiler(tree, refused="-shared"), SCRIPT).returncode != 0
-        assert [path.read_text() for path in tree.glob("backend/inflight/attention/*.so*")] == [before]
+        assert [path.read_text() for path in tree.glob("backend/inflight/kernels/cpu/*.so*")] == [before]
 
 
-def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "missing.so")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(build.BuildError, match=r"attention cannot be written"):
+    with pytest.raises(build.BuildError, match=r"kernels/cpu is not writable"):
         build.build()
 
 
-def test_a_failing_compiler_is_quoted(tree: Path) -> None:
+def test_the_compilers_error_is_quoted(tree: Path) -> None:
     done = run(tree, compiler(tree, refused="-O3"), SCRIPT)
     assert done.returncode != 0
     assert "unrecognized command-line option -O3" in done.stderr
-    assert not list(tree.glob("backend/inflight/attention/*.so*"))
+    assert not list(tree.glob("backend/inflight/kernels/cpu/*.so*"))

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: the kernel computes what quantising and dequantising them gives."""
+"""int8 keys and values: the kernel computes with quantized and dequantized values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paged_case import PagedCase, relative_error
 from inflight.attention import int8
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.cpu import attention as cpu
+from inflight.kernels.cpu import library
 from inflight.kernels.cpu.attention import CpuAttention
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 SIZES = [8, 32, 40, 64, 72, 96, 128, 256]
@@ -26,13 +26,13 @@ LLAMA = LayerSpec(6, 2, 64, 64, 0.125, kv_cache_dtype=torch.int8)
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not cpu.use_instruction_set(request.param):
+    if not library.use_instruction_set(request.param):
         pytest.skip(f"this machine lacks {request.param}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield request.param
     torch.set_num_threads(threads)
-    cpu.use_instruction_set("")
+    library.use_instruction_set("")
 
 
 @st.composite
@@ -50,11 +50,11 @@ def cases(draw: st.DrawFn) -> PagedCase:
         has_sinks=draw(st.booleans()),
         kv_cache_dtype=torch.int8,
     )
-    lens = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=3))
-    counts = [draw(st.one_of(st.just(1), st.integers(1, min(length, 100)))) for length in lens]
+    seq_lens = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=3))
+    query_lens = [draw(st.one_of(st.just(1), st.integers(1, min(length, 100)))) for length in seq_lens]
     block_size = draw(st.sampled_from([1, 5, 8, 16, 16, 48, 256]))
     layout = draw(st.sampled_from(["heads first", "fused", "size strided"]))
-    return PagedCase(spec, lens, counts, block_size, layout=layout, seed=draw(st.integers(0, 2**16)))
+    return PagedCase(spec, seq_lens, query_lens, block_size, layout=layout, seed=draw(st.integers(0, 2**16)))
 
 
 def few(examples: int) -> settings:
@@ -69,8 +69,8 @@ def test_float32_queries_agree_with_the_reference(isa: str, case: PagedCase) -> 
 
 @few(40)
 @given(case=cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
-def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
-    """Both against float32 on the same bytes: what rounding queries, weights and results costs."""
+def test_half_precision_is_as_precise_as_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
+    """Both compared with float32 on the same bytes: queries, weights and results are rounded."""
     case = case.with_dtype(dtype)
     exact = case.with_dtype(torch.float32).run(ReferenceAttention())
     allowed = 2 * max(relative_error(case.run(ReferenceAttention()), exact), torch.finfo(dtype).eps / 4)
@@ -79,28 +79,28 @@ def test_half_precision_errs_no_more_than_torch(isa: str, case: PagedCase, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 7])
-def test_the_pool_holds_what_quantising_gives(isa: str, dtype: torch.dtype, block_size: int) -> None:
-    """The only key's value comes back: byte times scale."""
+def test_the_pool_contains_quantized_values(isa: str, dtype: torch.dtype, block_size: int) -> None:
+    """Attention to a single key returns its value: byte times scale."""
     case = PagedCase(LLAMA, [1], [1], block_size, dtype)
     case.values[0][0, 0] *= 1e-3
     case.values[0][0, 1, :60] = 0.0
     expected = int8.dequantize(*int8.quantize(case.values[0]), torch.float32).repeat_interleave(3, dim=1)
     error = (case.run(CpuAttention()).float() - expected).abs()
-    # A byte beside the right one would err by 1 / 127 at least.
+    # A byte off by one would cause an error of at least 1 / 127.
     assert (error <= expected.abs() * (3e-7 if dtype == torch.float32 else 0.501 * torch.finfo(dtype).eps)).all()
 
 
 @pytest.mark.parametrize("size", [8, 64, 1024])
-def test_quantising_errs_by_half_a_step_at_most(size: int) -> None:
+def test_the_quantization_error_is_at_most_half_a_step(size: int) -> None:
     rows = torch.randn(100, 3, size) * torch.logspace(-6, 6, 100)[:, None, None]
-    words, scale = int8.quantize(rows)
-    assert words.abs().max() == 127 and (words.abs().amax(-1) >= 126).all()
-    error = (int8.dequantize(words, scale, torch.float32) - rows).abs().amax(-1)
+    elements, scale = int8.quantize(rows)
+    assert elements.abs().max() == 127 and (elements.abs().amax(-1) >= 126).all()
+    error = (int8.dequantize(elements, scale, torch.float32) - rows).abs().amax(-1)
     assert (error <= 0.5001 * scale.float()).all()
-    assert torch.equal(int8.unpack(int8.pack(rows), torch.float32), int8.dequantize(words, scale, torch.float32))
+    assert torch.equal(int8.unpack(int8.pack(rows), torch.float32), int8.dequantize(elements, scale, torch.float32))
 
 
-def test_a_row_of_zeros_stays_zero_and_what_is_not_finite_stays_visible() -> None:
+def test_rows_of_zeros_stay_zero_and_infinity_becomes_nan() -> None:
     rows = torch.zeros(4, 8)
     rows[1, 3], rows[2, 3], rows[3, 3] = torch.inf, torch.nan, 1e-35
     back = int8.unpack(int8.pack(rows), torch.float32)
@@ -110,7 +110,7 @@ def test_a_row_of_zeros_stays_zero_and_what_is_not_finite_stays_visible() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
-def test_what_is_not_finite_reaches_the_output(isa: str, dtype: torch.dtype, broken: float) -> None:
+def test_infinity_and_nan_reach_the_output(isa: str, dtype: torch.dtype, broken: float) -> None:
     case = PagedCase(LLAMA, [40], [40], 16, dtype)
     case.values[0][20, 0, 5] = broken
     out = case.run(CpuAttention())
@@ -118,8 +118,8 @@ def test_what_is_not_finite_reaches_the_output(isa: str, dtype: torch.dtype, bro
     assert out[:, 3:].isfinite().all()
 
 
-def test_a_long_faint_tail_keeps_its_share(isa: str) -> None:
-    """One key with half of the weight, 8191 that share the rest: weights of a tile have a scale of their own."""
+def test_many_small_weights_are_not_rounded_to_zero(isa: str) -> None:
+    """One key has half of the weight, 8191 share the rest: each tile's weights have their scale."""
     case = PagedCase(replace(LLAMA, scaling=1.0), [8192], [1], 16, torch.bfloat16)
     case.keys[0].zero_()
     case.query.zero_()
@@ -131,22 +131,20 @@ def test_a_long_faint_tail_keeps_its_share(isa: str) -> None:
 @pytest.mark.parametrize("backend", [CpuAttention(), ReferenceAttention()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-def test_a_pool_takes_the_bytes_that_are_accounted(
-    backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype | None
-) -> None:
+def test_a_pool_takes_bytes_per_token(backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype | None) -> None:
     spec = replace(LLAMA, value_head_size=40, kv_cache_dtype=kv_dtype)
     cache = backend.new_cache(6, block_size, spec, torch.bfloat16, torch.device("cpu"))
     assert cache.key.nbytes + cache.value.nbytes == 6 * block_size * spec.bytes_per_token(torch.bfloat16)
 
 
-def test_eight_bits_take_half_of_bfloat16_and_two_bytes_a_row() -> None:
+def test_int8_takes_half_of_bfloat16_plus_two_bytes_per_row() -> None:
     half = replace(LLAMA, kv_cache_dtype=None).bytes_per_token(torch.bfloat16) / 2
     assert LLAMA.bytes_per_token(torch.bfloat16) == half + 2 * 2 * 2
 
 
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_write_touches_the_mapped_slots_only(isa: str, block_size: int) -> None:
-    """Slots in any order, -1 skipped: what was there before stays, bit for bit."""
+    """Slots in any order, -1 skipped; everything else in the pool is bitwise unchanged."""
     case = PagedCase(LLAMA, [40], [1], block_size, torch.bfloat16)
     backend = CpuAttention()
     cache = case.filled_cache(backend)
@@ -159,8 +157,8 @@ def test_write_touches_the_mapped_slots_only(isa: str, block_size: int) -> None:
     case.values[0][order[1::2]] *= 2
     key, value = case.keys[0][order].clone(), case.values[0][order].clone()
     key[::2], value[::2] = 7.0, 7.0
-    backend.write(key, value, cache, metadata)
+    backend.write(key, value, cache, backend.prepare(metadata))
     assert torch.equal(case.attend(backend, cache), case.run(backend))
-    # Twice the number is the same byte with twice the scale.
+    # Doubled values have the same bytes and twice the scale.
     changed = [(tensor != old).sum().item() for tensor, old in zip((cache.key, cache.value), before)]
     assert sum(changed) <= 20 * 2 * 2 * int8.SCALE_BYTES

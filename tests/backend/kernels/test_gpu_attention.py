@@ -1,6 +1,6 @@
-"""The Triton kernel computes what the reference computes: here in Triton's interpreter, on CPU tensors.
+"""The GPU attention kernel computes the same as the reference: here in the Triton language's interpreter, on a CPU.
 
-tests/gpu repeats this on a device, where interpreter and compiled kernel do not fit in one process.
+tests/gpu repeats this on a device; interpreter and compiled kernels cannot run in the same process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu import gpu_attention, gpu_attention_configs
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card, SplitPlan
+from inflight.kernels.gpu.launch import interpreted
 
 pytestmark = [
-    pytest.mark.skipif(not gpu_attention.interpreted(), reason="kernels are compiled for the GPU here"),
+    pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter's
 ]
 
-ONE_SM = Card((9, 0), 1, 227 * 1024)  # as good as always busy: keys are never split
-HUGE = Card((9, 0), 4096, 227 * 1024)  # never busy: keys are split wherever they can be
+ONE_SM = Card((9, 0), 1, 227 * 1024)  # always busy: keys are never split
+HUGE = Card((9, 0), 4096, 227 * 1024)  # never busy: keys are split wherever possible
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_float32_agrees_with_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["mix", "all features"])
-def test_half_precision_errs_by_rounding(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_agrees_up_to_rounding(name: str, dtype: torch.dtype) -> None:
     case = case_of(name, dtype)
     exact = case.with_dtype(torch.float32).run(ReferenceAttention())
     out = case.run(GpuAttention(ONE_SM))
@@ -76,12 +77,12 @@ def cases(draw: st.DrawFn) -> PagedCase:
         softcap=draw(st.sampled_from([None, 5.0])),
         has_sinks=draw(st.booleans()),
     )
-    lens = draw(st.lists(st.integers(1, 160), min_size=1, max_size=3))
-    counts = [draw(st.one_of(st.just(1), st.integers(1, min(length, 60)))) for length in lens]
+    seq_lens = draw(st.lists(st.integers(1, 160), min_size=1, max_size=3))
+    query_lens = [draw(st.one_of(st.just(1), st.integers(1, min(length, 60)))) for length in seq_lens]
     return PagedCase(
         layer,
-        lens,
-        counts,
+        seq_lens,
+        query_lens,
         block_size=draw(st.sampled_from([16, 32, 48, 128])),
         layout=draw(st.sampled_from(["heads first", "fused", "size strided", "contiguous"])),
         seed=draw(st.integers(0, 2**16)),
@@ -111,22 +112,22 @@ class TestSplitKeys:
     @pytest.mark.parametrize(
         "features", [{}, dict(sliding_window=200, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
     )
-    @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 1, 3], [1, 30, 14]], ids=str)
-    def test_parts_join_to_the_whole(self, monkeypatch, counts: list[int], features: dict) -> None:
+    @pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 3], [1, 30, 14]], ids=str)
+    def test_partial_results_are_joined(self, monkeypatch, query_lens: list[int], features: dict) -> None:
         chosen = plans(monkeypatch)
-        case = PagedCase(spec(2, 1, 32, **features), list(self.LENS), counts, 16)
+        case = PagedCase(spec(2, 1, 32, **features), list(self.LENS), query_lens, 16)
         assert relative_error(case.run(GpuAttention(HUGE)), case.run(ReferenceAttention())) < 2e-6
         assert chosen[-1].num_splits > 2 and not chosen[-1].short_only
 
-    def test_long_prompts_stay_whole_where_scratch_is_short(self, monkeypatch) -> None:
+    def test_long_prompts_are_not_split_if_scratch_is_too_small(self, monkeypatch) -> None:
         monkeypatch.setattr(gpu_attention_configs, "SCRATCH_BYTES", 2**14)
         chosen = plans(monkeypatch)
         case = PagedCase(spec(2, 1, 32), list(self.LENS), [1, 20, 2], 16)
         assert relative_error(case.run(GpuAttention(HUGE)), case.run(ReferenceAttention())) < 2e-6
         assert chosen[-1].num_splits > 1 and chosen[-1].short_only
 
-    def test_a_grid_for_other_lengths_stays_right(self, monkeypatch) -> None:
-        """As a captured launch finds it: too few tiles a split, splits without tiles."""
+    def test_a_plan_for_other_lengths_gives_the_same_result(self, monkeypatch) -> None:
+        """As in a captured launch: too few tiles per split, splits without tiles."""
         case = PagedCase(spec(2, 1, 32), list(self.LENS), [1, 1, 1], 16)
         for split_tiles in (1, 100):
             plan = SplitPlan(3, split_tiles, len(self.LENS), 16)
@@ -134,10 +135,10 @@ class TestSplitKeys:
             assert relative_error(case.run(GpuAttention()), case.run(ReferenceAttention())) < 2e-6
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 1, 0], [20, 0, 1, 0]], ids=str)
-def test_rows_without_tokens_are_skipped(counts: list[int]) -> None:
-    """Those that pad a batch to the size of a captured one."""
-    case = PagedCase(spec(4, 2, 32), [30, 20, 10, 1], counts, 16)
+@pytest.mark.parametrize("query_lens", [[3, 0, 1, 0], [20, 0, 1, 0]], ids=str)
+def test_rows_without_tokens_are_skipped(query_lens: list[int]) -> None:
+    """Such rows pad a batch to the size of a captured launch."""
+    case = PagedCase(spec(4, 2, 32), [30, 20, 10, 1], query_lens, 16)
     assert relative_error(case.run(GpuAttention(ONE_SM)), case.run(ReferenceAttention())) < 2e-6
 
 
@@ -150,7 +151,7 @@ def test_tiles_before_the_window_are_not_read() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_write_touches_the_mapped_slots_only(dtype: torch.dtype) -> None:
-    """Slots in any order, -1 skipped: what was there before stays, bit for bit."""
+    """Slots in any order, -1 skipped; everything else in the pool is bitwise unchanged."""
     case = PagedCase(spec(4, 2, 24), [40], [1], 16, dtype)
     backend = GpuAttention()
     cache = case.filled_cache(backend)
@@ -162,7 +163,7 @@ def test_write_touches_the_mapped_slots_only(dtype: torch.dtype) -> None:
     case.values[0][order[1::2]] *= 2
     key, value = case.keys[0][order].clone(), case.values[0][order].clone()
     key[::2], value[::2] = 7.0, 7.0
-    backend.write(key, value, cache, metadata)
+    backend.write(key, value, cache, backend.prepare(metadata))
     assert torch.equal(case.attend(backend, cache), case.run(backend))
     assert [tensor.isfinite().sum().item() for tensor in (cache.key, cache.value)] == [40 * 2 * 24] * 2
 
@@ -171,9 +172,9 @@ class TestFp8:
     LAYER = replace(CASES["mix"][0], kv_cache_dtype=FP8)
 
     def test_only_storing_rounds(self) -> None:
-        """Equal to attention over what the pool holds, which is off by e4m3's three bits of mantissa."""
-        _, lens, counts, block_size = CASES["mix"]
-        case = PagedCase(self.LAYER, lens, counts, block_size)
+        """The result equals attention to the pool's contents, which are rounded to e4m3's three bits of mantissa."""
+        _, seq_lens, query_lens, block_size = CASES["mix"]
+        case = PagedCase(self.LAYER, seq_lens, query_lens, block_size)
         case.keys = [key * 3 for key in case.keys]
         backend = GpuAttention()
         cache = case.filled_cache(backend)
@@ -181,11 +182,11 @@ class TestFp8:
         exact = stored(case, cache)
         assert cache.key.dtype == FP8
         for kept, actual in zip(exact.keys + exact.values, case.keys + case.values):
-            # Rounding to three bits errs by 2.6%; the interpreter loses the carry of some roundings.
+            # Rounding to three bits costs 2.6%; the interpreter drops the carry of some roundings.
             assert relative_error(kept, actual) < 0.2
         assert relative_error(out, exact.run(ReferenceAttention())) < 2e-6
 
-    def test_scales_are_each_head_s_own_and_stay(self) -> None:
+    def test_scales_are_per_head_and_set_by_the_first_write(self) -> None:
         case = PagedCase(spec(2, 2, 32, kv_cache_dtype=FP8), [60], [1], 16)
         case.keys[0][:, 1] *= 1000
         case.keys[0][20:] *= 50  # filled_cache writes the first third alone
@@ -193,4 +194,4 @@ class TestFp8:
         cache = case.filled_cache(backend)
         first = case.keys[0][:20].abs().amax(dim=(0, 2))
         assert torch.allclose(cache.key_scale, first * 4 / 448)
-        assert cache.key.float()[cache.key.float().isfinite()].abs().max() == 448, "later ones saturate"
+        assert cache.key.float()[cache.key.float().isfinite()].abs().max() == 448, "later values saturate"

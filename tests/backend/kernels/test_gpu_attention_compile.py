@@ -1,6 +1,6 @@
-"""The Triton kernel compiles for real cards, fits them, and does so at load: no GPU is needed for that.
+"""The GPU attention kernels compile for real GPUs, fit them, and are all compiled at load.  Needs no GPU.
 
-What all shipped shapes take: `python bench/gpu_attention.py --compile`.
+`python bench/gpu_attention.py --compile` reports what each shipped shape takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-FEW_SPILLS = 128  # bytes of a thread: some loop-invariant values, which releases of Triton differ in
+FEW_SPILLS = 128  # bytes per thread: some loop-invariant values, depending on the compiler's version
 
 SCRIPT = """
 import json, sys
@@ -24,7 +24,7 @@ from dataclasses import fields, replace
 import torch
 from attention_cases import CASES, case_of, spec
 from paged_case import PagedCase
-from triton_target import card, target
+from gpu_target import card, target
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 
 arch, size, dtype, batches = json.loads(sys.argv[1])
@@ -36,17 +36,19 @@ with target(arch) as compiled:
     at_load = len(compiled)
     splits = set()
     for layout in ("heads first", "fused", "size strided") if batches else ():
-        for lens, counts in (([1], [1]), ([300] * 3, [1] * 3), ([2000], [1]), ([900, 17], [30, 2]), ([33], [33])):
-            case = PagedCase(layer, lens, counts, 16, dtype, layout)
-            metadata = case.metadata(counts)
-            # Tensors without contents: whatever waited for the device to read one would fail.
+        lens = ([1], [1]), ([300] * 3, [1] * 3), ([2000], [1]), ([900, 17], [30, 2]), ([33], [33])
+        for seq_lens, query_lens in lens:
+            case = PagedCase(layer, seq_lens, query_lens, 16, dtype, layout)
+            metadata = case.metadata(query_lens)
+            # Tensors without contents: reading one, which would wait for the device, fails.
             tensors = [field.name for field in fields(metadata) if torch.is_tensor(getattr(metadata, field.name))]
             metadata = replace(metadata, **{name: getattr(metadata, name).to("meta") for name in tensors})
-            last = [tensor[-count:].to("meta") for tensor, count in zip(case.keys, counts)]
+            last = [tensor[-count:].to("meta") for tensor, count in zip(case.keys, query_lens)]
             new = last[0] if len(last) == 1 else torch.cat(last)
-            backend.write(new, new, caches[1], metadata)
-            backend.attend(case.query.to("meta"), caches[1], metadata, layer, None)
-            splits |= {plan.num_splits > 1 for plan in backend._plans.values()}
+            batch = backend.prepare(metadata)
+            backend.write(new, new, caches[1], batch)
+            backend.attend(case.query.to("meta"), caches[1], batch, layer, None)
+            splits |= {plan.num_splits > 1 for _, plan in batch.launches.values()}
 print(json.dumps([at_load, len(compiled), sorted(splits), [kernel.report(arch) for kernel in compiled]]))
 """
 
@@ -60,9 +62,9 @@ def compiled(tmp_path: Path, arch: int, size: int, dtype: str, batches: bool = F
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_hopper_gets_all_it_needs_at_load(tmp_path: Path) -> None:
-    """Decodes, prompts, mixes, split keys, any layout of queries: nothing is compiled after load, and no
-    launch waits for the device."""
+def test_on_hopper_everything_is_compiled_at_load(tmp_path: Path) -> None:
+    """Decodes, prompts, mixes, split keys, any layout of queries: nothing is compiled later, and no launch
+    waits for the device."""
     at_load, after_steps, splits, kernels = compiled(tmp_path, 90, 128, "bfloat16", batches=True)
     assert at_load == after_steps == 5, "write; attention and reduction, for decodes and for mixes"
     assert splits == [False, True]
@@ -70,10 +72,10 @@ def test_hopper_gets_all_it_needs_at_load(tmp_path: Path) -> None:
         assert kernel["shared_bytes"] <= kernel["shared_limit"]
         assert kernel["stack_bytes"] <= FEW_SPILLS
     decode, mixed = [kernel for kernel in kernels if kernel["kernel"] == "attend_kernel"]
-    assert decode["instructions"] == ["cp.async.cg", "mma.sync"], "tiles of 16 rows, loads that run ahead"
+    assert decode["instructions"] == ["cp.async.cg", "mma.sync"], "tiles of 16 rows, asynchronous loads"
     assert mixed["instructions"] == ["cp.async.cg", "mma.sync", "wgmma.mma_async"]
     assert decode["stack_bytes"] == 0
-    # Two programs and two tiles of keys and values in flight each cover the latency of the memory.
+    # Two programs with two tiles of keys and values in flight each cover the memory's latency.
     assert decode["shared_bytes"] <= decode["shared_limit"] // 2
 
 

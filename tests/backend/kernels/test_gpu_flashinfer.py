@@ -1,6 +1,6 @@
-"""What FlashInfer is told, by a stand-in with its documented interface that computes what it is told to.
+"""The FlashInfer backend, with a stand-in that computes according to FlashInfer's documented interface.
 
-tests/gpu runs the real one where it is installed.
+tests/gpu runs the real one if it is installed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from inflight.attention.base import LayerSpec
-from inflight.attention.reference import ReferenceAttention, _attend_one
-from inflight.attention.selection import gpu_attention, select_backend
+from inflight.attention.reference import ReferenceAttention, attend_request
+from inflight.attention.selection import select_backend
 from inflight.config import ConfigError
 from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
+from inflight.kernels.gpu.launch import interpreted
 
 pytestmark = [
-    pytest.mark.skipif(not gpu_attention.interpreted(), reason="kernels are compiled for the GPU here"),
+    pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter's
 ]
 CPU = torch.device("cpu")
 
 
 class Wrapper:
-    """docs.flashinfer.ai, BatchPrefillWithPagedKVCacheWrapper."""
+    """As documented at docs.flashinfer.ai: BatchPrefillWithPagedKVCacheWrapper."""
 
     plans = 0
 
@@ -81,7 +82,7 @@ class Wrapper:
                 pool[indices[pages[r] : pages[r + 1]].long()].transpose(1, 2).flatten(0, 1)[first:tokens]
                 for pool in paged_kv_cache
             )
-            out[rows[r] : rows[r + 1]] = _attend_one(query, key, value, self.spec, None)
+            out[rows[r] : rows[r + 1]] = attend_request(query, key, value, self.spec, None)
         return out
 
 
@@ -96,22 +97,25 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 class TestInstalled:
     @pytest.mark.parametrize("name", ["decode", "mix", "window", "softcap", "blocks of 48"])
-    def test_it_is_told_the_batch(self, name: str) -> None:
+    def test_it_agrees_with_the_reference(self, name: str) -> None:
         case = case_of(name, torch.float16)
         assert relative_error(case.run(FlashInferAttention()), case.run(ReferenceAttention())) < 1e-3
 
-    def test_layers_of_a_kind_share_a_step_s_plan(self) -> None:
+    def test_each_step_is_planned_once_per_kind_of_layer(self) -> None:
         case = case_of("decode", torch.float16)
         backend = FlashInferAttention()
-        cache, before = case.filled_cache(backend), Wrapper.plans
+        windowed = replace(case, spec=replace(case.spec, sliding_window=7))
+        layers = [(part, part.filled_cache(backend)) for part in (case, windowed, case)]
+        before = Wrapper.plans
         for _ in range(2):
-            metadata = case.metadata(case.counts)
-            for layer in (case.spec, replace(case.spec, sliding_window=7), case.spec):
-                backend.attend(case.query, cache, metadata, layer, None)
+            batch = case.prepared(backend)
+            for layer, cache in layers:
+                out = backend.attend(layer.query, cache, batch, layer.spec, None)
+                assert relative_error(out, layer.run(ReferenceAttention())) < 1e-3
         assert Wrapper.plans - before == 4
 
     @pytest.mark.parametrize(
-        ("layer", "dtype", "lack"),
+        ("layer", "dtype", "reason"),
         [
             (spec(4, 2, 64, has_sinks=True), torch.bfloat16, "sinks"),
             (spec(4, 2, 64), torch.float32, "float32"),
@@ -120,8 +124,8 @@ class TestInstalled:
             (spec(4, 2, 64, kv_cache_dtype=torch.int8), torch.bfloat16, "kv_cache_dtype"),
         ],
     )
-    def test_what_it_lacks_is_named(self, layer: LayerSpec, dtype: torch.dtype, lack: str) -> None:
-        with pytest.raises(ConfigError, match=lack):
+    def test_unsupported_features_are_named(self, layer: LayerSpec, dtype: torch.dtype, reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
             select_backend("flashinfer", [layer], dtype, 16, CPU)
         assert select_backend("flashinfer", [spec(4, 2, 64)], torch.bfloat16, 16, CPU).name == "flashinfer"
 

@@ -1,4 +1,4 @@
-"""The kernels of the small operations against their torch twin, in the Triton language's interpreter."""
+"""The small operations in the Triton language against `ReferenceOps`, in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.ops.selection import select_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels, twin = GpuOps(), ReferenceOps()
+kernels, reference = GpuOps(), ReferenceOps()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -22,14 +22,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def poisoned(rows: torch.Tensor, left: int, right: int) -> torch.Tensor:
-    """The same rows as a slice of wider ones, with NaN on both sides."""
+    """The same rows as a slice of wider ones, surrounded by NaN."""
     wide = torch.full((*rows.shape[:-1], left + rows.shape[-1] + right), float("nan"), dtype=rows.dtype, device=DEVICE)
     wide[..., left : left + rows.shape[-1]] = rows
     return wide[..., left : left + rows.shape[-1]]
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to one rounding of the dtype, and of the float32 sums before it."""
+    """Equal up to one rounding of the dtype, and of the float32 sums."""
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     tolerance = max(torch.finfo(got.dtype).eps, 1e-6)
@@ -49,12 +49,12 @@ def test_rms_norm(shape, dtype):
     x, weight = poisoned(random(*shape, dtype=dtype), 16, 8), random(shape[-1], dtype=dtype, seed=1)
     out = kernels.rms_norm(x, weight, 1e-5)
     assert out.is_contiguous()
-    assert_close(out, twin.rms_norm(x, weight, 1e-5))
+    assert_close(out, reference.rms_norm(x, weight, 1e-5))
 
 
-def test_rms_norm_reads_a_float32_weight_for_rows_of_16_bits():
+def test_rms_norm_with_a_float32_weight_and_16_bit_rows():
     x, weight = random(4, 64, dtype=torch.bfloat16), random(64, seed=1)
-    assert_close(kernels.rms_norm(x, weight, 1e-5), twin.rms_norm(x, weight, 1e-5))
+    assert_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 def test_rms_norm_of_zeros_is_zero():
@@ -64,37 +64,37 @@ def test_rms_norm_of_zeros_is_zero():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (9, 96), (3, 2560)], ids=str)
 def test_add_rms_norm(shape, dtype):
-    """The residual has the twin's very bits: they add up over the layers."""
+    """The residual is bitwise equal: differences would add up over the layers."""
     x, residual = poisoned(random(*shape, dtype=dtype), 8, 8), random(*shape, dtype=dtype, seed=1) * 3
     weight, expected = random(shape[-1], dtype=dtype, seed=2), residual.clone()
     out = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    twin.add_rms_norm(x, expected, weight, 1e-5)
+    reference.add_rms_norm(x, expected, weight, 1e-5)
     assert_same_bits(residual, expected)
-    assert_close(out, twin.rms_norm(residual, weight, 1e-5))
+    assert_close(out, reference.rms_norm(residual, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "size", "rotated"), [((4, 2), 64, 64), ((3, 3), 80, 32), ((1, 1), 12, 6), ((40, 8), 128, 128)], ids=str
 )
-def test_rotary_has_the_bits_of_its_twin(heads, size, rotated, dtype):
-    """Rows are slices of one merged projection; what is beside them stays."""
+def test_rotary_is_bitwise_equal(heads, size, rotated, dtype):
+    """Rows are slices of one merged projection; its other elements are unchanged."""
     tokens, (query_heads, key_heads) = 3, heads
     merged = random(tokens, (query_heads + 2 * key_heads) * size, dtype=dtype)
     expected = merged.clone()
     cos, sin = random(tokens, rotated, dtype=dtype, seed=1), random(tokens, rotated, dtype=dtype, seed=2)
-    for ops, rows in ((kernels, merged), (twin, expected)):
+    for ops, rows in ((kernels, merged), (reference, expected)):
         query, key, _ = rows.view(tokens, -1, size).split((query_heads, key_heads, key_heads), dim=1)
         ops.rotary(query, key, cos, sin)
     assert_same_bits(merged, expected)
     assert not torch.equal(merged[:, :rotated], random(tokens, rotated, dtype=dtype))
 
 
-def test_rotary_takes_heads_of_transposed_tensors():
+def test_rotary_of_transposed_tensors():
     query, key = random(4, 6, 32).transpose(0, 1), random(2, 6, 32, seed=1).transpose(0, 1)
     cos, sin = random(6, 32, seed=2), random(6, 32, seed=3)
     expected = query.clone(), key.clone()
-    twin.rotary(*expected, cos, sin)
+    reference.rotary(*expected, cos, sin)
     kernels.rotary(query, key, cos, sin)
     assert torch.equal(query, expected[0])
     assert torch.equal(key, expected[1])
@@ -106,12 +106,12 @@ def test_silu_and_mul(shape, dtype):
     gate_up = poisoned(random(shape[0], 2 * shape[1], dtype=dtype) * 8, 8, 16)
     out = kernels.silu_and_mul(gate_up)
     assert out.is_contiguous()
-    assert_close(out, twin.silu_and_mul(gate_up))
+    assert_close(out, reference.silu_and_mul(gate_up))
 
 
-def test_silu_of_what_overflows_its_exponential():
+def test_silu_does_not_overflow():
     gate_up = torch.tensor([[-1e4, 1e4, -89.0, 2.0, 2.0, 2.0]], device=DEVICE)
-    assert_close(kernels.silu_and_mul(gate_up), twin.silu_and_mul(gate_up))
+    assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
 
 def test_no_tokens():
@@ -122,22 +122,22 @@ def test_no_tokens():
     kernels.rotary(empty.view(0, 2, 32), empty.view(0, 2, 32), empty[:, :32], empty[:, :32])
 
 
-def test_rows_whose_elements_lie_apart_are_refused():
+def test_rows_that_are_not_contiguous_are_rejected():
     with pytest.raises(ValueError, match="contiguous"):
         kernels.silu_and_mul(random(64, 4).T)
 
 
-def test_rows_too_wide_for_a_program_are_refused():
-    with pytest.raises(ValueError, match="at most 65536"):
+def test_rows_too_wide_for_a_program_are_rejected():
+    with pytest.raises(ValueError, match="maximum is 65536"):
         kernels.rms_norm(random(1, 70000), random(70000), 1e-6)
 
 
-def test_who_computes_them(monkeypatch):
-    """Triton builds its launchers with a C compiler: without one torch computes on a GPU, too."""
+def test_the_choice_of_an_implementation(monkeypatch):
+    """Launchers are built with a C compiler; without one, torch computes on a GPU, too."""
     cuda = torch.device("cuda")
     monkeypatch.setenv("CC", "gcc")
     can_launch.cache_clear()
-    assert select_ops(cuda).name == "triton"
+    assert select_ops(cuda).name == "gpu"
     assert select_ops(torch.device("cpu")).name == "reference"
     monkeypatch.delenv("CC")
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -1,4 +1,4 @@
-"""The small kernels and sampling compile for real cards, once for all batches; no GPU is needed for that."""
+"""The kernels of small operations and sampling compile for real GPUs, once for all batches.  Needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import json, sys
 import torch
-from triton_target import target
+from gpu_target import target
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
 from inflight.sampling.metadata import SamplingMetadata
@@ -47,8 +47,8 @@ ONCE = ["add_rms_norm_kernel", "choose_kernel", "penalise_kernel", "rotary_kerne
 
 
 @pytest.mark.parametrize(("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936)])
-def test_one_variant_whatever_the_batch(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
-    """Both variants of rms_norm are shapes of the model; the first step of each compiles, none later."""
+def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
+    """rms_norm has two shapes in a model.  The first step compiles everything."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", SCRIPT, json.dumps([arch, dtype, vocab_size])]
@@ -58,10 +58,10 @@ def test_one_variant_whatever_the_batch(tmp_path: Path, arch: int, dtype: str, v
     assert sorted(kernel["kernel"] for kernel in kernels) == sorted([*ONCE, "rms_norm_kernel", "rms_norm_kernel"])
     for kernel in kernels:
         if kernel["kernel"] == "choose_kernel":
-            # Two programs of 512 threads share the registers and the shared memory of a multiprocessor.
+            # Two programs of 512 threads share a multiprocessor's registers and shared memory.
             assert kernel["registers"] <= 64
             assert kernel["shared_bytes"] <= kernel["shared_limit"] // 2
-            if vocab_size % 16 == 0:  # other rows are not aligned
-                assert kernel["instructions"] == ["cp.async.cg"], "loads that run ahead"
+            if vocab_size % 16 == 0:  # otherwise rows are not aligned
+                assert kernel["instructions"] == ["cp.async.cg"], "asynchronous loads"
         else:
             assert kernel["stack_bytes"] == 0, "nothing spills"

@@ -1,4 +1,4 @@
-"""What cannot be served right is refused at load, by name."""
+"""Loading: unsupported features are rejected by name, memory is planned, facts are reported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import loader
+from inflight.loading import checkpoint, memory_plan, probe
+from inflight.loading.checks import lengths_that_fit
 from inflight.loading.loader import LoadError, load
-from inflight.loading.self_check import lengths_that_fit
 from inflight.runner import memory
 
 TINY = dict(
@@ -56,14 +56,14 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("mamba", {}, "'mamba' cannot be served: 0 attention calls for 2 layers"),
-        ("bloom", {}, "'bloom' cannot be served: 0 attention calls"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2' cannot be served: 1 attention calls for 2"),
-        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "does not go through transformers'"),
+        ("mamba", {}, "'mamba' is not supported: 0 attention calls for 2 layers"),
+        ("bloom", {}, "'bloom' is not supported: 0 attention calls"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2' is not supported: 1 attention calls for 2"),
+        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "does not use transformers'"),
         ("mpt", {}, "'mpt' cannot run a ragged batch"),
     ],
 )
-def test_architectures_that_paging_would_get_wrong(tmp_path, model_type, changes, message):
+def test_unsupported_architectures_are_rejected(tmp_path, model_type, changes, message):
     with pytest.raises(LoadError, match=message):
         load(config(saved(model_type, tmp_path, **changes)))
 
@@ -79,38 +79,41 @@ def edited(source: str, folder, **changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 4}, r"\d+ of its weights are in no file, model\.layers\.2\."),
-        ({"vocab_size": 120}, r"weights do not fit its config.json: lm_head.weight is \[199, 32\], not \[120, 32\]"),
-        ({"num_attention_heads": 5}, "is not a checkpoint that can be read: .*validat.* .*5"),
+        ({"num_hidden_layers": 4}, r"\d+ weights are in none of its files, such as model\.layers\.2\."),
+        (
+            {"vocab_size": 120},
+            r"weights do not match its config.json: lm_head.weight has shape \[199, 32\], not \[120, 32\]",
+        ),
+        ({"num_attention_heads": 5}, "is not a readable checkpoint: .*validat.* .*5"),
     ],
 )
-def test_weights_are_never_drawn_at_random(tmp_path, llama, changes, message):
+def test_weights_are_never_initialised_randomly(tmp_path, llama, changes, message):
     with pytest.raises(LoadError, match=message):
         load(config(edited(llama, tmp_path / "edited", **changes)))
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 5000, None])
-def test_damaged_weights_are_an_error_in_a_line(tmp_path, llama, content):
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 5000, (8).to_bytes(8, "little") + b"not json", None])
+def test_damaged_weights_are_rejected_in_one_line(tmp_path, llama, content):
     path = edited(llama, tmp_path / "damaged")
     (file,) = Path(path).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(LoadError, match=r"damaged or incomplete; fetch it again|cannot be loaded: ") as caught:
+    with pytest.raises(LoadError, match=r"damaged or incomplete; download it again") as caught:
         load(config(path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_whose_output_differs_is_refused(llama, monkeypatch):
+def test_a_model_with_wrong_logits_is_rejected(llama, monkeypatch):
     attend = ReferenceAttention.attend
     monkeypatch.setattr(ReferenceAttention, "attend", lambda self, *args: attend(self, *args) * 1.05)
-    with pytest.raises(LoadError, match="its logits are off by"):
+    with pytest.raises(LoadError, match="the logits of a test batch differ by"):
         load(config(llama, attention_backend="reference"))
     load(config(llama, attention_backend="reference", check_on_load=False))
 
 
-def test_a_window_that_is_only_in_the_mask_is_refused(tmp_path, monkeypatch):
+def test_a_window_that_exists_only_in_the_mask_is_rejected(tmp_path, monkeypatch):
     path = make_checkpoint("mistral", tmp_path)
     load(config(path))
-    spec_of = loader.probe_layers  # the probe sees the window; hide it as a careless model would
+    probe_layers = probe.probe_layers  # finds the window; hide it, like a model that does not pass it
     import dataclasses
     from contextlib import contextmanager
 
@@ -122,33 +125,33 @@ def test_a_window_that_is_only_in_the_mask_is_refused(tmp_path, monkeypatch):
     def careless():
         from inflight.attention import hf
 
-        with spec_of():
+        with probe_layers():
             hf._probe = Forgetful()
             yield hf._probe
 
-    monkeypatch.setattr(loader, "probe_layers", careless)
+    monkeypatch.setattr(probe, "probe_layers", careless)
     path = make_checkpoint("gemma2", tmp_path)
     with pytest.raises(LoadError, match="layer 0 has a sliding window of 16 tokens that it does not pass"):
         load(config(path))
     load(config(path, max_model_len=16))
 
 
-def test_too_little_memory_is_counted_out(llama, monkeypatch):
-    with pytest.raises(LoadError, match=r"holds 48 tokens in 3 blocks.*takes 16 blocks: .* are missing"):
+def test_a_pool_that_is_too_small_is_rejected_with_the_missing_amount(llama, monkeypatch):
+    with pytest.raises(LoadError, match=r"holds 48 tokens in 3 blocks.*takes 16 blocks, .* more"):
         load(config(llama, num_gpu_blocks_override=3))
     with pytest.raises(LoadError, match="set max_model_len to at most 48"):
         load(config(llama, num_gpu_blocks_override=3))
     assert load(config(llama, num_gpu_blocks_override=3, max_model_len=48)).info.num_blocks == 3
-    monkeypatch.setattr(loader, "available_memory", lambda device: 1000)
-    with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B that are free"):
+    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B free"):
         load(config(llama))
 
 
-def test_the_pool_takes_a_share_of_the_ram_but_no_more_than_is_useful(llama, monkeypatch):
-    monkeypatch.setattr(loader, "available_memory", lambda device: 10 * 2**20)
+def test_the_pool_takes_a_share_of_the_ram_but_no_more_than_it_can_use(llama, monkeypatch):
+    monkeypatch.setattr(memory_plan, "available_memory", lambda device: 10 * 2**20)
     info = load(config(llama, kv_cache_memory=None, max_num_seqs=4096)).info
     assert 3.9 * 2**20 < info.kv_bytes <= 4 * 2**20
-    monkeypatch.setattr(loader, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(memory_plan, "available_memory", lambda device: 2**40)
     assert load(config(llama, kv_cache_memory=None, max_num_seqs=2)).info.num_blocks == 2 * 256 // 16
 
 
@@ -157,25 +160,22 @@ def test_facts_of_the_checkpoint(llama):
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids, info.dtype) == (256, 199, [5, 7], "float32")
     assert load(config(llama, dtype="auto")).dtype == torch.float32
     assert load(config(llama, dtype="bfloat16")).model.dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="max_model_len=300 is more than the checkpoint's 256 positions"):
+    with pytest.raises(ConfigError, match="max_model_len=300 exceeds the checkpoint's 256 positions"):
         load(config(llama, max_model_len=300))
 
 
-def test_remote_code_is_refused_unless_trusted(tmp_path, llama):
-    import json
-    import shutil
-
+def test_remote_code_does_not_run_unless_trusted(tmp_path, llama):
     path = tmp_path / "remote"
     shutil.copytree(llama, path)
     values = json.loads((path / "config.json").read_text())
     values |= {"model_type": "mystery", "auto_map": {"AutoConfig": "mystery.Config"}}
     (path / "config.json").write_text(json.dumps(values))
     (path / "mystery.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(LoadError, match="is not a checkpoint that can be read"):
+    with pytest.raises(LoadError, match="is not a readable checkpoint"):
         load(config(str(path)))
 
 
-def test_memory_is_found_and_written_legibly():
+def test_available_memory_and_its_format():
     assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
     assert memory.format_bytes(512) == "512 B"
     assert memory.format_bytes(3 * 2**30) == "3.00 GiB"
@@ -185,12 +185,12 @@ def test_memory_is_found_and_written_legibly():
     ("num_blocks", "block_size", "fit"),
     [(64, 16, [7, 12]), (2, 16, [7, 12]), (2, 8, [7, 8]), (3, 4, [4, 4]), (1, 16, [12])],
 )
-def test_the_check_at_load_writes_no_block_that_the_pool_lacks(num_blocks, block_size, fit):
+def test_the_check_at_load_stays_within_the_pool(num_blocks, block_size, fit):
     assert lengths_that_fit(64, num_blocks, block_size) == fit
     assert len(fit) * -(-max(fit) // block_size) <= num_blocks
 
 
-def test_a_pool_of_one_block_can_be_served(llama):
+def test_a_pool_of_one_block(llama):
     core = make_core(llama, num_gpu_blocks_override=1, max_model_len=16, block_size=16)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     deltas = run(core, [[1, 2, 3], [4, 5]], [params, params])
@@ -198,7 +198,7 @@ def test_a_pool_of_one_block_can_be_served(llama):
 
 
 def share_in_memory(tensor: torch.Tensor) -> float:
-    """Of a tensor's pages, the share that the system has given it."""
+    """Share of a tensor's pages that the system has provided."""
     first, last = tensor.data_ptr() // PAGESIZE + 1, (tensor.data_ptr() + tensor.nbytes) // PAGESIZE
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(8 * first)
@@ -206,11 +206,11 @@ def share_in_memory(tensor: torch.Tensor) -> float:
     return float((entries >> np.uint64(63)).mean())
 
 
-def test_with_a_latency_target_no_step_waits_for_pages_of_the_pool(llama, monkeypatch):
+def test_with_a_latency_target_the_pool_has_its_pages_at_load(llama, monkeypatch):
     caches = []
     new_cache = ReferenceAttention.new_cache
     monkeypatch.setattr(ReferenceAttention, "new_cache", lambda *args: caches.append(new_cache(*args)) or caches[-1])
-    # Too much for all of it to be memory that was freed before, and so is there anyway.
+    # Larger than the memory that was freed before, whose pages exist already.
     load(config(llama, attention_backend="reference", kv_cache_memory="160MiB", itl_target_ms=40))
     shares = [share_in_memory(tensor) for cache in caches for tensor in (cache.key, cache.value)]
     assert len(shares) >= 4

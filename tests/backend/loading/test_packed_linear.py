@@ -1,4 +1,4 @@
-"""Packing a model's linear layers in place, and taking it back."""
+"""Packing a model's linear layers in place, and undoing it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from inflight.kernels.cpu import ops as cpu
+from inflight.kernels.cpu import library
 from inflight.loading import packed_linear
 from inflight.loading.packed_linear import PackedLinear, pack_linears
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 
 class Tied(nn.Module):
@@ -33,7 +33,7 @@ class Tied(nn.Module):
         return self.head(self.body(self.embedding(ids)))
 
 
-def test_a_packed_model_says_the_same_and_holds_its_weights_once() -> None:
+def test_a_packed_model_computes_the_same_with_a_single_copy_of_its_weights() -> None:
     model = Tied()
     ids = torch.arange(12).view(2, 6)
     expected = model(ids)
@@ -41,8 +41,8 @@ def test_a_packed_model_says_the_same_and_holds_its_weights_once() -> None:
     assert pack_linears(model) is not None
     assert [type(model.body[0]), type(model.body[2]), type(model.head)] == [PackedLinear] * 3
     torch.testing.assert_close(model(ids), expected)
-    assert all(module.weight.numel() == 0 for module in linears), "the plain weights are gone"
-    assert model.embedding.weight.shape == (50, 24), "the table that the head shared is kept"
+    assert all(module.weight.numel() == 0 for module in linears), "the plain weights are freed"
+    assert model.embedding.weight.shape == (50, 24), "the embedding keeps the weight it shares with the head"
     assert "in_features=24, out_features=40, dtype=torch.float32" in repr(model.body[0])
 
 
@@ -58,7 +58,7 @@ def test_undo_restores_modules_and_weights_exactly() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_the_kernel_lacks_stays() -> None:
+def test_unsupported_layers_are_unchanged() -> None:
     model = Tied().double()
     assert pack_linears(model) is None
     assert type(model.head) is nn.Linear
@@ -67,14 +67,14 @@ def test_what_the_kernel_lacks_stays() -> None:
     assert [type(module) for module in half] == [nn.Linear, PackedLinear], "an odd number of features in bfloat16"
 
 
-def test_without_a_compiled_kernel_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "unavailable", lambda: "the compiled kernel")
+def test_without_the_compiled_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "unavailable", lambda: "the CPU kernels are not compiled")
     model = Tied()
     assert pack_linears(model) is None
     assert type(model.head) is nn.Linear
 
 
-def test_one_layer_in_two_places_and_one_weight_in_two_layers() -> None:
+def test_shared_layers_and_shared_weights() -> None:
     torch.manual_seed(0)
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
     other.weight = one.weight

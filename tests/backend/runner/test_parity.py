@@ -1,4 +1,4 @@
-"""Greedy float32 output equals transformers' `generate()`, token for token (invariant 5)."""
+"""Greedy float32 output equals that of transformers' `generate()`, token for token (invariant 5)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from inflight.engine.sampling_params import SamplingParams
 
 SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (2, 8), (33, 33), (130, 12)]  # prompt, output tokens
 
-# Engine settings that each architecture must pass; every later one changes how a request is cut.
+# Settings under which every architecture is tested; they differ in how requests are split into steps.
 SETTINGS = {
     "one big step": dict(block_size=16, max_num_batched_tokens=2048, max_num_seqs=64),
-    "one token a step": dict(block_size=1, max_num_batched_tokens=1, max_num_seqs=4),
+    "one token per step": dict(block_size=1, max_num_batched_tokens=1, max_num_seqs=4),
     "small chunks": dict(block_size=5, max_num_batched_tokens=13, max_num_seqs=3, async_scheduling=True),
     "preempting": dict(block_size=4, max_num_batched_tokens=64, max_num_seqs=64, num_gpu_blocks_override=64),
     "one at a time": dict(block_size=64, max_num_batched_tokens=32, max_num_seqs=1),
@@ -38,18 +38,18 @@ def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[lis
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_greedy_output_is_that_of_generate(model_type, setting):
+def test_greedy_output_equals_generate(model_type, setting):
     path, prompts, counts, reference = prepared(model_type)
     core = make_core(path, **SETTINGS[setting])
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
     deltas = run(core, prompts, params, stagger=2)
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == reference
     if setting == "preempting":
-        assert core.scheduler.num_preempted_total > 0, "the pool is meant to be too small"
+        assert core.scheduler.num_preempted_total > 0, "the pool must be too small"
 
 
-def test_the_references_are_worth_comparing_with():
-    """A model that repeats one token would pass with broken attention."""
+def test_reference_outputs_vary():
+    """A model that repeats one token would pass even with broken attention."""
     for model_type in ARCHITECTURES:
         distinct = {token for output in prepared(model_type)[3] for token in output}
-        assert len(distinct) >= 10, f"{model_type} says only {distinct}"
+        assert len(distinct) >= 10, f"{model_type} only generates {distinct}"

@@ -2,9 +2,9 @@
 
     python -m inflight.kernels.cpu.build
 
-needs a C++17 compiler (`CXX`, else g++ or clang++) and writes `_cpu_attention.so` beside this file.  The
-library carries a digest of its sources, so that one made of others is known by it, whatever the files'
-times.  Imports nothing but the standard library: the build hook runs it where no dependency is installed.
+requires a C++17 compiler (`CXX`, else g++ or clang++) and writes `_cpu_kernels.so` next to this file.  The
+library contains a digest of its sources, which tells whether it is current regardless of file times.
+Imports only the standard library: the build hook runs this file before any dependency is installed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pathlib import Path
 __all__ = ["LIBRARY", "BuildError", "build", "is_current"]
 
 _HERE = Path(__file__).resolve().parent
-LIBRARY = _HERE / "_cpu_attention.so"
+LIBRARY = _HERE / "_cpu_kernels.so"
 
-# Sources compiled once, and sources compiled for every instruction set.
-_ONCE = [_HERE / "cpu_attention.cpp", _HERE / "cpu_ops.cpp", _HERE / "cpu_decoder.cpp"]
-_PER_SET = [_HERE / "cpu_kernels.cpp", _HERE / "cpu_ops_kernels.cpp"]
+# Sources compiled once, and sources compiled for each instruction set.
+_ONCE = [_HERE / f"{name}.cpp" for name in ("cpu_library", "cpu_attention", "cpu_ops", "cpu_decoder")]
+_PER_SET = [_HERE / f"{name}.cpp" for name in ("cpu_attention_kernels", "cpu_ops_kernels")]
 
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 _WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
-# Instruction set -> compiler flags; which one runs is decided at run time.
+# Instruction set -> compiler flags.  The one to use is chosen at run time.
 _X86: dict[str, list[str]] = {
     "avx512bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": _AVX512,
@@ -43,30 +43,30 @@ _X86: dict[str, list[str]] = {
 
 
 class BuildError(RuntimeError):
-    """The kernel cannot be compiled here; the message says what is missing."""
+    """The kernels cannot be compiled here; the message says what is missing."""
 
 
 def is_current() -> bool:
-    """Whether the library is there and made of the sources that are there."""
+    """Whether the library exists and matches the sources."""
     return LIBRARY.exists() and (not _sources() or _digest().encode() in LIBRARY.read_bytes())
 
 
 def build(force: bool = False, announce: Callable[[], None] = lambda: None) -> Path:
-    """Compile and link where the library is not current, or anyway with `force`; returns its path.
+    """Compile and link unless the library is current, or always with `force`; returns its path.
 
-    Processes that call this at once wait for one of them; that one calls `announce` before it compiles.
+    If several processes call this at the same time, one compiles, after calling `announce`, and the others wait for it.
 
     Raises:
-        BuildError: no compiler, or it fails (with the end of what it says), or the folder cannot be written.
+        BuildError: no compiler, it fails (with the end of its output), or the folder is not writable.
     """
     if not force and is_current():
         return LIBRARY
     if sys.platform != "linux":
-        raise BuildError(f"the CPU kernels are built on Linux only, not on {sys.platform}")
+        raise BuildError(f"the CPU kernels support Linux only, not {sys.platform}")
     if not os.access(_HERE, os.W_OK):
-        raise BuildError(f"{_HERE} cannot be written")
+        raise BuildError(f"{_HERE} is not writable")
     compiler = _compiler()
-    with _only_one_builds():
+    with _build_lock():
         if force or not is_current():
             announce()
             _build(compiler)
@@ -75,7 +75,7 @@ def build(force: bool = False, announce: Callable[[], None] = lambda: None) -> P
 
 def _build(compiler: list[str]) -> None:
     isas = {"portable": [], **(_X86 if platform.machine().lower() in ("x86_64", "amd64") else {})}
-    defines = {"cpu_attention": [f'-DINFLIGHT_SOURCES="{_digest()}"']}
+    defines = {"cpu_library": [f'-DINFLIGHT_SOURCES="{_digest()}"']}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def compile_to(name: str, source: Path, flags: list[str]) -> Future[Path]:
@@ -88,14 +88,14 @@ def _build(compiler: list[str]) -> None:
         }
         objects = [unit.result() for unit in (*once, *sets.pop("portable"))]
         for units in sets.values():
-            # An old compiler may not know a set; the others do.
+            # An old compiler may lack an instruction set.
             with contextlib.suppress(BuildError):
                 objects += [unit.result() for unit in units]
-        # Under another name first, so that a process that has the old library mapped keeps it.
+        # Link under another name, then rename: processes that have mapped the old library keep it.
         linked = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
         try:
-            # libstdc++ stays a library of its own: torch has loaded it, and what is used of it is old; of
-            # its static twin come references to the C library's newest version.
+            # libstdc++ is linked dynamically: torch has loaded it, and only old symbols are used.  Linked
+            # statically, it would require the newest C library.
             _run([*compiler, "-shared", "-o", str(linked), *map(str, objects)])
             linked.replace(LIBRARY)
         finally:
@@ -103,9 +103,9 @@ def _build(compiler: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _only_one_builds() -> Iterator[None]:
-    """Holds a lock on the folder itself, which leaves no file behind; goes on where there are no locks."""
-    import fcntl  # not everywhere, and the build hook reads this file everywhere
+def _build_lock() -> Iterator[None]:
+    """Hold a lock on the folder itself, which leaves no file behind; no lock where the file system has none."""
+    import fcntl  # missing on Windows, where the build hook loads this file, too
 
     folder = os.open(_HERE, os.O_RDONLY)
     try:
@@ -121,7 +121,7 @@ def _sources() -> list[Path]:
 
 
 def _digest() -> str:
-    """Of the sources and of what they are compiled with."""
+    """Digest of the sources and the compiler flags."""
     digest = hashlib.sha256(repr((_FLAGS, _X86)).encode())
     for file in _sources():
         digest.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -1,75 +1,24 @@
-// The C ABI of the CPU attention kernel: choice of the instruction set, cutting a step into items,
-// and running them on torch's own OpenMP threads.
-#include <sys/mman.h>
-
+// Attention of one layer: splits a step into items, runs them on torch's OpenMP threads; and its C ABI.
 #include <algorithm>
 #include <atomic>
-#include <string_view>
 #include <vector>
 
 #include "cpu_team.h"
 
 namespace inflight {
-
-#define INFLIGHT_DECLARE(isa) \
-  namespace isa {             \
-  extern const Kernels kernels __attribute__((weak)); \
-  }
-INFLIGHT_DECLARE(avx512bf16)
-INFLIGHT_DECLARE(avx512)
-INFLIGHT_DECLARE(avx2)
-INFLIGHT_DECLARE(portable)
-
 namespace {
 
-// Items cost about this much of the whole per thread at most: what is left idle at the end is less.
+// Each thread gets at least about this many items, so that none is idle for long at the end.
 constexpr int kItemsPerThread = 4;
-// Work (nanoseconds, roughly) that is not worth waking other threads for.
+// Work, in approximate nanoseconds, below which waking other threads does not pay off.
 constexpr double kSerialCost = 8000;
-
-struct IsaEntry {
-  const Kernels* kernels;
-  bool (*runs_here)();
-};
-
-#if defined(__x86_64__)
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-bool has_avx512bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-#else
-bool has_avx512() { return false; }
-bool has_avx512bf16() { return false; }
-bool has_avx2() { return false; }
-#endif
-
-// Best first.  A set that the compiler did not know is null.
-const IsaEntry kIsas[] = {{&avx512bf16::kernels, has_avx512bf16},
-                          {&avx512::kernels, has_avx512},
-                          {&avx2::kernels, has_avx2},
-                          {&portable::kernels, [] { return true; }}};
-
-const Kernels* best_kernels() {
-  for (const IsaEntry& entry : kIsas) {
-    if (entry.kernels != nullptr && entry.runs_here()) return entry.kernels;
-  }
-  return nullptr;
-}
-
-const Kernels* chosen = best_kernels();
 
 // Items that share their queries and cover consecutive runs of chunks.
 struct Split {
   Item whole;
   int64_t offset;  // of the partial results, in floats
-  int64_t floats;  // of one
-  int32_t left;    // items that have not finished
+  int64_t floats;  // per partial result
+  int32_t left;    // unfinished items
 };
 
 struct Plan {
@@ -96,10 +45,10 @@ class Planner {
     plan_.partial_floats = 0;
     plan_.scratch_bytes = 0;
     order_requests();
-    // Expensive items first, so that what is left for the end is small.
+    // Expensive items first, so that only small ones remain at the end.
     for (const int32_t request : plan_.order) {
       const int32_t queries = num_queries(request);
-      // Where many queries share the keys each KV head is an item of its own.
+      // If many queries share the keys, each KV head is a separate item.
       const int32_t heads = std::max(1, kRowsOfHeads / (std::min(queries, per_item_) * group_));
       for (int32_t head = 0; head < layer_.num_kv_heads; head += heads) {
         for (int32_t first = (queries - 1) / per_item_ * per_item_; first >= 0; first -= per_item_) {
@@ -114,7 +63,7 @@ class Planner {
     return call_.batch->query_start_loc[request + 1] - call_.batch->query_start_loc[request];
   }
 
-  // Nanoseconds of an item, roughly: reading the keys and values, and multiplying.
+  // Approximate nanoseconds of an item: reading keys and values, and multiplying.
   double cost(int32_t request, int32_t first, int32_t count) const {
     const Span span = visible_keys(call_, request, first, count);
     const double per_key = elements_ * (element_size(layer_.dtype) / 25.0 + count * group_ / 64.0);
@@ -140,15 +89,16 @@ class Planner {
     });
   }
 
-  // Add items for these queries: one if it is not too much, else by heads, else by chunks as well.
+  // Add items for these queries: a single one if it is small enough, else one per few heads, else per few chunks.
   void add(int32_t request, int32_t first_head, int32_t heads, int32_t first, int32_t count) {
     const Span span = visible_keys(call_, request, first, count);
     Item item = {request, first_head, heads, first, count, span.begin / kChunk, 0, -1};
     item.num_chunks = (span.end + kChunk - 1) / kChunk - item.first_chunk;
-    const double most = std::max(plan_.cost / (threads_ * kItemsPerThread), kSerialCost);
-    const double parts = threads_ == 1 ? 0 : cost(request, first, count) / most;  // of one head
+    const double target = std::max(plan_.cost / (threads_ * kItemsPerThread), kSerialCost);
+    const double parts = threads_ == 1 ? 0 : cost(request, first, count) / target;  // per head
     item.num_heads = parts * heads > 1 ? std::max(1, int32_t(1 / parts)) : heads;
-    plan_.scratch_bytes = std::max(plan_.scratch_bytes, chosen->scratch_bytes(call_, count, item.num_heads));
+    plan_.scratch_bytes =
+        std::max(plan_.scratch_bytes, attention_kernels().scratch_bytes(call_, count, item.num_heads));
     for (; item.first_head < first_head + heads; item.first_head += item.num_heads) {
       item.num_heads = std::min(item.num_heads, first_head + heads - item.first_head);
       if (parts < 1.5 || item.num_chunks == 1) {
@@ -184,19 +134,19 @@ class Planner {
 
 void run_item(const Call& call, Plan& plan, const Item& item, char* scratch, float* memory) {
   if (item.split < 0) {
-    chosen->attend(call, item, scratch, nullptr);
+    attention_kernels().attend(call, item, scratch, nullptr);
     return;
   }
   Split& split = plan.splits[item.split];
   const Partials partials = {memory + split.offset, split.floats, split.whole.first_chunk, split.whole.num_chunks};
-  chosen->attend(call, item, scratch, &partials);
-  // Who finishes last adds the partial results up, in the order of the keys.
-  if (__atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0) chosen->merge(call, split.whole, scratch, partials);
+  attention_kernels().attend(call, item, scratch, &partials);
+  // The thread that finishes last adds up the partial results, in the order of the keys.
+  if (__atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0) {
+    attention_kernels().merge(call, split.whole, scratch, partials);
+  }
 }
 
 }  // namespace
-
-const Kernels& attention_kernels() { return *chosen; }
 
 struct TeamAttention::State {
   Call call;
@@ -233,39 +183,6 @@ using namespace inflight;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Raised whenever a struct or a signature changes; Python refuses another number.
-int inflight_attention_abi() { return 3; }
-
-// What it was built of; build.py reads it from the file.
-#if defined(INFLIGHT_SOURCES)
-const char* inflight_attention_sources() { return INFLIGHT_SOURCES; }
-#endif
-
-const char* inflight_attention_isa() { return chosen != nullptr ? chosen->name : ""; }
-
-// Use the kernels of the instruction set `name`; "" takes the best.  0: unknown here, nothing changes.
-int inflight_attention_use(const char* name) {
-  const std::string_view wanted(name);
-  for (const IsaEntry& entry : kIsas) {
-    if (entry.kernels == nullptr || !entry.runs_here()) continue;
-    if (wanted.empty() || wanted == entry.kernels->name) {
-      chosen = entry.kernels;
-      return 1;
-    }
-  }
-  return 0;
-}
-
-// Ask for huge pages under fresh memory: a pool is read all over, and each block may be a page of its own.
-void inflight_attention_advise(char* data, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 4096;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 void inflight_attention_write(const Layer* layer, const Batch* batch, const char* key, int64_t key_token_stride,
                               int64_t key_head_stride, const char* value, int64_t value_token_stride,
                               int64_t value_head_stride, int32_t dtype, int32_t threads) {
@@ -279,7 +196,7 @@ void inflight_attention_write(const Layer* layer, const Batch* batch, const char
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
       const int64_t begin = i % runs * kTokens, end = std::min(begin + kTokens, batch->num_tokens);
       const int32_t head = int32_t(i / runs);
-      chosen->write(*layer, *batch, keys, values, begin, end, head, head + 1);
+      attention_kernels().write(*layer, *batch, keys, values, begin, end, head, head + 1);
     }
   });
 }
@@ -288,10 +205,10 @@ void inflight_attention_attend(const Layer* layer, const Batch* batch, const cha
                                int64_t query_head_stride, int32_t dtype, char* out, const float* sinks,
                                int32_t threads) {
   thread_local TeamAttention attention;
-  TeamAttention& shared = attention;  // this thread's, for the others
+  TeamAttention& shared = attention;  // the calling thread's, used by the whole team
   const Rows rows = {query, query_token_stride, query_head_stride, dtype};
-  const bool worth = shared.plan({layer, batch, rows, out, sinks}, threads);
-  run_team(worth ? threads : 1, [&] { shared.work(); });
+  const bool pays_off = shared.plan({layer, batch, rows, out, sinks}, threads);
+  run_team(pays_off ? threads : 1, [&] { shared.work(); });
 }
 
 }  // extern "C"

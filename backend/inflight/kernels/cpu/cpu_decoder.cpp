@@ -1,12 +1,12 @@
-// A forward pass of the decoder as one parallel region: embedding to logits without going back to Python.
+// The decoder's forward pass as one parallel region, from embedding to logits, without returning to Python.
 //
-// Between two attentions everything is local to a token.  A long step is therefore cut into chunks of
-// tokens, each of which one thread takes from a layer's attention to the next one's:
+// Between two attentions everything is local to a token.  A long step is therefore split into chunks of
+// tokens, each of which one thread takes from one layer's attention to the next one's:
 //
-//   attend 0 | output, norm, gate_up, down, norm, qkv | attend 1 | ...       chunks of tokens are shared out
+//   attend 0 | output, norm, gate_up, down, norm, qkv | attend 1 | ...       one chunk of tokens per thread
 //
-// A short step cannot be cut so, since each thread would read all weights: there the panels of every
-// product are shared out, with a barrier after each.
+// In a short step that would make each thread read all weights; there, the threads divide the panels of
+// every product among themselves, with a barrier after each.
 #include "cpu_decoder.h"
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 namespace inflight {
 namespace {
 
-// Tokens whose activations stay in a core's second-level cache on their way through a layer.
+// Tokens whose activations stay in a core's second-level cache throughout a layer.
 constexpr int64_t kChunkRows = 96;
-// Elements that every thread norms or quantizes for itself rather than wait for the others' shares.
+// Up to this many elements, each thread normalises or quantizes all rows itself instead of waiting for others.
 constexpr int64_t kAloneElements = 1 << 15;
 
-// Whole team on the same rows, or one thread alone on its own (`team` is null).
+// Divide the work among the team, or do all of it on this thread if `team` is null.
 template <class Function>
 void each(Team* team, int64_t count, Function function) {
   if (team != nullptr) {
@@ -31,12 +31,12 @@ void each(Team* team, int64_t count, Function function) {
   }
 }
 
-// What one thread, or the team for a short step, needs between two attentions.
+// Buffers between two attentions: of one thread, or of the team in a short step.
 struct Scratch {
   char* normed;  // [rows, hidden_size] activations
   char* middle;  // [rows, results of gate_up] activations
   char* bytes;   // the operand of int8 weights: rows of bytes, then their scales
-  bool alone;    // normed and bytes are each thread's own, the same for all
+  bool alone;    // normed and bytes are per thread, with the same contents on all
 };
 
 void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, const Scratch& scratch) {
@@ -93,8 +93,8 @@ class Pass {
     sin_ = reinterpret_cast<float*>(arena.take(count_ * decoder_.rotary_size / 2 * sizeof(float)));
     qkv_ = arena.take(count_ * width_ * element_);
     attended_ = arena.take(count_ * out_width_ * element_);
-    kept_hidden_ = reinterpret_cast<float*>(arena.take(tokens_.num_kept * hidden_bytes));
-    kept_attended_ = arena.take(tokens_.num_kept * out_width_ * element_);
+    selected_hidden_ = reinterpret_cast<float*>(arena.take(tokens_.num_logits * hidden_bytes));
+    selected_attended_ = arena.take(tokens_.num_logits * out_width_ * element_);
     scratch_ = take_scratch(arena, kChunkRows * team_.size());
     return arena.end() - memory;
   }
@@ -105,22 +105,22 @@ class Pass {
     return reinterpret_cast<size_t>(arena.end());
   }
 
-  // Every thread of the team calls this.
+  // Called by every thread of the team.
   void run(bool leads) {
     thread_local Buffer buffer;
     Arena arena(buffer.get(scratch_bytes()));
-    const Scratch own = take_scratch(arena, kChunkRows);
+    const Scratch local = take_scratch(arena, kChunkRows);
     embed();
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
       if (leads) plan(decoder_.layers[i]);
-      over_rows(count_, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+      over_rows(count_, local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
         if (i > 0) after_attention(team, decoder_.layers[i - 1], {hidden_, attended_}, scratch, begin, end);
         before_attention(team, decoder_.layers[i], scratch, begin, end);
       });
       attention_.work();
       team_.barrier();
     }
-    if (tokens_.num_kept > 0) finish(own);
+    if (tokens_.num_logits > 0) finish(local);
   }
 
  private:
@@ -136,19 +136,19 @@ class Pass {
     return {normed, middle, arena.take(quantized_bytes(rows, widest)), false};
   }
 
-  // Share out the rows in chunks, or do all of them together where they are few.
+  // Divide the rows into chunks, one thread each; if they are few, process them together.
   template <class Function>
-  void over_rows(int64_t rows, const Scratch& own, Function function) {
+  void over_rows(int64_t rows, const Scratch& local, Function function) {
     if (rows <= kChunkRows * team_.size()) {
       const bool alone = rows <= kChunkRows && rows * decoder_.hidden_size <= kAloneElements;
-      const Scratch mixed = {own.normed, scratch_.middle, own.bytes, true};
+      const Scratch mixed = {local.normed, scratch_.middle, local.bytes, true};
       function(&team_, alone ? mixed : scratch_, int64_t(0), rows);
       return;
     }
     const int64_t unit = kChunkRows * team_.size(), chunks = (rows + unit - 1) / unit * team_.size();
     team_.each(chunks, [&](int64_t first, int64_t last) {
       for (int64_t chunk = first; chunk < last; ++chunk) {
-        function(static_cast<Team*>(nullptr), own, rows * chunk / chunks, rows * (chunk + 1) / chunks);
+        function(static_cast<Team*>(nullptr), local, rows * chunk / chunks, rows * (chunk + 1) / chunks);
       }
     });
   }
@@ -177,7 +177,7 @@ class Pass {
     });
   }
 
-  // Norm and projections of tokens begin .. end; their keys and values go to the pool.
+  // Norm and projections of tokens begin .. end; writes their keys and values to the pool.
   void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
     norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch);
     char* qkv = qkv_ + begin * width_ * element_;
@@ -197,13 +197,13 @@ class Pass {
     });
   }
 
-  // What the layer's attention will be, while the others are on their way to it.
+  // Plan the layer's attention while the other threads compute what precedes it.
   void plan(const DecoderLayer& layer) {
     const Rows query = {qkv_, width_, layer.attention->key_size, dtype_};
     attention_.plan({layer.attention, tokens_.batch, query, attended_, nullptr}, team_.size());
   }
 
-  // Output projection and MLP of rows begin .. end, added to their residual.
+  // Output projection and MLP of rows begin .. end, added to the residual stream.
   void after_attention(Team* team, const DecoderLayer& layer, const Stream& stream, const Scratch& scratch,
                        int64_t begin, int64_t end) {
     const int64_t size = decoder_.hidden_size, rows = end - begin;
@@ -217,21 +217,21 @@ class Pass {
     multiply(team, layer.down, {scratch.middle, middle_width_, rows, nullptr}, residual, scratch);
   }
 
-  // The last layer's end and the logits, for the kept tokens only.
-  void finish(const Scratch& own) {
+  // The rest of the last layer, and the logits, for the requested tokens only.
+  void finish(const Scratch& local) {
     const int64_t size = decoder_.hidden_size, bytes = out_width_ * element_;
-    const Stream kept = {kept_hidden_, kept_attended_};
-    team_.each(tokens_.num_kept, [&](int64_t begin, int64_t end) {
+    const Stream selected = {selected_hidden_, selected_attended_};
+    team_.each(tokens_.num_logits, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t token = tokens_.kept[i];
-        std::memcpy(kept.hidden + i * size, hidden_ + token * size, size * sizeof(float));
-        std::memcpy(kept.attended + i * bytes, attended_ + token * bytes, bytes);
+        const int64_t token = tokens_.logits_indices[i];
+        std::memcpy(selected.hidden + i * size, hidden_ + token * size, size * sizeof(float));
+        std::memcpy(selected.attended + i * bytes, attended_ + token * bytes, bytes);
       }
     });
     const int64_t vocabulary = decoder_.head.out_features;
-    over_rows(tokens_.num_kept, own, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
-      after_attention(team, decoder_.layers[decoder_.num_layers - 1], kept, scratch, begin, end);
-      norm(team, decoder_.final_norm, kept.hidden + begin * size, end - begin, scratch);
+    over_rows(tokens_.num_logits, local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+      after_attention(team, decoder_.layers[decoder_.num_layers - 1], selected, scratch, begin, end);
+      norm(team, decoder_.final_norm, selected.hidden + begin * size, end - begin, scratch);
       char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
       multiply(team, decoder_.head, {scratch.normed, size, end - begin, nullptr},
                {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch);
@@ -245,8 +245,8 @@ class Pass {
   const int64_t count_;
   int32_t dtype_;
   int64_t element_, query_width_, key_width_, width_, out_width_, middle_width_;
-  float *hidden_, *cos_, *sin_, *kept_hidden_;
-  char *qkv_, *attended_, *kept_attended_;
+  float *hidden_, *cos_, *sin_, *selected_hidden_;
+  char *qkv_, *attended_, *selected_attended_;
   Scratch scratch_;
   TeamAttention attention_;
 };
@@ -273,8 +273,8 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
       multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
       return;
     }
-    thread_local Buffer own;
-    const Scratch alone = {nullptr, nullptr, own.get(quantized_bytes(kChunkRows, size)), true};
+    thread_local Buffer local;
+    const Scratch alone = {nullptr, nullptr, local.get(quantized_bytes(kChunkRows, size)), true};
     const int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, element = element_size(activations);
     team.each(chunks, [&](int64_t first, int64_t last) {
       for (int64_t chunk = first; chunk < last; ++chunk) {

@@ -1,4 +1,4 @@
-// A forward pass on a team of threads.
+// Forward pass on a team of threads.
 #pragma once
 
 #include "cpu_ops.h"
@@ -6,16 +6,13 @@
 
 namespace inflight {
 
-// The kernels of the instruction set that runs.
-const OpsKernels& ops_kernels();
-
-// A step's tokens; see AttentionMetadata for the batch.
+// The tokens of a step; see AttentionMetadata for the batch.
 struct Tokens {
   const Batch* batch;
   const int64_t* input_ids;
   const int64_t* positions;
-  const int64_t* kept;  // whose logits are wanted, in the order of the result
-  int64_t num_kept;
+  const int64_t* logits_indices;  // tokens whose logits are computed, in the order of the result
+  int64_t num_logits;
   float* logits;
 };
 

@@ -1,4 +1,4 @@
-// Product of rows of activations with the packed panels of a linear layer, blocked for registers.
+// Product of rows of activations and the packed panels of a linear layer, blocked for registers.
 #pragma once
 
 #include "cpu_simd.h"
@@ -8,10 +8,10 @@ namespace inflight {
 namespace INFLIGHT_ISA {
 
 constexpr int kPanelVectors = kPanel / kLanes;
-// 24 accumulators of AVX-512's 32 registers, 12 of 16 elsewhere (the portable build: 8).
+// 24 accumulators out of AVX-512's 32 registers, 12 out of 16 otherwise (portable build: 8).
 constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 1;
 
-// Bytes of activations, 128 more than the number, times bytes of weights; sums are integers, in a Vec's bits.
+// Bytes of activations (biased by 128) times bytes of weights; sums are integers, stored in the bits of a Vec.
 struct Bytes {
   using Elem = uint8_t;
   using Left = IntVec;
@@ -39,7 +39,7 @@ struct Bytes {
   }
 };
 
-// Brings a piece of memory into the second-level cache, a few lines with every step of a block.
+// Prefetches a range of memory into the second-level cache, a few lines with every step of a block.
 struct Prefetch {
   const char* from;
   int64_t step;
@@ -49,7 +49,7 @@ struct Prefetch {
 template <class Op, int kRows>
 void multiply_block(const typename Op::Elem* a, int64_t stride, const char* panel, int64_t steps, Prefetch ahead,
                     float* tile) {
-  // A pointer for every third row: the others are reached by the addressing modes.
+  // One pointer per three rows: addressing modes reach the others.
   constexpr int kBases = (kRows + 2) / 3;
   const char* bases[kBases];
   for (int i = 0; i < kBases; ++i) bases[i] = reinterpret_cast<const char*>(a + 3 * i * stride);
@@ -73,7 +73,7 @@ void multiply_block(const typename Op::Elem* a, int64_t stride, const char* pane
 #pragma GCC unroll 8
     for (int i = 0; i < kBases; ++i) {
       bases[i] += Op::kDepth * sizeof(typename Op::Elem);
-      asm("" : "+r"(bases[i]));  // else GCC keeps a pointer for each row, and spills them
+      asm("" : "+r"(bases[i]));  // otherwise GCC keeps a pointer per row, and spills them
     }
   }
 #pragma GCC unroll 16
@@ -122,7 +122,7 @@ INFLIGHT_INLINE void store_some(uint16_t* to, Vec x, int64_t count) {
 }
 #endif
 
-// What a block's tile becomes: its first row, and the panel that it is of.
+// A block of rows times one panel, and its first row.
 struct Block {
   float* tile;
   int rows;
@@ -130,7 +130,7 @@ struct Block {
   int64_t panel;
 };
 
-// Integer sums to the numbers that they stand for.
+// Convert integer sums to the numbers they represent.
 inline void scale_block(const Linear& linear, const float* row_scales, const Block& block) {
   const int64_t width = linear.panel_results();
   for (int half = 0; half < kPanel / width; ++half) {
@@ -156,7 +156,7 @@ INFLIGHT_INLINE void store_activations(char* to, int32_t dtype, int64_t at, Vec 
   store_some(reinterpret_cast<float*>(to) + at, x, count);
 }
 
-// Bias, gate and destination of a block's tile.
+// Apply bias and gate to a block's tile and store the result.
 inline void finish_block(const Linear& linear, const Block& block, const Result& result) {
   const int64_t width = linear.panel_results(), first = block.panel * width, num_results = linear.num_results();
   for (int m = 0; m < block.rows; ++m) {
@@ -193,7 +193,7 @@ void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t row = x.rows * i / blocks;
       const Block block = {tile, int(x.rows * (i + 1) / blocks - row), row, panel};
-      // The first blocks of a panel bring the next one.
+      // The first blocks of a panel prefetch the next panel.
       Prefetch ahead = {data, 0};
       if (blocks == 1) ahead = {data + bytes, 128};
       else if (i < 2) ahead = {data + bytes + i * bytes / 2, bytes / 2 / steps};

@@ -1,5 +1,5 @@
-// Keys and values in eight bits: symmetric, with a bfloat16 scale per token and head.  A byte times its
-// scale is the number; scales join at the scores and at the weights, so products see bytes only.
+// int8 keys and values: symmetric, with a bfloat16 scale per token and head.  A value is its byte times its
+// scale; scales are applied to the scores and to the softmax weights, so that products involve bytes only.
 #pragma once
 
 #include "cpu_simd.h"
@@ -9,9 +9,9 @@ namespace INFLIGHT_ISA {
 
 constexpr float kByteLevels = 127.0f;
 constexpr float kWordLevels = 32767.0f;
-constexpr float kSmallest = 0x1p-100f;  // below it a peak counts as zero: its inverse would overflow
+constexpr float kSmallest = 0x1p-100f;  // smaller peaks are treated as zero: the inverse would overflow
 
-// Nothing is lost in a NaN: as unsigned integers they are above all magnitudes.
+// Preserves NaN: as an unsigned integer it is greater than any magnitude.
 INFLIGHT_INLINE UintVec maximum_bits(UintVec a, Vec magnitude) {
   const UintVec bits = (UintVec)magnitude & 0x7fffffffu;
   return a > bits ? a : bits;
@@ -25,8 +25,9 @@ INFLIGHT_INLINE float reduce_max_bits(UintVec bits) {
   return value;
 }
 
-// A row for the pool: to[i] * scale is nearest to from[i].  Returns the scale's bits, rounded up so that
-// no magnitude exceeds 127; NaN where an element is not finite.  attention/int8.py computes the same.
+// Quantize a row for the pool, so that to[i] * scale is nearest to from[i].  Returns the bits of the scale,
+// rounded up so that no magnitude exceeds 127; NaN if an element is not finite.  Bitwise the same as
+// attention/int8.py.
 inline uint16_t quantize_row(const float* from, int8_t* to, int64_t size) {
   uint32_t peak_bits = 0;
   for (int64_t i = 0; i < size; ++i) {
@@ -51,7 +52,7 @@ inline uint16_t quantize_row(const float* from, int8_t* to, int64_t size) {
   return stored;
 }
 
-// Bytes as float32: four products for the four bytes of a lane.
+// Bytes converted to float32: four products for the four bytes of a lane.
 struct Int8 {
   using Elem = float;
   using Sum = Vec;
@@ -66,7 +67,7 @@ struct Int8 {
     __builtin_memcpy(&bits, b, sizeof bits);
     return bits;
   }
-  // Element j of the four, which lie in the order 0, 2, 1, 3.
+  // Element j of the four, which are stored in the order 0, 2, 1, 3.
   static INFLIGHT_INLINE Vec part(Right b, int j) {
     const int byte = j == 1 ? 2 : j == 2 ? 1 : j;
     return __builtin_convertvector((IntVec)(b << (24 - 8 * byte)) >> 24, Vec);
@@ -79,9 +80,8 @@ struct Int8 {
 typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t UshortVec __attribute__((vector_size(4 * kLanes)));
 
-// Bytes times 16-bit integers, pairs at once, summed exactly: of queries, and of weights of one tile, each
-// row with a scale of its own.  Twice as fast as float32, and 16 bits of a row's peak are more than
-// bfloat16 has.
+// Bytes times 16-bit integers, in pairs, summed exactly.  Queries, and the softmax weights of one tile, are
+// quantized to 16 bits with one scale per row.  Twice as fast as float32, and more precise than bfloat16.
 struct Int8Dot {
   using Elem = int16_t;
   using Sum = IntVec;
@@ -126,14 +126,15 @@ INFLIGHT_INLINE void store_words(int16_t* to, Vec x) {
 #endif
 }
 
-// from[i] = to[i] * (the result), nearest; `peak` is the largest magnitude, `count` a multiple of kLanes.
+// Quantize so that to[i] * (the returned scale) is nearest to from[i].  `peak` is the largest magnitude;
+// `count` is a multiple of kLanes.
 INFLIGHT_INLINE float quantize_words(const float* from, int16_t* to, int count, float peak, float levels) {
   const float inverse = peak < kSmallest ? 0.0f : levels / peak;
   for (int i = 0; i < count; i += kLanes) store_words(to + i, load(from + i) * inverse);
   return peak < kSmallest ? 0.0f : peak / levels;
 }
 
-// A query's row; sums over 127 * `size` * the peak fit 32 bits.
+// Quantize a query's row; sums of `size` products with bytes fit into 32 bits.
 inline float quantize_query(float* from, int16_t* to, int size) {
   const int count = int(padded(size, kLanes));
   for (int i = size; i < count; ++i) from[i] = 0.0f;

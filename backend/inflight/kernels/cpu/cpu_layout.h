@@ -1,4 +1,4 @@
-// Elements and rows: conversion between dtypes, and where a token's row lies in a packed group.
+// Rows: conversion between dtypes, and placement in a packed group.
 #pragma once
 
 #include "cpu_int8.h"
@@ -32,7 +32,7 @@ inline void row_from_floats(const float* from, int32_t dtype, char* to, int64_t 
   }
 }
 
-// Token `slot` (0..15) of a packed group of keys, from a row of the pool's dtype.
+// Store a row of the pool's dtype as token `slot` (0..15) of a packed group of keys.
 inline void place_key(char* group, int slot, const char* row, int32_t dtype, int size) {
   if (dtype == kInt8) {
     for (int i = 0; i < size; i += 4) {

@@ -1,16 +1,16 @@
-// What the parts of the CPU decoder share: the C ABI's structs and the table of functions that each
-// instruction set's build of cpu_ops_kernels.cpp fills in.
+// Shared by all parts of the CPU decoder: the C ABI's structs and the table of functions that
+// cpu_ops_kernels.cpp defines once per instruction set.
 //
-// Words: a *panel* is kPanel output features of a linear layer, packed so that one step of the summed
-// dimension lies in consecutive bytes; *activations* are rows of bfloat16 where the weights are and one
-// instruction multiplies pairs of them, else of float32; the *residual* stream is always float32.
+// Terms: a *panel* is kPanel output features of a linear layer, packed so that one step of the summed
+// dimension is contiguous; *activations* are rows of bfloat16 if the weights are bfloat16 and the CPU has
+// an instruction that multiplies pairs of them, else of float32; the *residual* stream is always float32.
 //
-// Every element of a product is summed over the input features in order, by one accumulator, whatever
-// the number of rows: a token's result never depends on the batch that it is in, to the last bit.
+// Each element of a product is summed over the input features in order, in a single accumulator,
+// regardless of the number of rows: a token's result is bitwise independent of its batch.
 //
-// Weights may be int8, symmetric, with a scale for every output feature.  Their operand is quantized while it
-// is used, with a scale for every row, to bytes that are 128 more than the number: so one instruction
-// multiplies and adds unsigned by signed bytes, and what the 128 add is known before.
+// Weights may be int8: symmetric, with one scale per output feature.  Activations are then quantized on
+// the fly, with one scale per row, to unsigned bytes biased by 128, so that a single instruction multiplies
+// and adds unsigned by signed bytes.  The bias's contribution is known in advance (`offsets`).
 #pragma once
 
 #include "cpu_attention.h"
@@ -19,11 +19,11 @@ namespace inflight {
 
 constexpr int kPanel = 32;
 
-// weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth] with depth 4 for
-// int8, 2 for bfloat16 and 1 otherwise, of which in_features is a multiple; the last panel is padded with zeros.
+// A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
+// for int8, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
 //
-// A gated layer is two of half the size: a panel has kPanel / 2 features of the gate, then the same ones of
-// the other operand, and the result is silu(gate) * other, [out_features / 2].
+// A gated layer consists of two of half the size: a panel has kPanel / 2 features of the gate, then the same
+// features of the other operand, and the result is silu(gate) * other, [out_features / 2].
 struct Linear {
   const char* panels;
   const float* bias;       // [out_features], or null
@@ -41,33 +41,33 @@ struct Linear {
   int64_t panel_bytes() const { return in_features * kPanel * element_size(dtype); }
 };
 
-// Where a product goes: rows of activations, rows of float32, or added to rows of float32.
+// Destination of a product: rows of activations, rows of float32, or added to rows of float32.
 enum class Into : int32_t { kActivations, kFloats, kResidual };
 
 struct Result {
   Into into;
   char* data;
-  int64_t stride;  // elements from a row to the next
-  float factor;    // on what is added to the residual, and on floats
+  int64_t stride;  // elements between rows
+  float factor;    // applied to kFloats and kResidual
   int32_t dtype;   // of activations
 };
 
 struct Matrix {
-  const char* data;     // activations, or bytes
-  int64_t stride;       // elements from a row to the next
+  const char* data;     // activations or quantized bytes
+  int64_t stride;       // elements between rows
   int64_t rows;
-  const float* scales;  // bytes: of the rows
+  const float* scales;  // bytes: one per row
 };
 
-// One layer of the decoder: pre-norm, attention with merged projections, gated MLP.
+// One layer of the decoder: norm, attention with merged projections, norm, gated MLP.
 struct DecoderLayer {
   Linear qkv, output, gate_up, down;
   const float* input_norm;
   const float* post_norm;
-  const float* query_norm;  // [key_size], of each head, or null
+  const float* query_norm;  // [key_size], applied to each head, or null
   const float* key_norm;
   const Layer* attention;
-  int32_t rotary;  // whether positions are applied
+  int32_t rotary;  // whether query and key are rotated
 };
 
 struct Decoder {
@@ -75,7 +75,7 @@ struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
   const char* embedding;  // [vocabulary, hidden_size]
-  int32_t dtype;          // of the embedding, and of all weights that are not int8
+  int32_t dtype;          // of the embedding and of all weights that are not int8
   int32_t rotary_size;    // elements of a head that are rotated
   const float* inverse_frequencies;  // [rotary_size / 2]
   const float* final_norm;
@@ -87,25 +87,29 @@ struct Decoder {
   float logits_factor;
 };
 
-// cos and sin [rotary_size / 2] of one token.
+// cos and sin of one token, [rotary_size / 2] each.
 struct Angles {
   const float* cos;
   const float* sin;
 };
 
+// The functions of one instruction set.
 struct OpsKernels {
   const char* name;
   int32_t (*activation_dtype)(int32_t weight_dtype);
-  // Panels first .. last of the product of all rows.
+  // Compute panels first .. last of the product, for all rows.
   void (*multiply)(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result);
-  // Rows of activations, both contiguous, as bytes.
+  // Quantize rows of activations to bytes; both are contiguous.
   void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales);
-  // Root mean square norm of rows of float32 into rows of activations, both contiguous.
+  // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
-  // Norm and rotation of one token's query and key heads in a row of the merged projection.
+  // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.
   void (*place)(const Decoder& decoder, const DecoderLayer& layer, Angles angles, char* row, int32_t dtype);
   void (*to_floats)(const char* from, int32_t dtype, float factor, float* to, int64_t count);
   void (*from_floats)(const float* from, int32_t dtype, char* to, int64_t count);
 };
+
+// The table of the instruction set in use.
+const OpsKernels& ops_kernels();
 
 }  // namespace inflight

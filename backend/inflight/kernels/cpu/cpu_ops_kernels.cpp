@@ -1,4 +1,4 @@
-// The decoder's arithmetic, compiled once for each instruction set (INFLIGHT_ISA).
+// The decoder's arithmetic.  Compiled once per instruction set; see cpu_attention_kernels.cpp.
 #include <cmath>
 
 #include "cpu_layout.h"
@@ -75,7 +75,7 @@ void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t*
   quantize_rows(reinterpret_cast<const float*>(x), rows, size, out, scales);
 }
 
-// Sum in a fixed order: by lanes, then over them.
+// Summed in a fixed order: per lane, then across lanes.
 float sum_of_squares(const float* x, int64_t size) {
   Vec sums[4] = {};
   int64_t i = 0;

@@ -1,5 +1,5 @@
-// Vectors and operand types, written once for every instruction set (compiler vector extensions);
-// intrinsics only where the extensions have no word for it.
+// Vectors and operand types, written once for all instruction sets with the compiler's vector extensions;
+// intrinsics only where the extensions lack an operation.
 #pragma once
 
 #include <cstdint>
@@ -63,10 +63,10 @@ INFLIGHT_INLINE float reduce_add(Vec x) {
 #endif
 }
 
-// x = n + r, n an integer, r in [-1/2, 1/2]; |x| < 2^22.
+// x = n + r with an integer n and r in [-1/2, 1/2]; |x| < 2^22.
 struct Split {
   Vec r;
-  UintVec n;  // only its low bits: for what is shifted into an exponent's place
+  UintVec n;  // valid in its low bits only, which are shifted into an exponent
 };
 
 INFLIGHT_INLINE Split split_integer(Vec x) {
@@ -85,7 +85,7 @@ INFLIGHT_INLINE Vec exp2_minus_1(Vec r) {
   return p * r;
 }
 
-// 2^x for x <= 126; 0 far below -126.  Relative error 1e-7, or 3e-6 where that is faster (not kExact).
+// 2^x for x <= 126; 0 far below -126.  Relative error 1e-7, or 3e-6 without kExact where that is faster.
 template <bool kExact>
 INFLIGHT_INLINE Vec exp2(Vec x) {
 #if defined(__AVX512F__)
@@ -112,9 +112,9 @@ INFLIGHT_INLINE Vec exp2(Vec x) {
 #endif
 }
 
-// Relative error of a few 1e-7 for small x as well, where 1 - 2 / (exp(2 x) + 1) would lose digits.
+// Relative error of a few 1e-7, also for small x, where 1 - 2 / (exp(2 x) + 1) would lose digits.
 INFLIGHT_INLINE Vec tanh(Vec x) {
-  Vec twice = (x < 0.0f ? -x : x) * 2.88539008f;  // of the magnitude, as a power of 2
+  Vec twice = (x < 0.0f ? -x : x) * 2.88539008f;  // log2 of exp(2 |x|)
   twice = twice > 60.0f ? splat(60.0f) : twice;
   const Split split = split_integer(twice);
   const Vec power = (Vec)((split.n << 23) + 0x3f800000u);
@@ -126,8 +126,8 @@ INFLIGHT_INLINE Vec tanh(Vec x) {
 INFLIGHT_INLINE float half_to_float(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000) << 16;
   const uint32_t rest = half & 0x7fff;
-  // Shifted into a float's place the exponent is too small by 112; the multiplication mends that,
-  // for subnormal numbers as well.
+  // After the shift the exponent is too small by 112; the multiplication corrects it, also for
+  // subnormal numbers.
   uint32_t bits = rest << 13;
   float value;
   __builtin_memcpy(&value, &bits, 4);
@@ -172,14 +172,14 @@ INFLIGHT_INLINE uint16_t float_to_bfloat(float value) {
   return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
-// Operands: how one step of a matrix product reads a lane's elements from the packed layout.
-//   Elem       what queries and weights are packed as
+// Operand types: how one step of a matrix product reads a lane's elements from the packed layout.
+//   Elem       type that queries and softmax weights are packed as
 //   Sum        lanes of a running sum
-//   kDepth     elements of the summed dimension in a step, multiplied in kParts equal parts
+//   kDepth     elements of the summed dimension per step, multiplied in kParts equal parts
 //   kLaneBytes bytes of a lane in memory
 //   Left       elements of a row, broadcast to all lanes; Right: kLanes columns
-//   kScaled    a token's elements have a scale, kept apart (cpu_int8.h)
-//   kQuantized Elem is an integer, and rows of queries and weights have scales, too
+//   kScaled    a token's elements have a scale, stored separately (cpu_int8.h)
+//   kQuantized Elem is an integer, and rows of queries and softmax weights have scales, too
 
 struct Float32 {
   using Elem = float;
@@ -242,7 +242,7 @@ struct Bfloat16 {
 };
 
 #if defined(__AVX512BF16__)
-// bfloat16 pairs, multiplied and added by one instruction; queries and weights are bfloat16, too.
+// bfloat16 pairs, multiplied and added by one instruction; queries and softmax weights are bfloat16, too.
 struct Bfloat16Dot {
   using Elem = uint16_t;
   using Sum = Vec;
@@ -266,7 +266,7 @@ struct Bfloat16Dot {
 };
 #endif
 
-// Weights of a softmax as the left operand of the product with the values.
+// Store softmax weights as the left operand of the product with the values.
 INFLIGHT_INLINE void store_weights(float* to, Vec x) { store(to, x); }
 #if defined(__AVX512BF16__)
 INFLIGHT_INLINE void store_weights(uint16_t* to, Vec x) {

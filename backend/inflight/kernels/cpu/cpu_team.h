@@ -1,4 +1,4 @@
-// Torch's own OpenMP threads, and what a team of them needs.
+// Torch's OpenMP threads, and attention as work for a team of them.
 #pragma once
 
 #include <atomic>
@@ -8,9 +8,9 @@
 
 #include "cpu_attention.h"
 
-// Torch has loaded an OpenMP runtime with these entries (GNU's, or LLVM's, which has them as well)
-// and made its symbols global.  Linking to none leaves that one the only runtime of the process: a
-// second one would bring threads of its own, which compete with torch's for the cores.
+// Torch has already loaded an OpenMP runtime with these entry points (GNU's, or LLVM's, which has them too)
+// and made its symbols global.  This library links to no runtime: a second one would start more threads,
+// which would compete with torch's for the cores.
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 int omp_in_parallel(void) __attribute__((weak));
@@ -20,7 +20,7 @@ int omp_get_thread_num(void) __attribute__((weak));
 
 namespace inflight {
 
-// A thread's buffer; grows, and is kept until the thread ends.
+// A per-thread buffer that grows on demand and lives until the thread ends.
 class Buffer {
  public:
   ~Buffer() { std::free(data_); }
@@ -39,7 +39,7 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Call `function` on `threads` threads, or on this one alone where there are no others to be had.
+// Call `function` on `threads` threads, or on this one only if no others are available.
 template <class Function>
 void run_team(int threads, Function function) {
   if (threads <= 1 || GOMP_parallel == nullptr || (omp_in_parallel != nullptr && omp_in_parallel())) {
@@ -49,10 +49,7 @@ void run_team(int threads, Function function) {
   GOMP_parallel([](void* data) { (*static_cast<Function*>(data))(); }, &function, unsigned(threads), 0);
 }
 
-// The kernels of the instruction set that runs.
-const Kernels& attention_kernels();
-
-// One layer's attention as work for a team: `plan` by one thread, then `work` by any number of them.
+// One layer's attention as work for a team: one thread calls `plan`, then any number call `work`.
 class TeamAttention {
  public:
   TeamAttention();
@@ -60,8 +57,8 @@ class TeamAttention {
   TeamAttention(const TeamAttention&) = delete;
   TeamAttention& operator=(const TeamAttention&) = delete;
 
-  // Cut the call into items for `threads` threads.
-  // Returns: whether the work is worth waking other threads for.
+  // Split the call into items for `threads` threads.
+  // Returns: whether waking other threads pays off.
   bool plan(const Call& call, int threads);
   void work();
 

@@ -10,9 +10,9 @@ namespace INFLIGHT_ISA {
 constexpr int kTileGroups = kTile / kGroup;
 constexpr int kMaxWidth = 8;
 
-// Vectors side by side in a register block with `rows` rows: up to 24 accumulators of AVX-512's 32
-// registers, 12 of 16 elsewhere.  With few rows many groups of keys are read at once, which memory
-// delivers faster than one after the other.
+// Width, in vectors, of a register block with `rows` rows: up to 24 accumulators out of AVX-512's 32
+// registers, 12 out of 16 otherwise.  With few rows many groups of keys are read concurrently, which is
+// faster than one after the other.
 constexpr int block_width(int rows) {
   if (kLanes < 16) return rows <= 2 ? 4 : 2;
   return rows <= 2 ? kMaxWidth : rows <= 4 ? 6 : 4;
@@ -22,13 +22,13 @@ INFLIGHT_INLINE int next_row_block(int rows_left) {
   return rows_left >= 5 ? 6 : rows_left >= 3 ? 4 : rows_left;
 }
 
-// A tile's groups are read line by line in turn, and what follows a line in memory is what is read next
-// of that group: its values, then the next head's panel.
+// A tile's groups are read in turn, line by line.  The lines that follow in memory are read next from
+// that group: its values, then the next head's panel.
 constexpr int kAhead = 2048;
 constexpr int kNear = 128;  // into the first-level cache
-// Memory would rest during the softmax: of the values that come next, these lines of each group and row.
+// Lines of the values to prefetch, per group and row, during the softmax, when memory would otherwise be idle.
 constexpr int kLinesPerRow = 4;
-constexpr int kFewRows = 8;  // with more, it is not memory that takes the time
+constexpr int kFewRows = 8;  // with more, memory is not the bottleneck
 
 INFLIGHT_INLINE void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }  // into the second-level cache
 
@@ -54,7 +54,7 @@ INFLIGHT_INLINE void multiply_add(typename Op::Sum (&sums)[kRows][kWidth], const
       for (int n = 0; n < kWidth; ++n) sums[m][n] = Op::fma(sums[m][n], left, b[n]);
     }
   } else {
-    // Column after column: what is unpacked of one takes few registers.
+    // Column by column: an unpacked column takes few registers.
 #pragma GCC unroll 32
     for (int i = 0; i < kWidth * Op::kParts; ++i) {
       const int n = i / Op::kParts, j = i % Op::kParts;
@@ -109,7 +109,7 @@ inline void score_row_block(const typename Op::Elem* queries, const char* const*
 template <class Op>
 inline void score_tile(const typename Op::Elem* queries, int rows, const char* const* keys, int64_t offset, int vectors,
                        int steps, float* scores) {
-  // As many vectors of keys as the widest block takes stay in the first-level cache meanwhile.
+  // The vectors of keys of the widest block stay in the first-level cache.
   const int width = kLanes == 16 ? block_width(rows) : 4;
   for (int v = 0; v < vectors; v += width) {
     const int count = vectors - v < width ? vectors - v : width;
@@ -133,21 +133,21 @@ inline void score_tile(const typename Op::Elem* queries, int rows, const char* c
 struct ValueTile {
   const char* const* groups;
   int64_t offset;     // added to each
-  int keys;           // how many of the groups' tokens count; what lies behind is not read as a number:
-                      // all of the groups' where elements are bytes, which are always numbers
-  int64_t row_bytes;  // from one step to the next
+  int keys;           // tokens to read; the rest of the last group may be uninitialised and must not be
+                      // read as floats (bytes are always valid: all of the groups' tokens)
+  int64_t row_bytes;  // between steps
 };
 
-// What a product does with the sums of before: out = out * rescale + product * scale.
+// How a product joins the previous sums: out = out * rescale + product * scale.
 struct Scaling {
   const float* rescale;  // [rows]
-  const float* scale;    // [rows]; read for integer weights only
+  const float* scale;    // [rows]; used with integer weights only
 
   Scaling from(int row) const { return {rescale + row, scale + row}; }
 };
 
-// weights [kRows][kTile]; out: row stride `out_stride`.  The groups take turns, step by step, since
-// memory delivers them faster so; the order of a sum is the same for every tile.
+// weights [kRows][kTile]; out: row stride `out_stride`.  The groups take turns, step by step, which makes
+// better use of memory; the order of summation is the same for every tile.
 template <class Op, int kRows, int kWidth>
 inline void value_block(const typename Op::Elem* weights, const ValueTile& tile, int64_t column_bytes,
                         const Scaling& scaling, float* out, int64_t out_stride) {
@@ -161,13 +161,13 @@ inline void value_block(const typename Op::Elem* weights, const ValueTile& tile,
     }
   }
   const int groups = (tile.keys + kGroup - 1) / kGroup, rest = tile.keys - (groups - 1) * kGroup;
-  const int last_steps = rest / Op::kDepth;  // whole ones, in the last group
+  const int last_steps = rest / Op::kDepth;  // complete steps in the last group
   int64_t offset = tile.offset + column_bytes;
   for (int step = 0; step < kGroup / Op::kDepth; ++step, offset += tile.row_bytes) {
     const int count = step < last_steps ? groups : groups - 1;
     for (int g = 0; g < count; ++g) {
       const char* from = tile.groups[g] + offset;
-      asm("" : "+r"(from));  // one register for all vectors, not one for each, which GCC would spill
+      asm("" : "+r"(from));  // one register for all vectors; otherwise GCC keeps one per vector, and spills
 #pragma GCC unroll 8
       for (int n = 0; n < kWidth; ++n) b[n] = read<Op>(from + n * kLanes * Op::kLaneBytes);
       multiply_add<Op, kRows, kWidth>(sums, weights + g * kGroup + step * Op::kDepth, kTile, b);
@@ -214,7 +214,7 @@ inline void value_row_block(const typename Op::Elem* weights, const ValueTile& t
   if (v < vectors) value_block<Op, kRows, 1>(weights, tile, v * kVectorBytes, scaling, out + v * kLanes, out_stride);
 }
 
-// out [rows][out_stride] = out * rescale + weights [rows][kTile] x values * scale, `vectors` vectors wide.
+// out [rows][out_stride] = out * rescale + weights [rows][kTile] x values * scale, for `vectors` vectors.
 template <class Op>
 inline void value_tile(const typename Op::Elem* weights, int rows, const ValueTile& tile, int vectors,
                        const Scaling& scaling, float* out, int64_t out_stride) {

@@ -1,4 +1,4 @@
-// A team of threads that shares out phases of work, within one parallel region.
+// A team of threads that goes through phases of work within one parallel region.
 #pragma once
 
 #include <sched.h>
@@ -13,14 +13,14 @@
 
 namespace inflight {
 
-constexpr int kSpins = 500;  // at a barrier, before others that want the core get it
+constexpr int kSpins = 500;  // iterations at a barrier before the thread yields its core
 
 inline bool can_fork() {
   return GOMP_parallel != nullptr && omp_get_num_threads != nullptr && omp_get_thread_num != nullptr &&
          !(omp_in_parallel != nullptr && omp_in_parallel());
 }
 
-// Threads that share out phases of work.
+// Threads that divide each phase of work among themselves.
 class Team {
  public:
   explicit Team(int threads) : size_(can_fork() ? threads : 1) {}
@@ -37,7 +37,7 @@ class Team {
 
   int size() const { return size_.load(std::memory_order_relaxed); }
 
-  // Call `function(begin, end)` on parts of 0 .. count; every thread calls this, and returns when all is done.
+  // Call `function(begin, end)` on parts of 0 .. count.  Every thread calls this; it returns when all are done.
   template <class Function>
   void each(int64_t count, Function function) {
     if (size() == 1) {
@@ -45,7 +45,7 @@ class Team {
       return;
     }
     for (int64_t begin = next_.load(std::memory_order_relaxed); begin < count;) {
-      // Half of a fair share of what is left: long runs first, and nobody waits long at the end.
+      // Half of a fair share of the remainder: long runs first, and short waits at the end.
       const int64_t end = begin + std::max(int64_t(1), (count - begin) / (2 * size()));
       if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
       function(begin, end);

@@ -1,8 +1,8 @@
-"""FlashInfer's paged attention behind `AttentionBackend`, for whoever has it installed and asks for it.
+"""FlashInfer's paged attention as an `AttentionBackend`: optional, never selected by "auto".
 
-The pool and what writes to it are the Triton kernel's: its layout is the one that FlashInfer calls HND.
-`BatchPrefillWithPagedKVCacheWrapper` takes decodes, chunks and mixes alike; its `plan` runs once a step
-and kind of layer, on the host, so a step cannot be captured in a CUDA graph.
+Uses the same pool as `GpuAttention`, whose layout FlashInfer calls HND.
+`BatchPrefillWithPagedKVCacheWrapper` handles decodes, chunks and mixes alike.  Its `plan` runs on the host,
+once per step and kind of layer; steps cannot be captured in a CUDA graph.
 
 FlashInfer: Ye et al., arXiv:2501.01005; interface: https://docs.flashinfer.ai/api/attention.html
 """
@@ -17,89 +17,100 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
-from inflight.kernels.gpu.gpu_attention import GpuAttention, TritonKVCache
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_kv_dtype
+from inflight.kernels.gpu import gpu_kv_cache
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
+from inflight.kernels.gpu.launch import interpreted
 
 __all__ = ["FlashInferAttention"]
 
 _HEAD_SIZES = (64, 128, 256)
-_WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation
+_WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer recommends
 
 
-class FlashInferAttention(GpuAttention):
-    """Implements `AttentionBackend`; never taken by "auto"."""
+class FlashInferAttention:
+    """Implements `AttentionBackend`."""
 
     name = "flashinfer"
 
     def __init__(self) -> None:
-        super().__init__()
         self._workspace: Tensor | None = None
         self._wrappers: dict[LayerSpec, Any] = {}
-        # The step that the wrappers of `_planned` are planned for, and its pages.
-        self._planned: set[LayerSpec] = set()
-        self._pages: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        # Kinds of layers: their specs and the dtype of their queries.
+        self._kinds: dict[LayerSpec, torch.dtype] = {}
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         if importlib.util.find_spec("flashinfer") is None:
-            return "the flashinfer package (pip install flashinfer-python)"
+            return "the flashinfer package is missing (pip install flashinfer-python)"
         if spec.has_sinks:
             return "sinks"
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"dtype {str(dtype).removeprefix('torch.')} (it has bfloat16 and float16)"
-        if spec.kv_cache_dtype is not None:
-            return "kv_cache_dtype other than 'auto'"
+            return f"dtype={str(dtype).removeprefix('torch.')} (supported: bfloat16 and float16)"
+        if (reason := unsupported_kv_dtype(spec, "auto")) is not None:
+            return reason
         for size in (spec.key_head_size, spec.value_head_size):
             if size not in _HEAD_SIZES or size != spec.key_head_size:
-                return f"head size {size} (it has {', '.join(map(str, _HEAD_SIZES))}, keys and values alike)"
-        return super().unsupported(spec, dtype, block_size)
+                return f"head size {size} (supported: {', '.join(map(str, _HEAD_SIZES))}, equal for keys and values)"
+        return GpuAttention().unsupported(spec, dtype, block_size)
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
+    ) -> GpuKVCache:
+        cache = gpu_kv_cache.new_cache(num_blocks, block_size, spec, dtype, device)
+        if spec not in self._kinds:
+            self._kinds[spec] = dtype
+            if not interpreted():
+                gpu_kv_cache.warm_up_write(cache, spec, dtype, block_size)
+        return cache
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        pages = _pages(metadata)
+        for spec, dtype in self._kinds.items():
+            self._wrapper(spec, metadata.query_start_loc.device).plan(
+                *pages,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.key_head_size,
+                metadata.block_size,
+                causal=True,
+                sm_scale=spec.scaling,
+                window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+                logits_soft_cap=spec.softcap,
+                q_data_type=dtype,
+            )
+        return metadata
+
+    def write(self, key: Tensor, value: Tensor, cache: KVCache, batch: AttentionMetadata) -> None:
+        assert isinstance(cache, GpuKVCache)
+        gpu_kv_cache.write(key, value, cache, batch)
 
     def attend(
-        self, query: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
+        self, query: Tensor, cache: KVCache, batch: AttentionMetadata, spec: LayerSpec, sinks: Tensor | None
     ) -> Tensor:
-        if metadata is not self._step:
-            self._step, self._planned, self._pages = metadata, set(), _pages(metadata)
-        if spec not in self._planned:
-            self._plan(spec, query, metadata.block_size)
         return self._wrappers[spec].run(query.contiguous(), (cache.key, cache.value))
 
-    def _plan(self, spec: LayerSpec, query: Tensor, block_size: int) -> None:
-        assert self._pages is not None
-        wrapper = self._wrappers.get(spec)
-        if wrapper is None:
+    def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:
+        """Holds the plan of one kind of layer; all share the workspace, which only `run` uses."""
+        if spec not in self._wrappers:
             if self._workspace is None:
-                self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+                self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             module = importlib.import_module("flashinfer")
-            wrapper = self._wrappers[spec] = module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        wrapper.plan(
-            *self._pages,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.key_head_size,
-            block_size,
-            causal=True,
-            sm_scale=spec.scaling,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
-            logits_soft_cap=spec.softcap,
-            q_data_type=query.dtype,
-        )
-        self._planned.add(spec)
-
-    def _warm_up(self, cache: TritonKVCache, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
-        """Nothing but writing is Triton's; FlashInfer compiles or loads its own in the check at load."""
-        self._warm_up_write(cache, spec, dtype, block_size)
+            self._wrappers[spec] = module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        return self._wrappers[spec]
 
 
 def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FlashInfer's view of the batch: rows of query and pages per request, page ids, tokens in the last pages.
+    """FlashInfer's form of the batch: rows of query and pages per request, page ids, tokens in the last pages.
 
-    int32; [R + 1], [R + 1], [pages], [R].  All but the ids stay on the host, where `plan` wants them.
+    int32; [R + 1], [R + 1], [pages], [R].  All but the ids are on the host, where `plan` reads them.
     """
-    lens = np.asarray(metadata.lens)
-    counts = -(-lens // metadata.block_size)
+    seq_lens = np.asarray(metadata.seq_lens_cpu)
+    counts = -(-seq_lens // metadata.block_size)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    rows = np.repeat(np.arange(len(lens)), counts)
+    rows = np.repeat(np.arange(len(seq_lens)), counts)
     entries = rows * metadata.block_table.shape[1] + np.arange(starts[-1]) - starts[rows]
     ids = metadata.block_table.flatten()[torch.from_numpy(entries).to(metadata.block_table.device)]
-    last = lens - np.maximum(counts - 1, 0) * metadata.block_size
+    last = seq_lens - np.maximum(counts - 1, 0) * metadata.block_size
     host = [torch.from_numpy(array.astype(np.int32)) for array in (starts, last)]
-    return torch.tensor(metadata.query_starts, dtype=torch.int32), host[0], ids, host[1]
+    return torch.tensor(metadata.query_start_loc_cpu, dtype=torch.int32), host[0], ids, host[1]

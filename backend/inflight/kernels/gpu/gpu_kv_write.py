@@ -1,4 +1,4 @@
-"""Writing to the paged KV pool in the Triton language."""
+"""Writes to the paged KV pool, in the Triton language."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 __all__ = ["write_kernel"]
 
-_FP8_MAX = tl.constexpr(448.0)  # of e4m3; beyond it lies NaN
+_FP8_MAX = tl.constexpr(448.0)  # of e4m3; larger numbers become NaN
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _write_rows(
     PADDED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Stores the rows [BLOCK_T] that are `mapped`, divided by their head's scale where the cache is fp8."""
+    """Store the rows [BLOCK_T] that are `mapped`, divided by their head's scale if HAS_SCALES."""
     element = tl.arange(0, PADDED)
     mask = mapped[:, None] & (element < SIZE)[None, :]
     x = tl.load(rows[:, None] + element[None, :], mask=mask, other=0.0)
@@ -55,7 +55,7 @@ def write_kernel(
     HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Stores BLOCK_T tokens' keys and values of one head in their slots.  Grid (token blocks, NUM_KV_HEADS).
+    """Store the keys and values of BLOCK_T tokens, for one head, in their slots.  Grid (token blocks, NUM_KV_HEADS).
 
     key [T, Hkv, KEY_SIZE] and value [T, Hkv, VALUE_SIZE] have contiguous elements; a slot of -1 is skipped.
     """

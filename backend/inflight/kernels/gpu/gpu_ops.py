@@ -1,11 +1,11 @@
-"""The small operations as kernels in the Triton language, one pass over their operands each.
+"""`FusedOps` in the Triton language, each in one pass over its operands.
 
-Block sizes follow from the shapes by a rule, so nothing is tuned while requests wait, and a kernel
-has one compiled variant for a model's shapes, whatever the batch: the number of tokens is only in
-the grid.  The first forward pass, at load, compiles them.
+Block sizes are computed from the shapes, so nothing is tuned while requests wait.  For a model's shapes a kernel
+has a single compiled variant, regardless of the batch: the number of tokens appears only in the grid.  The first
+forward pass, at load, compiles them.
 
-Multiplications and additions are not contracted (`enable_fp_fusion=False`): an elementwise
-operation then gives the bits of its torch twin.
+Multiplications and additions are not contracted (`enable_fp_fusion=False`): elementwise operations are
+bitwise equal to those of `ReferenceOps`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["GpuOps"]
 
-# Elements that a program works on at once; wider rows take one program each.
+# Elements per program; wider rows take one program each.
 _TILE = 2048
 _MAX_WIDTH = 2**16
 
@@ -62,7 +62,7 @@ def add_rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """residual += x, rounded; the norm is that of the rounded sum, as in two separate steps."""
+    """residual += x, rounded; returns the norm of the rounded sum, as two separate steps would."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -80,7 +80,7 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def _rotate(heads_ptr, head_stride, heads, count, first_cos, first_sin, second_cos, second_sin, places, HALF):
-    """Rotate `count` heads of one token: element i < HALF with element i + HALF."""
+    """Rotate `count` heads of one token: element i < HALF pairs with element i + HALF."""
     inside = (heads < count)[:, None] & (places < HALF)[None, :]
     pointers = heads_ptr + heads[:, None] * head_stride + places[None, :]
     first = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
@@ -107,7 +107,7 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """HEADS heads of one token: programs of axis 1 take the query's heads, then the key's."""
+    """HEADS heads of one token; along axis 1, programs take the query's heads, then the key's."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     places = tl.arange(0, BLOCK)
@@ -143,13 +143,13 @@ def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl
 
 
 class GpuOps:
-    """`FusedOps` on a GPU; in the Triton language's interpreter on any tensors.
+    """`FusedOps` on a GPU; with the Triton language's interpreter, on any tensors.
 
     Raises:
-        ValueError: rows wider than 65536, or elements of a row that are not side by side.
+        ValueError: rows wider than 65536, or rows that are not contiguous.
     """
 
-    name = "triton"
+    name = "gpu"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `FusedOps.rms_norm`; a new contiguous tensor in the dtype of `x`."""
@@ -245,21 +245,21 @@ class GpuOps:
 
 
 def _row_tiles(width: int) -> tuple[int, int, int]:
-    """(rows of a tile, its padded width, warps) for a kernel that holds whole rows."""
+    """(rows per tile, padded width, warps) of a kernel whose programs hold whole rows."""
     if width > _MAX_WIDTH:
-        raise ValueError(f"rows of {width} elements: at most {_MAX_WIDTH} fit one program; use ReferenceOps")
+        raise ValueError(f"rows have {width} elements; the maximum is {_MAX_WIDTH}; use ReferenceOps")
     block = triton.next_power_of_2(width)
     rows = max(1, _TILE // block)
     return rows, block, min(16, max(4, rows * block // 512))
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """The stride of a dimension, in elements; of one of size 1, what it is in a contiguous tensor.
+    """The stride of a dimension, in elements; for a dimension of size 1, its stride in a contiguous tensor.
 
-    The compiler specialises kernels on strides: an arbitrary one would make it compile again.
+    The compiler specialises kernels on strides: an arbitrary one would trigger a compilation.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"strides {x.stride()}: the elements of a row must be side by side; call .contiguous()")
+        raise ValueError(f"strides are {x.stride()}; rows must be contiguous; call .contiguous()")
     if x.shape[dim] > 1:
         return x.stride(dim)
     size = 1

@@ -1,10 +1,9 @@
-// Attention over one item and writing to the pool.  Compiled once per instruction set, into a
-// namespace of that name; nothing here may come from a template of the standard library, whose
-// instances the linker would share between the sets.
+// Attention over one item.  Compiled once per instruction set, into a namespace named after it.  Do not use
+// standard library templates here: the linker would share their instances between instruction sets.
 #include <cmath>
 
-#include "cpu_layout.h"
 #include "cpu_tiles.h"
+#include "cpu_write.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -13,7 +12,7 @@ namespace {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kGroupVectors = kGroup / kLanes;
 
-// Online softmax over some keys, per row: base-2 maximum, sum of weights, weighted values.
+// Online softmax over some keys, for each row: base-2 maximum, sum of weights, weighted values.
 struct State {
   float* values;  // [padded rows][padded value size]
   float* maximum;
@@ -35,7 +34,7 @@ struct State {
 
 INFLIGHT_INLINE float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Where the groups first .. last of a tile lie, in the panels of an item's first head.
+// Addresses of the groups first .. last of a tile, in the panels of the item's first head.
 struct Tile {
   const char* panels[kTileGroups];
   const char* keys[kTileGroups];
@@ -50,9 +49,10 @@ class ItemKernel {
  public:
   ItemKernel(const Call& call, const Item& item, char* scratch)
       : call_(call), layer_(*call.layer), item_(item), group_(layer_.group_size()), rows_(item.num_queries * group_) {
-    const int32_t* starts = call.batch->query_start_loc + item.request;
-    first_token_ = starts[0] + item.first_query;
-    first_position_ = call.batch->seq_lens[item.request] - (starts[1] - starts[0]) + item.first_query;
+    const int32_t* query_start_loc = call.batch->query_start_loc + item.request;
+    const int32_t query_len = query_start_loc[1] - query_start_loc[0];
+    first_token_ = query_start_loc[0] + item.first_query;
+    first_position_ = call.batch->seq_lens[item.request] - query_len + item.first_query;
     blocks_ = call.batch->block_table + item.request * call.batch->block_table_stride;
     scale_ = layer_.softcap > 0 ? kLog2e : layer_.scaling * kLog2e;
     state_floats_ = partial_floats(layer_, rows_);
@@ -118,7 +118,7 @@ class ItemKernel {
     return partials.data + (chunk - partials.first_chunk) * partials.floats;
   }
 
-  // Row r is token r / group of the item, head r % group of the KV head's group.
+  // Row r is token r / group of the item and head r % group of the KV head's group.
   int64_t query_head(int kv_head, int row) const { return (item_.first_head + kv_head) * group_ + row % group_; }
 
   void pack_queries(int kv_head) {
@@ -144,7 +144,7 @@ class ItemKernel {
     }
   }
 
-  // A query's row to `packed_row_`; returns what its products are multiplied by.
+  // Write a query's row to `packed_row_`; returns the factor for its products.
   float convert_query(const char* from) {
     const int32_t dtype = call_.query.dtype;
     if constexpr (Op::kQuantized) {
@@ -158,7 +158,7 @@ class ItemKernel {
     return 1.0f;
   }
 
-  // The groups around keys begin .. end, all in one tile.
+  // The groups that contain keys begin .. end, which are in one tile.
   Tile locate(int begin, int end) const {
     const int start = begin / kTile * kTile;
     Tile tile;
@@ -183,7 +183,7 @@ class ItemKernel {
     return layer_.panel(slot, item_.first_head + head);
   }
 
-  // Pack a head's keys and values begin .. end, where the pool holds plain rows.
+  // Pack keys and values begin .. end of a head from a pool of plain rows.
   void pack(int head, int begin, int end) {
     for (int position = begin / kGroup * kGroup; position < end; ++position) {
       char* panel = panel_of(position, head);
@@ -195,7 +195,8 @@ class ItemKernel {
     }
   }
 
-  // A head's scales of keys begin .. end, all in one tile; a value's is 0 in the rest of their groups.
+  // Load a head's scales of keys begin .. end, which are in one tile; value scales in the rest of their
+  // groups are set to 0.
   void load_scales(const Tile& tile, int head, int begin, int end) {
     const int start = begin / kTile * kTile;
     if (layer_.packed()) {
@@ -215,7 +216,7 @@ class ItemKernel {
     for (int i = end - start; i < tile.last * kGroup; ++i) value_scales_[i] = 0.0f;
   }
 
-  // Attention to keys begin .. end, all in one chunk, into `states`.
+  // Attend to keys begin .. end, which are in one chunk; the result goes to `states`.
   void reduce(int begin, int end, float* states) {
     for (int head = 0; head < item_.num_heads; ++head) state(states, head).clear(layer_, rows_);
     for (int from = begin, stop; from < end; from = stop) {
@@ -229,7 +230,7 @@ class ItemKernel {
     }
   }
 
-  // The tile that starts at key `start`, up to key `stop`, for one head.
+  // Process the tile that starts at key `start`, up to key `stop`, for one head.
   void reduce_tile(const Tile& tile, int start, int stop, int head, State state) {
     const int64_t offset = layer_.packed() ? head * layer_.panel_bytes() : 0;
     const int vectors = (tile.last - tile.first) * kGroupVectors, first = tile.first * kGroup;
@@ -257,11 +258,11 @@ class ItemKernel {
     for (int i = begin; i < end; i += kLanes) store(scores + i, load(scores + i) * (load(key_scales_ + i) * factor));
   }
 
-  // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.  What lies
-  // at ahead[group] + offset is read soon.
+  // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.  Prefetches
+  // from ahead[group] + offset.
   void softmax(int row, int start, int begin, int end, const char* const* ahead, int64_t offset, State& state) {
     const int position = first_position_ + row / group_;
-    const int behind = position + 1 - start, before = layer_.window > 0 ? behind - layer_.window : 0;
+    const int behind = position + 1 - start, before = layer_.sliding_window > 0 ? behind - layer_.sliding_window : 0;
     const int first = before > begin ? before : begin, last = behind < end ? behind : end;
     float* scores = scores_ + int64_t(row) * kTile;
     Elem* weights = weights_ + int64_t(row) * kTile;
@@ -351,15 +352,15 @@ class ItemKernel {
   const int group_, rows_;
   int first_token_, first_position_;
   const int32_t* blocks_;
-  int64_t state_floats_, query_elems_;  // of one head
-  float scale_;  // from a score to the logarithm, base 2, of its weight
+  int64_t state_floats_, query_elems_;  // per head
+  float scale_;  // converts a score to the base-2 logarithm of its weight
   Elem *queries_, *weights_, *packed_row_;
   float *query_scales_, *rescale_, *weight_scales_, *key_scales_, *value_scales_, *scores_, *total_, *part_, *row_;
   char *packed_keys_, *packed_values_;
   const char* end_;
 };
 
-// Call `function` with the item's kernel, by the dtypes of pool and query.
+// Call `function` with the item's kernel for the dtypes of pool and query.
 template <class Function>
 void with_kernel(const Call& call, const Item& item, char* scratch, Function function) {
   switch (call.layer->dtype) {
@@ -367,7 +368,7 @@ void with_kernel(const Call& call, const Item& item, char* scratch, Function fun
     case kFloat16: function(ItemKernel<Float16>(call, item, scratch)); return;
     case kInt8:
 #if defined(__AVX2__)
-      // A float32 model keeps float32's arithmetic.
+      // A float32 model computes in float32.
       if (call.query.dtype != kFloat32) {
         function(ItemKernel<Int8Dot>(call, item, scratch));
         return;
@@ -400,57 +401,12 @@ void merge(const Call& call, const Item& item, char* scratch, const Partials& pa
   with_kernel(call, item, scratch, [&](auto kernel) { kernel.merge(partials); });
 }
 
-// One row of `rows` in the pool's dtype, and its scale where that has scales; `floats` and `words` hold
-// `size` elements each.
-const char* row_as(const Rows& rows, int64_t token, int32_t head, int32_t dtype, int64_t size, float* floats,
-                   char* words, uint16_t* scale) {
-  const char* from = rows.data + (token * rows.token_stride + head * rows.head_stride) * element_size(rows.dtype);
-  if (rows.dtype == dtype) return from;
-  row_to_floats(from, rows.dtype, floats, size);
-  if (dtype == kInt8) {
-    *scale = quantize_row(floats, reinterpret_cast<int8_t*>(words), size);
-  } else {
-    row_from_floats(floats, dtype, words, size);
-  }
-  return words;
-}
-
-void write(const Layer& layer, const Batch& batch, const Rows& key, const Rows& value, int64_t begin, int64_t end,
-           int32_t first_head, int32_t last_head) {
-  constexpr int kMaxSize = 1024;
-  float floats[kMaxSize];
-  char words[kMaxSize * 4];
-  uint16_t scale = 0;
-  for (int32_t head = first_head; head < last_head; ++head) {
-    for (int64_t token = begin; token < end; ++token) {
-      const int64_t slot = batch.slot_mapping[token];
-      if (slot < 0) continue;
-      const int64_t at = slot % layer.panel_slots();
-      char* panel = layer.panel(slot, head);
-      const char* row = row_as(key, token, head, layer.dtype, layer.key_size, floats, words, &scale);
-      if (layer.packed()) {
-        place_key(layer.keys_of(panel), int(at), row, layer.dtype, layer.key_size);
-      } else {
-        std::memcpy(layer.keys_of(panel), row, layer.key_bytes());
-      }
-      if (layer.dtype == kInt8) std::memcpy(panel + at * 2, &scale, 2);
-      row = row_as(value, token, head, layer.dtype, layer.value_size, floats, words, &scale);
-      if (layer.packed()) {
-        place_value(layer.values_of(panel), int(at), row, layer.dtype, layer.value_size);
-      } else {
-        std::memcpy(layer.values_of(panel), row, layer.value_bytes());
-      }
-      if (layer.dtype == kInt8) std::memcpy(panel + (layer.panel_slots() + at) * 2, &scale, 2);
-    }
-  }
-}
-
 }  // namespace
 
 #define INFLIGHT_STRING_(x) #x
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
-extern const Kernels kernels;
-const Kernels kernels = {INFLIGHT_STRING(INFLIGHT_ISA), scratch_bytes, attend, merge, write};
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {INFLIGHT_STRING(INFLIGHT_ISA), scratch_bytes, attend, merge, write};
 
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight

@@ -1,4 +1,4 @@
-"""Products with packed weights: torch's numbers, exactly restored weights, rows that do not see each other."""
+"""Products with packed weights agree with torch's, weights are restored exactly, rows are independent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inflight.kernels.cpu import ops as cpu
-from inflight.kernels.cpu.attention import use_instruction_set
-from inflight.kernels.cpu.ops import PackedWeight, linear
+from inflight.kernels.cpu.library import unavailable, use_instruction_set
+from inflight.kernels.cpu.linear import PackedWeight, linear
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# in_features, out_features: whole panels, part of one, and sizes that are multiples of nothing.
+# in_features, out_features: whole panels, part of a panel, and odd sizes.
 SIZES = [(64, 96), (32, 16), (38, 7), (130, 75), (16, 32)]
 ROWS = [1, 2, 3, 5, 12, 13, 31, 100]
 
@@ -43,7 +42,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_close(result: Tensor, expected: Tensor) -> None:
-    """Within a few roundings of the result's own dtype; `expected` is float64."""
+    """Up to a few roundings of the result's dtype; `expected` is float64."""
     assert result.shape == expected.shape
     error = (result.double() - expected).abs().max() / expected.abs().max()
     assert error < 8 * torch.finfo(result.dtype).eps
@@ -51,7 +50,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_products_are_torchs(isa: str, dtype: torch.dtype, size: tuple[int, int]) -> None:
+def test_products_agree_with_torchs(isa: str, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight, bias = random(size[1], size[0], dtype=dtype), random(size[1], dtype=dtype, seed=1)
     plain, biased = PackedWeight([weight]), PackedWeight([weight], [bias])
     for rows in ROWS:
@@ -62,7 +61,7 @@ def test_products_are_torchs(isa: str, dtype: torch.dtype, size: tuple[int, int]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 48, 40, 7])
-def test_a_gate_is_applied(isa: str, dtype: torch.dtype, width: int) -> None:
+def test_a_gated_layer_multiplies_by_silu_of_the_gate(isa: str, dtype: torch.dtype, width: int) -> None:
     gate, up = random(width, 24, dtype=dtype), random(width, 24, dtype=dtype, seed=1)
     biases = [random(width, dtype=dtype, seed=2), None]
     packed = PackedWeight([gate, up], biases, gated=True)
@@ -71,7 +70,7 @@ def test_a_gate_is_applied(isa: str, dtype: torch.dtype, width: int) -> None:
     assert_close(linear(x, packed), expected)
 
 
-def test_several_weights_are_one_layer() -> None:
+def test_several_weights_form_one_layer() -> None:
     parts = [random(n, 20, dtype=torch.float32, seed=n) for n in (5, 40, 3)]
     x = random(2, 3, 20, dtype=torch.float32)
     result = linear(x, PackedWeight(parts, [None, random(40, dtype=torch.float32), None]))
@@ -81,12 +80,12 @@ def test_several_weights_are_one_layer() -> None:
     assert_close(result, expected)
 
 
-def test_a_strided_input_is_read_right() -> None:
+def test_a_strided_input_is_supported() -> None:
     x, weight = random(6, 64, dtype=torch.float32)[:, ::2], random(40, 32, dtype=torch.float32)
     assert_close(linear(x, PackedWeight([weight])), F.linear(x.double(), weight.double()))
 
 
-def test_a_value_far_from_zero_passes_the_gate() -> None:
+def test_silu_neither_overflows_nor_underflows() -> None:
     one = torch.ones(1, 1)
     packed = PackedWeight([one, one], gated=True)
     result = linear(torch.tensor([[-300.0], [-90.0], [0.0], [90.0], [300.0]]), packed)
@@ -96,25 +95,25 @@ def test_a_value_far_from_zero_passes_the_gate() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("size", [(64, 32), (10, 19)])
-def test_weights_come_back_as_they_were(dtype: torch.dtype, gated: bool, size: tuple[int, int]) -> None:
+def test_unpacking_restores_weights_exactly(dtype: torch.dtype, gated: bool, size: tuple[int, int]) -> None:
     weights = [random(size[1], size[0], dtype=dtype, seed=seed) for seed in (1, 2)]
     for weight, restored in zip(weights, PackedWeight(weights, gated=gated).unpack(), strict=True):
         assert torch.equal(weight, restored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_alone_and_in_any_crowd_on_any_threads(isa: str, dtype: torch.dtype) -> None:
+def test_a_row_is_bitwise_independent_of_other_rows_and_threads(isa: str, dtype: torch.dtype) -> None:
     packed = PackedWeight([random(150, 66, dtype=dtype)])
     x = random(230, 66, dtype=dtype, seed=1)
-    crowd = linear(x, packed)
+    together = linear(x, packed)
     for row in (0, 1, 7, 95, 96, 229):
-        assert torch.equal(linear(x[row : row + 1], packed), crowd[row : row + 1])
-    assert torch.equal(linear(x[5:22], packed), crowd[5:22])
+        assert torch.equal(linear(x[row : row + 1], packed), together[row : row + 1])
+    assert torch.equal(linear(x[5:22], packed), together[5:22])
     torch.set_num_threads(2)
-    assert torch.equal(linear(x, packed), crowd)
+    assert torch.equal(linear(x, packed), together)
 
 
-def test_half_precision_is_no_worse_than_torchs_own() -> None:
+def test_half_precision_is_as_precise_as_torch() -> None:
     weight, x = random(256, 512, dtype=torch.bfloat16), random(32, 512, dtype=torch.bfloat16, seed=1)
     exact = F.linear(x.double(), weight.double())
     ours = (linear(x, PackedWeight([weight])).double() - exact).norm()
@@ -125,49 +124,49 @@ def test_half_precision_is_no_worse_than_torchs_own() -> None:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (torch.zeros(4, 5, dtype=torch.bfloat16), "5 input features in bfloat16"),
+        (torch.zeros(4, 5, dtype=torch.bfloat16), r"odd number of input features \(5\) in bfloat16"),
         (torch.zeros(4, 6, dtype=torch.float64), "float64"),
         (torch.zeros(4, 6, 2), r"shape \[4, 6, 2\]"),
     ],
 )
-def test_what_cannot_be_packed_is_named(weight: Tensor, reason: str) -> None:
+def test_unsupported_weights_are_rejected_by_name(weight: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PackedWeight([weight])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-def test_eight_bits_are_the_nearest_to_weight_and_input(isa: str, dtype: torch.dtype, gated: bool) -> None:
+def test_int8_rounds_weights_and_inputs_to_nearest(isa: str, dtype: torch.dtype, gated: bool) -> None:
     weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
     bias = random(75, dtype=dtype, seed=3)
     packed = PackedWeight(weights, [bias, None], gated=gated, int8=True)
     for rows in (1, 7, 40):
         x = 3 * random(rows, 68, dtype=dtype, seed=rows)
-        parts = [F.linear(eight_bits(x), eight_bits(weight)) for weight in weights]
+        parts = [F.linear(quantized(x), quantized(weight)) for weight in weights]
         parts[0] += bias.double()
         expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
         assert_close(linear(x, packed), expected)
 
 
-def eight_bits(rows: Tensor) -> Tensor:
-    """float64 of what each row is with 127 levels on either side of zero."""
+def quantized(rows: Tensor) -> Tensor:
+    """The rows rounded to 127 levels on either side of zero, as float64."""
     scale = (rows.float().abs().amax(1, keepdim=True) / 127).double()
     return (rows.double() / scale).round() * scale
 
 
-def test_a_row_in_eight_bits_is_the_same_alone_and_in_a_crowd(isa: str) -> None:
+def test_a_row_is_bitwise_independent_of_other_rows_in_int8(isa: str) -> None:
     packed = PackedWeight([random(50, 64, dtype=torch.float32)], int8=True)
     x = random(40, 64, dtype=torch.float32, seed=1)
     assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
 
 
-def test_rows_of_zeros_stay_zero_in_eight_bits() -> None:
+def test_rows_of_zeros_stay_zero_in_int8() -> None:
     packed = PackedWeight([torch.zeros(8, 8)], int8=True)
     assert linear(torch.ones(2, 8), packed).tolist() == [[0.0] * 8] * 2
     assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], int8=True)).tolist() == [[0.0] * 8] * 2
 
 
-def test_what_has_no_groups_of_four_stays_as_it_is() -> None:
+def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
     weight = random(8, 6, dtype=torch.float32)
     packed = PackedWeight([weight], int8=True)
     assert not packed.is_int8

@@ -1,9 +1,8 @@
-"""A check at load: the paged, ragged forward says what transformers' own attention says.
+"""The check at load: the paged, ragged forward pass computes the same logits as transformers' attention.
 
-An architecture may carry something past the attention interface that paging would drop in silence
-(a positional bias, state shared between layers, a mask of its own).  Two short sequences, cut in
-chunks and run side by side through the pool, are compared with transformers' eager attention on
-each alone.
+An architecture may bypass the attention interface with a feature that paging would silently drop (a positional
+bias, state shared between layers, a mask).  Two short sequences, split into chunks and run as one batch through
+the pool, are compared with transformers' eager attention on each alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inflight.attention.base import forward_context
+from inflight.attention.base import AttentionBackend, forward_context
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
@@ -30,22 +29,22 @@ _CHUNKS = (4, 64)  # tokens of each sequence in the first and the second step
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers' own attention says: float32 logits [length, V] of each sequence of token ids."""
+    """Sequences of token ids, and transformers' float32 logits [length, V] of each."""
 
     sequences: list[list[int]]
     logits: list[Tensor]
 
 
 def lengths_that_fit(max_len: int, num_blocks: int, block_size: int) -> list[int]:
-    """Tokens of the test sequences: two, side by side in the pool, or one where it has a single block."""
-    most = min(max_len, max(1, num_blocks // len(_LENGTHS)) * block_size)
-    lengths = [min(length, most) for length in _LENGTHS]
+    """Lengths of the test sequences: two that fit the pool together, or one if it has a single block."""
+    limit = min(max_len, max(1, num_blocks // len(_LENGTHS)) * block_size)
+    lengths = [min(length, limit) for length in _LENGTHS]
     return lengths if num_blocks >= len(lengths) else lengths[-1:]
 
 
 @torch.inference_mode()
 def reference(model: nn.Module, vocab_size: int, lengths: Sequence[int], device: torch.device) -> Reference:
-    """Run test sequences of these lengths, each alone, through eager attention."""
+    """Run random sequences of these lengths, each alone, through eager attention."""
     sequences = [np.random.default_rng(seed).integers(0, vocab_size, n).tolist() for seed, n in enumerate(lengths)]
     model.set_attn_implementation("eager")  # type: ignore[operator]
     try:
@@ -59,22 +58,28 @@ def reference(model: nn.Module, vocab_size: int, lengths: Sequence[int], device:
 
 
 @torch.inference_mode()
-def relative_error(model: Callable[..., Any], expected: Reference, block_size: int, device: torch.device) -> float:
-    """Largest relative error (Frobenius norms, over sequences) of the paged logits.
+def relative_error(
+    model: Callable[..., Any], backend: AttentionBackend, expected: Reference, block_size: int, device: torch.device
+) -> float:
+    """Largest relative error (Frobenius norm) of the paged logits over the sequences.
 
-    Writes to the first blocks of the pool, which has room for `lengths_that_fit`; call before any request.
+    Writes to the first blocks of the pool: only before the first request, with `lengths_that_fit`.
     """
-    paged = _paged_logits(model, expected.sequences, block_size, device)
+    paged = _paged_logits(model, backend, expected.sequences, block_size, device)
     errors = [
-        ((logits - own).norm() / own.norm().clamp_min(1e-9)).item() for logits, own in zip(paged, expected.logits)
+        ((logits - right).norm() / right.norm().clamp_min(1e-9)).item() for logits, right in zip(paged, expected.logits)
     ]
     return max(errors)
 
 
 def _paged_logits(
-    model: Callable[..., Any], sequences: list[list[int]], block_size: int, device: torch.device
+    model: Callable[..., Any],
+    backend: AttentionBackend,
+    sequences: list[list[int]],
+    block_size: int,
+    device: torch.device,
 ) -> list[Tensor]:
-    """float32 logits [length, V] of each sequence, computed side by side in two chunks."""
+    """float32 logits [length, V] of each sequence, computed as one batch in two chunks."""
     num_blocks = -(-max(map(len, sequences)) // block_size)
     state = BatchState(len(sequences), num_blocks * block_size, block_size, device)
     rows = [
@@ -109,10 +114,10 @@ def _paged_logits(
         state.fill_rows(out)
         rows = []
         inputs = state.step_inputs(out)
-        with forward_context(inputs.metadata):
+        with forward_context(inputs.metadata, backend):
             result = model(input_ids=state.input_ids(inputs), position_ids=inputs.positions, use_cache=False)
-        starts = inputs.metadata.query_starts
+        query_start_loc = inputs.metadata.query_start_loc_cpu
         for row, slot in enumerate(slots):
-            parts[slot].append(result.logits[0, starts[row] : starts[row + 1]].float())
+            parts[slot].append(result.logits[0, query_start_loc[row] : query_start_loc[row + 1]].float())
             computed[slot] += counts[slot]
     return [torch.cat(part) for part in parts]

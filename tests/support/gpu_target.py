@@ -1,8 +1,7 @@
-"""Compiles what a Triton backend launches for a card that is not there; run in a process of its own,
-without TRITON_INTERPRET.
+"""Compiles the launched kernels in the Triton language for a GPU that need not be present.
 
-Triton asks a *driver* for the target it compiles for and hands it the result.  This one names the
-target that it was told, keeps what was compiled and launches nothing.
+Run it in a separate process, without TRITON_INTERPRET.  The compiler asks a *driver* for the target and passes it the
+result.  The driver here names the target it was given, records the compiled kernels and launches nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from inflight.kernels.gpu.gpu_attention_configs import Card
 
 SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may take, from NVIDIA's tables
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB per block, from NVIDIA's tables
 
 
 def card(arch: int) -> Card:
@@ -30,7 +29,7 @@ def card(arch: int) -> Card:
 
 @dataclass
 class Compiled:
-    """One kernel: what the compiler made of it."""
+    """One compiled kernel."""
 
     name: str
     constants: dict[str, Any]
@@ -41,14 +40,14 @@ class Compiled:
     cubin: bytes
 
     def resources(self) -> tuple[int, int]:
-        """Registers of a thread, and bytes of its stack: what spills lies there."""
+        """Registers per thread, and bytes of its stack, which contains spilled registers."""
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
             command = [str(tool), "--dump-resource-usage", file.name]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = re.findall(r"REG:(\d+)", said), re.findall(r"STACK:(\d+)", said)
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.findall(r"REG:(\d+)", output), re.findall(r"STACK:(\d+)", output)
         return int(registers[-1]), int(stack[-1])
 
     def report(self, arch: int) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class Compiled:
 
 
 class _Driver:
-    """As much of Triton's driver as a launch asks for."""
+    """The part of a driver that a launch uses."""
 
     def __init__(self, arch: int, compiled: list[Compiled]) -> None:
         self.arch = arch
@@ -97,7 +96,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def target(arch: int):
-    """Within the block, launches compile for `arch` and do nothing; yields the list of what was compiled."""
+    """Within the block, launches compile for `arch` and do nothing else; yields the list of compiled kernels."""
     compiled: list[Compiled] = []
     driver = _Driver(arch, compiled)
 

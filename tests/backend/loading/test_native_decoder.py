@@ -1,4 +1,4 @@
-"""The native decoder: which models it takes, that it says what they say, and what happens when it does not."""
+"""The native decoder: its logits are those of transformers, and if not, the model runs without it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import ConfigError, EngineConfig
-from inflight.kernels.cpu import ops as cpu
-from inflight.loading import fusion, loader
-from inflight.loading.fusion import FusedDecoder
-from inflight.loading.loader import LoadError, load
+from inflight.kernels.cpu import library
+from inflight.loading import loader, native_decoder
+from inflight.loading.loader import LoadedModel, LoadError, load
+from inflight.loading.native_decoder import NativeDecoder
 from inflight.loading.packed_linear import PackedLinear
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernel: {cpu.unavailable()}")
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
-FUSED = {"llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "smollm3"}
 BLOCK = 16
 
 
@@ -37,16 +36,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("fusion"), max_position_embeddings=1024)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("native"), max_position_embeddings=1024)
 
 
-def loaded(path: str, **options: Any) -> Any:
+def loaded(path: str, **options: Any) -> LoadedModel:
     values = {"model": path, "device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", **options}
-    return load(EngineConfig.from_dict(values)).model
+    return load(EngineConfig.from_dict(values))
 
 
 @torch.inference_mode()
-def logits(forward: Any, token_ids: list[int], chunk: int = 10**6, kept: Tensor | int = 0) -> Tensor:
+def logits(loaded: LoadedModel, token_ids: list[int], chunk: int = 10**6, keep: Tensor | int = 0) -> Tensor:
     """float32 [len(token_ids) or K, V] of one sequence, in steps of `chunk` tokens."""
     parts = []
     for start in range(0, len(token_ids), chunk):
@@ -57,15 +56,15 @@ def logits(forward: Any, token_ids: list[int], chunk: int = 10**6, kept: Tensor 
             seq_lens=torch.tensor([end], dtype=torch.int32),
             block_table=torch.arange(-(-end // BLOCK), dtype=torch.int32)[None],
             slot_mapping=slots,
-            query_starts=[0, end - start],
-            lens=[end],
+            query_start_loc_cpu=[0, end - start],
+            seq_lens_cpu=[end],
             max_query_len=end - start,
             max_seq_len=end,
             block_size=BLOCK,
         )
         ids = torch.tensor([token_ids[start:end]])
-        with forward_context(metadata):
-            out = forward(input_ids=ids, position_ids=slots[None], use_cache=False, logits_to_keep=kept)
+        with forward_context(metadata, loaded.backend):
+            out = loaded.model(input_ids=ids, position_ids=slots[None], use_cache=False, logits_to_keep=keep)
         parts.append(out.logits[0].float())
     return torch.cat(parts)
 
@@ -75,24 +74,24 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_the_llama_family_is_fused_and_the_others_are_packed(model_type: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Of the native decoder or, for architectures that it does not support, of packed linear layers."""
     path = make_checkpoint(model_type, tmp_path)
-    forward = loaded(path)
-    assert isinstance(forward, FusedDecoder) == (model_type in FUSED)
-    if isinstance(forward, nn.Module):
-        kinds = {type(module) for module in forward.modules()}
+    model = loaded(path)
+    if isinstance(model.model, nn.Module):
+        kinds = {type(module) for module in model.model.modules()}
         assert PackedLinear in kinds and nn.Linear not in kinds
     sequence = tokens(100)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([sequence])).logits[0]
-    result = logits(forward, sequence)
+    result = logits(model, sequence)
     assert ((result - expected).norm() / expected.norm()).item() < 1e-4
 
 
-def test_a_token_is_the_same_to_the_last_bit_in_any_step_on_any_threads(llama: str) -> None:
+def test_a_token_is_bitwise_independent_of_chunks_and_threads(llama: str) -> None:
     forward = loaded(llama)
-    sequence = tokens(500)  # more than one chunk of rows a thread
+    sequence = tokens(500)  # more than one chunk of rows per thread
     whole = logits(forward, sequence)
     assert torch.equal(logits(forward, sequence, chunk=7), whole)
     assert torch.equal(logits(forward, sequence, chunk=130), whole)
@@ -101,100 +100,102 @@ def test_a_token_is_the_same_to_the_last_bit_in_any_step_on_any_threads(llama: s
     assert torch.equal(logits(forward, sequence, chunk=60), whole)
 
 
-def test_only_the_kept_tokens_get_logits(llama: str) -> None:
+def test_logits_of_selected_tokens(llama: str) -> None:
     forward = loaded(llama)
     sequence = tokens(300)
     whole = logits(forward, sequence)
-    assert torch.equal(logits(forward, sequence, kept=torch.tensor([299, 0, 17])), whole[[299, 0, 17]])
-    assert torch.equal(logits(forward, sequence, kept=2), whole[-2:])
-    assert logits(forward, sequence, kept=torch.empty(0, dtype=torch.int64)).shape == (0, VOCAB)
+    assert torch.equal(logits(forward, sequence, keep=torch.tensor([299, 0, 17])), whole[[299, 0, 17]])
+    assert torch.equal(logits(forward, sequence, keep=2), whole[-2:])
+    assert logits(forward, sequence, keep=torch.empty(0, dtype=torch.int64)).shape == (0, VOCAB)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_close_to_float32_as_transformers_own(llama: str, dtype: str) -> None:
+def test_half_precision_is_as_precise_as_transformers(llama: str, dtype: str) -> None:
     sequence = tokens(200, seed=3)
     models = {
         kind: AutoModelForCausalLM.from_pretrained(llama, dtype=kind, attn_implementation="eager").eval()
         for kind in (torch.float32, getattr(torch, dtype))
     }
     with torch.inference_mode():
-        exact, own = (model(torch.tensor([sequence])).logits[0].float() for model in models.values())
+        exact, theirs = (model(torch.tensor([sequence])).logits[0].float() for model in models.values())
     ours = logits(loaded(llama, dtype=dtype), sequence)
-    assert (ours - exact).norm() <= 1.05 * (own - exact).norm()
+    assert (ours - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
-def test_biases_multipliers_and_partial_rotation(tmp_path: Path) -> None:
+def test_biases_and_scaled_rotation(tmp_path: Path) -> None:
     changes = dict(
         attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)
     )
     path = make_checkpoint("llama", tmp_path, **changes)
     forward = loaded(path)
-    assert isinstance(forward, FusedDecoder)
+    assert isinstance(forward.model, NativeDecoder)
     sequence = tokens(50)
     plain = logits(loaded(path, native_forward=False), sequence)
     assert ((logits(forward, sequence) - plain).norm() / plain.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
-def test_weights_in_eight_bits_cost_a_few_per_cent(model_type: str, tmp_path: Path) -> None:
+def test_int8_weights_change_logits_by_a_few_per_cent(model_type: str, tmp_path: Path) -> None:
     path = make_checkpoint(model_type, tmp_path)
     plain, quantized = loaded(path), loaded(path, quantization="int8")
-    assert type(plain) is type(quantized)
+    assert type(plain.model) is type(quantized.model)
     sequence = tokens(60)
     expected, result = logits(plain, sequence), logits(quantized, sequence)
     assert 1e-3 < ((result - expected).norm() / expected.norm()).item() < 0.15
-    if isinstance(quantized, FusedDecoder):
+    if isinstance(quantized.model, NativeDecoder):
         assert torch.equal(logits(quantized, sequence, chunk=7), result)
 
 
-def test_keys_and_values_in_eight_bits_go_through_the_native_decoder(llama: str) -> None:
+def test_int8_keys_and_values_in_the_native_decoder(llama: str) -> None:
     forward = loaded(llama, kv_cache_dtype="int8")
-    assert isinstance(forward, FusedDecoder)
+    assert isinstance(forward.model, NativeDecoder)
     sequence = tokens(60)
     plain = logits(loaded(llama, kv_cache_dtype="int8", native_forward=False), sequence)
     assert ((logits(forward, sequence) - plain).norm() / plain.norm()).item() < 1e-2
 
 
-def test_eight_bits_that_cost_too_much_are_refused(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="runs on a CPU with native_forward"):
+def test_int8_weights_that_change_logits_too_much_are_rejected(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="requires a CPU and native_forward"):
         loaded(llama, quantization="int8", native_forward=False)
     monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
-    with pytest.raises(LoadError, match=r'quantization="int8" cannot be served: LlamaForCausalLM gives other logits'):
+    with pytest.raises(
+        LoadError, match=r'quantization="int8" is not supported: LlamaForCausalLM computes other logits'
+    ):
         loaded(llama, quantization="int8")
 
 
-def test_native_forward_can_be_switched_off(llama: str) -> None:
-    forward = loaded(llama, native_forward=False)
+def test_native_forward_can_be_disabled(llama: str) -> None:
+    forward = loaded(llama, native_forward=False).model
     assert isinstance(forward, nn.Module)
     assert PackedLinear not in {type(module) for module in forward.modules()}
 
 
-def test_a_rotation_that_depends_on_the_length_is_left_to_transformers(tmp_path: Path) -> None:
+def test_a_rotation_that_depends_on_the_length_runs_through_transformers(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0))
-    assert not isinstance(loaded(path), FusedDecoder)
+    assert not isinstance(loaded(path).model, NativeDecoder)
 
 
-def test_a_decoder_that_is_off_is_taken_back(
+def test_a_decoder_with_wrong_logits_is_undone(
     llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = logits(loaded(llama, native_forward=False), tokens(40))
-    forward = cpu.forward
-    monkeypatch.setattr(fusion.native, "forward", lambda *args: forward(*args) * 1.01)
+    forward = native_decoder.native.forward
+    monkeypatch.setattr(native_decoder.native, "forward", lambda *args: forward(*args) * 1.01)
     with caplog.at_level(logging.WARNING):
         model = loaded(llama)
-    assert "LlamaForCausalLM runs through transformers: the native forward pass gives other logits" in caplog.text
-    assert isinstance(model, nn.Module)
+    assert "LlamaForCausalLM runs through transformers: the native forward pass computes other logits" in caplog.text
+    assert isinstance(model.model, nn.Module)
     result = logits(model, tokens(40))
-    assert ((result - expected).norm() / expected.norm()).item() < 1e-5, "its weights came back"
+    assert ((result - expected).norm() / expected.norm()).item() < 1e-5, "its weights are restored"
 
 
-def test_packed_layers_that_are_off_are_taken_back(
+def test_packed_layers_with_wrong_logits_are_undone(
     llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fusion.native, "unavailable", lambda: "the compiled kernel")
+    monkeypatch.setattr(native_decoder, "unavailable", lambda: "the CPU kernels are not compiled")
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_ones(*x.shape[:-1], self.out_features))
     with caplog.at_level(logging.INFO):
-        model = loaded(llama)
-    assert "runs through transformers: this installation lacks the compiled kernel" in caplog.text
+        model = loaded(llama).model
+    assert "runs through transformers: the CPU kernels are not compiled" in caplog.text
     assert "runs on torch's linear layers" in caplog.text
     assert PackedLinear not in {type(module) for module in model.modules()}

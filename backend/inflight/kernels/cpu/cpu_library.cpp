@@ -1,0 +1,116 @@
+// What attention and decoder share in the C ABI: version, choice of the instruction set, memory advice.
+#include <sys/mman.h>
+
+#include <string_view>
+
+#include "cpu_ops.h"
+
+namespace inflight {
+
+// A table is null if the compiler of the build lacked the instruction set.
+#define INFLIGHT_DECLARE(isa)                                              \
+  namespace isa {                                                          \
+  extern const AttentionKernels attention_kernels __attribute__((weak));   \
+  extern const OpsKernels ops_kernels __attribute__((weak));               \
+  }
+INFLIGHT_DECLARE(avx512bf16)
+INFLIGHT_DECLARE(avx512)
+INFLIGHT_DECLARE(avx2)
+INFLIGHT_DECLARE(portable)
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#else
+bool has_avx512() { return false; }
+bool has_avx512bf16() { return false; }
+bool has_avx2() { return false; }
+#endif
+
+struct InstructionSet {
+  const AttentionKernels* attention;
+  const OpsKernels* ops;
+  bool (*runs_here)();
+
+  bool available() const { return attention != nullptr && ops != nullptr && runs_here(); }
+};
+
+// Best first.
+const InstructionSet kInstructionSets[] = {
+    {&avx512bf16::attention_kernels, &avx512bf16::ops_kernels, has_avx512bf16},
+    {&avx512::attention_kernels, &avx512::ops_kernels, has_avx512},
+    {&avx2::attention_kernels, &avx2::ops_kernels, has_avx2},
+    {&portable::attention_kernels, &portable::ops_kernels, [] { return true; }}};
+
+// The best instruction set of this name, or of any name if it is empty; null if none is available.
+const InstructionSet* find(std::string_view name) {
+  for (const InstructionSet& set : kInstructionSets) {
+    if (set.available() && (name.empty() || name == set.attention->name)) return &set;
+  }
+  return nullptr;
+}
+
+const InstructionSet* chosen = find("");
+
+constexpr uintptr_t kPage = 4096;
+
+// madvise() for the whole pages within a range of memory.
+void advise(char* data, int64_t bytes, int advice) {
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
+}  // namespace
+
+const AttentionKernels& attention_kernels() { return *chosen->attention; }
+const OpsKernels& ops_kernels() { return *chosen->ops; }
+
+}  // namespace inflight
+
+using namespace inflight;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Incremented whenever a struct or a signature changes; library.py accepts this version only.
+int inflight_abi() { return 4; }
+
+// Digest of the sources; build.py searches the file for it.
+#if defined(INFLIGHT_SOURCES)
+const char* inflight_sources() { return INFLIGHT_SOURCES; }
+#endif
+
+const char* inflight_instruction_set() { return chosen->attention->name; }
+
+// Switch to the instruction set `name`, or to the best one if it is empty.  Returns 0, and changes
+// nothing, if it is not available.
+int inflight_use_instruction_set(const char* name) {
+  const InstructionSet* found = find(name);
+  if (found == nullptr) return 0;
+  chosen = found;
+  return 1;
+}
+
+// Request huge pages for memory not yet touched: a KV pool is read in blocks all over its range.
+void inflight_advise_huge_pages(char* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  advise(data, bytes, MADV_HUGEPAGE);
+#endif
+}
+
+// Return the whole pages within the range to the system; their contents are lost.
+void inflight_discard(char* data, int64_t bytes) { advise(data, bytes, MADV_DONTNEED); }
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,213 @@
+"""The native CPU forward pass of a model: which decoders it can run, and their weights in its format.
+
+The families around llama (llama, mistral, qwen2, qwen3, phi3, granite, smollm3 and similar ones) are one
+computation with a few options.  A model is recognised by its modules (`recognition.py`), not by its name.
+Whatever remains different (a multiplier) shows in the check at load, which compares logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inflight.attention.base import LayerAttention, current_batch
+from inflight.kernels.cpu import decoder as native
+from inflight.kernels.cpu.attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
+from inflight.kernels.cpu.library import unavailable
+from inflight.kernels.cpu.linear import PackedWeight, unsupported_weight
+from inflight.loading.packed_linear import drop_weights, shared_weights
+from inflight.loading.recognition import (
+    DecoderLayer,
+    NotRecognised,
+    RmsNorm,
+    Rotary,
+    check,
+    children_of,
+    decoder_layer,
+    rms_norm,
+    rotary,
+)
+
+__all__ = ["NativeDecoder", "native_decoder"]
+
+
+class NativeDecoder:
+    """Called like the transformers model that it replaces, in a forward context of `CpuAttention`."""
+
+    def __init__(self, tables: native.DecoderTables, attention: list[LayerAttention]) -> None:
+        self.tables = tables
+        self.attention = attention  # owns the KV pool, whose address is in the tables
+        self.dtype = tables.embedding.dtype
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int = 0, use_cache: bool = False
+    ) -> SimpleNamespace:
+        """input_ids, position_ids int64 [1, T]; logits of the last n tokens (0: all) or of int64 [K].
+
+        Returns:
+            `logits`, float32 [1, K, vocab_size].
+        """
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = torch.arange(input_ids.shape[1])[-logits_to_keep:]
+        logits = native.forward(self.tables, current_batch(), input_ids[0], position_ids[0], logits_to_keep)
+        return SimpleNamespace(logits=logits[None])
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """A recognised model."""
+
+    embedding: nn.Embedding
+    layers: list[DecoderLayer]
+    final_norm: RmsNorm
+    rotary: Rotary
+    head: nn.Linear
+    embedding_factor: float
+    logits_factor: float
+
+
+def native_decoder(model: nn.Module, int8: bool = False) -> tuple[NativeDecoder, Callable[[], None]] | str:
+    """Make the native decoder of a loaded model with attention attached; it takes over the linear weights.
+
+    Args:
+        int8: store them in int8, see `PackedWeight`.
+
+    Returns:
+        The decoder, and a function that gives the weights back to `model`; or why it cannot run the model.
+    """
+    if (missing := unavailable()) is not None:
+        return missing
+    try:
+        decoder = _recognise(model)
+        _expect_supported(decoder)
+    except NotRecognised as reason:
+        return str(reason)
+    return _pack(model, decoder, int8)
+
+
+def _recognise(model: Any) -> _Decoder:
+    base, head = _children(model, "model", "lm_head")
+    embedding, layers, norm, rotary_embedding = _children(base, "embed_tokens", "layers", "norm", "rotary_emb")
+    if not isinstance(embedding, nn.Embedding) or not isinstance(layers, nn.ModuleList):
+        raise NotRecognised(f"{type(base).__name__} has other modules than an embedding and a list of layers")
+    found = _Decoder(
+        embedding,
+        [decoder_layer(layer) for layer in layers],
+        rms_norm(norm),
+        rotary(rotary_embedding),
+        head,
+        embedding_factor=float(getattr(base, "embedding_multiplier", 1.0)),
+        logits_factor=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
+    )
+    checked = set()
+    for layer, part in zip(layers, found.layers):
+        kind = type(layer), part.attention.rotary, part.attention.layer.spec
+        if kind not in checked:  # one layer of a kind: the others read as many weights and compute the same
+            check(layer, part)
+            checked.add(kind)
+    return found
+
+
+def _expect_supported(decoder: _Decoder) -> None:
+    """Check the limits of the native forward pass.
+
+    Raises:
+        NotRecognised: the model exceeds one.
+    """
+    for layer in decoder.layers:
+        backend, head_size = layer.attention.layer.backend, layer.attention.layer.spec.key_head_size
+        if not isinstance(backend, CpuAttention):
+            raise NotRecognised(f"the native forward pass requires attention_backend='cpu', not {backend.name!r}")
+        if not 2 * len(decoder.rotary.inverse_frequencies) <= head_size <= MAX_HEAD_SIZE:
+            raise NotRecognised(f"head size {head_size} is smaller than its rotary embedding or above {MAX_HEAD_SIZE}")
+    norms = [decoder.final_norm]
+    for layer in decoder.layers:
+        norms += [layer.input_norm, layer.post_norm]
+        norms += [norm for norm in (layer.attention.query_norm, layer.attention.key_norm) if norm is not None]
+    if len({norm.eps for norm in norms}) > 1:
+        raise NotRecognised("its norms differ in eps")
+    if len({layer.residual_factor for layer in decoder.layers}) > 1:
+        raise NotRecognised("its layers differ in their residual multiplier")
+    dtype = decoder.embedding.weight.dtype
+    for linear in _linears(decoder):
+        if type(linear) is not nn.Linear:
+            raise NotRecognised(f"{type(linear).__name__} is not a plain linear layer")
+        if linear.weight.dtype != dtype:
+            raise NotRecognised("its weights have different dtypes")
+        if (reason := unsupported_weight(linear.weight)) is not None:
+            raise NotRecognised(f"one of its linear layers has {reason}")
+    widths = {decoder.embedding.embedding_dim, decoder.head.in_features, len(decoder.final_norm.weight)}
+    if len(widths | {layer.attention.qkv.in_features for layer in decoder.layers}) > 1:
+        raise NotRecognised("its embedding and layers differ in size")
+
+
+def _linears(decoder: _Decoder) -> list[nn.Linear]:
+    linears = []
+    for layer in decoder.layers:
+        linears += [*layer.attention.qkv.linears, layer.attention.output, *layer.mlp.gate_up.linears, layer.mlp.down]
+    return [*linears, decoder.head]
+
+
+def _pack(model: nn.Module, decoder: _Decoder, int8: bool) -> tuple[NativeDecoder, Callable[[], None]]:
+    undone: list[Callable[[], None]] = []
+    shared = shared_weights(model)
+
+    def pack(*linears: nn.Linear, gated: bool = False) -> PackedWeight:
+        packed = PackedWeight([l.weight for l in linears], [l.bias for l in linears], gated, int8)
+        undone.append(drop_weights(list(linears), packed, shared))
+        return packed
+
+    tables = native.DecoderTables(
+        layers=[_layer_tables(layer, pack) for layer in decoder.layers],
+        embedding=decoder.embedding.weight.data.clone(),  # so that nothing refers to the mapped file
+        inverse_frequencies=decoder.rotary.inverse_frequencies,
+        rotary_scaling=decoder.rotary.scaling,
+        final_norm=_floats(decoder.final_norm),
+        head=pack(decoder.head),
+        eps=decoder.final_norm.eps,
+        embedding_factor=decoder.embedding_factor,
+        residual_factor=decoder.layers[0].residual_factor,
+        logits_factor=decoder.logits_factor,
+    )
+
+    def undo() -> None:
+        for restore in undone:
+            restore()
+
+    return NativeDecoder(tables, [layer.attention.layer for layer in decoder.layers]), undo
+
+
+def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> native.LayerTables:
+    attention = layer.attention
+    assert isinstance(attention.layer.cache, CpuKVCache)
+    return native.LayerTables(
+        qkv=pack(*attention.qkv.linears),
+        output=pack(attention.output),
+        gate_up=pack(*layer.mlp.gate_up.linears, gated=True),
+        down=pack(layer.mlp.down),
+        input_norm=_floats(layer.input_norm),
+        post_norm=_floats(layer.post_norm),
+        query_norm=None if attention.query_norm is None else _floats(attention.query_norm),
+        key_norm=None if attention.key_norm is None else _floats(attention.key_norm),
+        attention=attention.layer.cache.address,
+        rotary=attention.rotary,
+    )
+
+
+def _floats(norm: RmsNorm) -> Tensor:
+    return norm.weight.to(torch.float32, copy=True)
+
+
+def _children(module: nn.Module, *names: str) -> list[Any]:
+    """The children of these names; there must be no others."""
+    children = children_of(module)
+    if set(children) != set(names):
+        raise NotRecognised(
+            f"{type(module).__name__} has {', '.join(sorted(children))}, not {', '.join(sorted(names))}"
+        )
+    return [children[name] for name in names]

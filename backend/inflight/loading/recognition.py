@@ -1,0 +1,394 @@
+"""What a transformers module computes: RMS norm, gated MLP, attention, decoder layer of the llama family.
+
+A module is recognised by its structure (names, types and sizes of its children), not by its class, and checked
+on random numbers against the definition of what it was recognised as.  The definitions are the dataclasses
+here: each computes its module by `FusedOps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
+from inflight.ops.base import FusedOps
+from inflight.ops.reference import ReferenceOps
+
+__all__ = [
+    "Attention",
+    "DecoderLayer",
+    "Forward",
+    "GatedMlp",
+    "NotRecognised",
+    "Projection",
+    "RmsNorm",
+    "Rotary",
+    "attention",
+    "check",
+    "children_of",
+    "decoder_layer",
+    "gated_mlp",
+    "rms_norm",
+    "rotary",
+]
+
+Forward = Callable[..., Any]
+
+_VOID = torch.empty(0)
+_NO_METADATA = AttentionMetadata(_VOID, _VOID, _VOID, _VOID, [], [], 0, 0, 0)
+
+
+class NotRecognised(ValueError):
+    """The module is something else; the message says how it differs."""
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """weight [H]"""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
+        """x [T, H] or [T, heads, H]."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def as_forward(self, ops: FusedOps) -> Forward:
+        """A replacement of the module's `forward`."""
+
+        def forward(x: Tensor) -> Tensor:
+            return self(x.reshape(-1, x.shape[-1]), ops).view(x.shape)
+
+        return forward
+
+
+@dataclass
+class Projection:
+    """Linear layers with a common input; their outputs are concatenated.
+
+    Attributes:
+        weight, bias: those of all layers, once they are merged.
+    """
+
+    linears: tuple[nn.Linear, ...]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+    @property
+    def in_features(self) -> int:
+        return self.linears[0].in_features
+
+    def merge(self) -> None:
+        """Compute all layers in one product; their parameters become views of the merged ones.
+
+        Raises:
+            NotRecognised: some layers only have a bias, or dtypes differ.
+        """
+        first = self.linears[0]
+        if any((l.bias is None) != (first.bias is None) or l.weight.dtype != first.weight.dtype for l in self.linears):
+            raise NotRecognised("layers of one projection differ in dtype, or in whether they have a bias")
+        self.weight = _merged([linear.weight for linear in self.linears])
+        self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))"""
+
+    gate_up: Projection
+    down: nn.Linear
+
+    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self.down(ops.silu_and_mul(self.gate_up(x)))
+
+    def as_forward(self, ops: FusedOps) -> Forward:
+        """A replacement of the module's `forward`."""
+
+        def forward(x: Tensor) -> Tensor:
+            return self(x.reshape(-1, x.shape[-1]), ops).view(x.shape)
+
+        return forward
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Projections of query, key and value, norms over each head, rotary embedding, attention, output projection.
+
+    Attributes:
+        layer: the module's paged attention.
+        rotary: whether query and key are rotated.
+    """
+
+    layer: LayerAttention
+    qkv: Projection
+    output: nn.Linear
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+    rotary: bool
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
+        """x [T, H], cos and sin [T, R] -> [T, H]; in a forward context."""
+        layer, spec = self.layer, self.layer.spec
+        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+        parts = self.qkv(x).split(_projection_sizes(spec), dim=-1)
+        query, key, value = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query, ops), self.key_norm(key, ops)
+        if self.rotary:
+            ops.rotary(query, key, cos, sin)
+        batch = current_batch()
+        layer.backend.write(key, value, layer.cache, batch)
+        return self.output(layer.backend.attend(query, layer.cache, batch, spec, None).flatten(1))
+
+    def as_forward(self, ops: FusedOps) -> Forward:
+        """A replacement of the module's `forward`."""
+
+        def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
+            cos, sin = position_embeddings
+            return self(hidden_states[0], cos[0], sin[0], ops)[None], None
+
+        return forward
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x += factor * attention(norm(x)), then x += factor * mlp(norm(x))."""
+
+    input_norm: RmsNorm
+    attention: Attention
+    post_norm: RmsNorm
+    mlp: GatedMlp
+    residual_factor: float
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
+        """x [T, H], cos and sin [T, R]; updates x in place and returns it."""
+        out = self._scaled(self.attention(self.input_norm(x, ops), cos, sin, ops))
+        normed = ops.add_rms_norm(out, x, self.post_norm.weight, self.post_norm.eps)
+        return x.add_(self._scaled(self.mlp(normed, ops)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_factor == 1.0 else x * self.residual_factor
+
+    def as_forward(self, ops: FusedOps) -> Forward:
+        """A replacement of the module's `forward`."""
+
+        def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+            cos, sin = position_embeddings
+            return self(hidden_states[0], cos[0], sin[0], ops)[None]
+
+        return forward
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """cos and sin of position * inverse_frequencies [R / 2], times `scaling`, twice side by side."""
+
+    inverse_frequencies: Tensor
+    scaling: float
+
+
+@torch.no_grad()
+def rms_norm(module: Any) -> RmsNorm:
+    """Recognise and check an RMS norm.
+
+    Raises:
+        NotRecognised: see there; also for the functions below.
+    """
+    parameters = dict(module.named_parameters())
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not isinstance(eps, float):
+        raise NotRecognised(f"{_name(module)} is not an RMS norm")
+    norm = RmsNorm(parameters["weight"].data, eps)
+    check(module, norm)
+    return norm
+
+
+def gated_mlp(module: nn.Module) -> GatedMlp:
+    """Recognise a gated MLP; `check` it before use."""
+    children = children_of(module)
+    activation = children.pop("act_fn", None) or children.pop("activation_fn", None)
+    names = ["gate_up_proj"] if "gate_up_proj" in children else ["gate_proj", "up_proj"]
+    _expect_children(module, children, *names, "down_proj")
+    x = torch.linspace(-5, 5, 64)
+    if activation is None or not torch.allclose(activation(x), F.silu(x)):
+        raise NotRecognised(f"{_name(module)} has another activation than SiLU")
+    linears = [_linear(children[name]) for name in names]
+    down = _linear(children["down_proj"])
+    sizes = sum(linear.out_features for linear in linears), down.out_features
+    if sizes != (2 * down.in_features, linears[0].in_features):
+        raise NotRecognised(f"{_name(module)} has layers of other sizes than a gated MLP")
+    return GatedMlp(Projection(tuple(linears)), down)
+
+
+def attention(module: Any) -> Attention:
+    """Recognise attention, with `LayerAttention` attached; `check` it before use."""
+    layer = getattr(module, "inflight", None)
+    if not isinstance(layer, LayerAttention):
+        raise NotRecognised(f"{_name(module)} has no paged attention")
+    if layer.spec.has_sinks:
+        raise NotRecognised(f"{_name(module)} has sinks")
+    spec, children = layer.spec, children_of(module)
+    norms = [children.pop(name, None) for name in ("q_norm", "k_norm")]
+    names = ["qkv_proj"] if "qkv_proj" in children else ["q_proj", "k_proj", "v_proj"]
+    _expect_children(module, children, *names, "o_proj")
+    linears, output = [_linear(children[name]) for name in names], _linear(children["o_proj"])
+    sizes = _projection_sizes(spec)
+    expected = [*(sizes if len(linears) == 3 else [sum(sizes)]), spec.num_heads * spec.value_head_size]
+    if [*(linear.out_features for linear in linears), output.in_features] != expected:
+        raise NotRecognised(f"{_name(module)} has projections of other sizes than its heads")
+    if output.out_features != linears[0].in_features:
+        raise NotRecognised(f"{_name(module)} has an output projection to another size than its input's")
+    query_norm, key_norm = (None if norm is None else rms_norm(norm) for norm in norms)
+    if (query_norm is None) != (key_norm is None):
+        raise NotRecognised(f"{_name(module)} has a norm for one of query and key only")
+    if any(norm is not None and len(norm.weight) != spec.key_head_size for norm in (query_norm, key_norm)):
+        raise NotRecognised(f"{_name(module)} has norms over more than a head")
+    rotates = bool(getattr(module, "use_rope", True))
+    return Attention(layer, Projection(tuple(linears)), output, query_norm, key_norm, rotates)
+
+
+def decoder_layer(module: nn.Module) -> DecoderLayer:
+    """Recognise a decoder layer; `check` it before use."""
+    children, names = children_of(module), ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    _expect_children(module, children, *names)
+    input_norm, self_attention, post_norm, mlp = (children[name] for name in names)
+    factor = float(getattr(module, "residual_multiplier", 1.0))
+    return DecoderLayer(rms_norm(input_norm), attention(self_attention), rms_norm(post_norm), gated_mlp(mlp), factor)
+
+
+@torch.no_grad()
+def rotary(module: Any) -> Rotary:
+    """Recognise and check a rotary embedding whose frequencies do not depend on the sequence's length."""
+    kind = getattr(module, "rope_type", None)
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise NotRecognised(f"{_name(module)} has a rotary embedding of type {kind}")
+    frequencies = module.inv_freq.detach().float().contiguous()
+    found = Rotary(frequencies, float(module.attention_scaling))
+    positions = torch.tensor([[0, 5, 40]], device=frequencies.device)
+    angles = positions[..., None] * frequencies.repeat(2)
+    expected = angles.cos() * found.scaling, angles.sin() * found.scaling
+    tables = module(torch.zeros(1, device=frequencies.device), positions)
+    if not all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(tables, expected)):
+        raise NotRecognised(f"{_name(module)} computes other angles than a rotary embedding")
+    return found
+
+
+@torch.no_grad()
+def check(module: nn.Module, part: RmsNorm | GatedMlp | Attention | DecoderLayer, ops: FusedOps | None = None) -> None:
+    """Compare what `module` computes from random numbers with `part` by `ops` (default: `ReferenceOps`).
+
+    Raises:
+        NotRecognised: results differ by more than rounding.
+    """
+    forward = part.as_forward(ops or ReferenceOps())
+    try:
+        expected, results = _run(module, part), _run(forward, part)
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # other arguments, or other shapes
+        raise NotRecognised(f"{_name(module)} cannot be called as {_name(part)}: {error}") from error
+    if not all(map(_same, results, expected)):
+        raise NotRecognised(f"{_name(module)} computes something else than {_name(part)}")
+
+
+def _run(function: Forward, part: RmsNorm | GatedMlp | Attention | DecoderLayer) -> list[Tensor]:
+    """Result for random input; with attention, preceded by what it wrote and attended with."""
+    if isinstance(part, RmsNorm):
+        return [function(_random(3, len(part.weight), like=part.weight))]
+    if isinstance(part, GatedMlp):
+        return [function(_random(3, part.gate_up.in_features, like=part.down.weight))]
+    attending = part.attention if isinstance(part, DecoderLayer) else part
+    layer, like = attending.layer, attending.output.weight
+    recorder, backend = _Recorder(), layer.backend
+    cos, sin = _random(2, 1, 5, layer.spec.key_head_size, like=like)
+    hidden = _random(1, 5, attending.qkv.in_features, like=like)
+    layer.backend = recorder
+    try:
+        with forward_context(_NO_METADATA, recorder):
+            out = function(hidden_states=hidden, position_embeddings=(cos, sin), attention_mask=None)
+    finally:
+        layer.backend = backend
+    return [*recorder.seen, out[0] if isinstance(out, tuple) else out]
+
+
+class _Recorder:
+    """An `AttentionBackend` that records its arguments; each token attends only to itself."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def unsupported(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def new_cache(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        return None
+
+    def write(self, key: Tensor, value: Tensor, cache: Any, batch: Any) -> None:
+        self.seen = [key.clone(), value.clone()]
+
+    def attend(self, query: Tensor, cache: Any, batch: Any, spec: LayerSpec, sinks: Any) -> Tensor:
+        self.seen.append(query.clone())
+        return self.seen[1].repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
+
+
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """Children that compute something, by name."""
+    idle = (nn.Dropout, nn.Identity)
+    return {name: child for name, child in module.named_children() if not isinstance(child, idle)}
+
+
+def _expect_children(module: nn.Module, children: dict[str, Any], *names: str) -> None:
+    if set(children) != set(names):
+        raise NotRecognised(f"{_name(module)} has {', '.join(sorted(children))}, not {', '.join(sorted(names))}")
+    if list(module.parameters(recurse=False)):
+        raise NotRecognised(f"{_name(module)} has parameters besides those of its children")
+
+
+def _linear(module: Any) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise NotRecognised(f"{_name(module)} is not a plain linear layer")
+    return module
+
+
+def _projection_sizes(spec: LayerSpec) -> list[int]:
+    """Output features of the projections of query, key and value."""
+    keys, values = spec.num_kv_heads * spec.key_head_size, spec.num_kv_heads * spec.value_head_size
+    return [spec.num_heads * spec.key_head_size, keys, values]
+
+
+def _merged(parts: list[Tensor]) -> Tensor:
+    """The parts, concatenated; they become views of the result."""
+    if len(parts) == 1:
+        return parts[0].data
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts])):
+        part.data = view
+    return whole
+
+
+def _same(result: Tensor, expected: Tensor) -> bool:
+    """Equal up to a few roundings of the dtype."""
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    return result.shape == expected.shape and bool((result - expected).norm() <= tolerance * expected.norm())
+
+
+def _random(*shape: int, like: Tensor) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def _name(thing: Any) -> str:
+    return type(thing).__name__
