@@ -38,7 +38,7 @@ class RequestOptions(TypedDict, total=False):
         model: overrides the client's.
         request_id: appears in the server's traces; generated if not given.
         request_priority: lower values are served first.
-        tenant: whom the request is accounted to.
+        tenant: the account that the request is charged to.
         cache_salt: restricts prefix cache hits to requests with the same salt.
         timeout: seconds, after which the server ends the stream with a deadline error and retries
             stop.  None removes the client's default.

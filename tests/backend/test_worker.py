@@ -117,10 +117,10 @@ def test_it_exits_when_its_frontend_is_gone(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "no/such/folder"}, "is not a checkpoint that can be read"),
-        ({"max_model_len": 4096}, "max_model_len=4096 is more than the checkpoint's 256 positions"),
-        ({"kv_cache_memory": "1KiB"}, "are missing; raise kv_cache_memory, or set max_model_len to at most"),
-        ({"attention_backend": "magic"}, "attention_backend='magic' is not known"),
+        ({"model": "no/such/folder"}, "is not a readable checkpoint"),
+        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the checkpoint's 256 positions"),
+        ({"kv_cache_memory": "1KiB"}, "more; raise kv_cache_memory"),
+        ({"attention_backend": "magic"}, "attention_backend='magic' is not one of auto"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint, options, message):

@@ -1,4 +1,4 @@
-"""The paged KV pool's bookkeeping: which block belongs to whom.  Pure Python, no torch.
+"""The paged KV pool's bookkeeping: which request owns which block.  Pure Python, no torch.
 
 A block is `block_size` token slots in every layer's KV cache.  At any time each block is in exactly one of
 three places (invariant 1):
@@ -259,7 +259,7 @@ class KVPool:
         unowned = [*self._free, *self._cached]
         owned = [block for block in range(self.num_blocks) if self._ref[block]]
         assert sorted(unowned + owned) == list(range(self.num_blocks)), "a block is lost or in two places"
-        assert all(self._hash_of[block] is None for block in self._free), "a free block is findable"
+        assert all(self._hash_of[block] is None for block in self._free), "a free block is in the prefix cache"
         for block_hash, block in self._block_of.items():
             assert self._hash_of[block] == block_hash, f"block {block} is found under another hash"
         assert len(self._block_of) == sum(h is not None for h in self._hash_of)

@@ -43,7 +43,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         prompt_token_ids: at least one id.
         params: validated; `seed` is resolved, never None.
         priority: smaller is sooner.
-        tenant: whom the request is accounted to; "" is the common one.
+        tenant: the account that the request is charged to; "" is the common one.
         deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
         cache_salt: prefix-cache hits stay among requests with the same salt.
         arrival: `time.monotonic()` when the frontend received the request; None means now.

@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 continue
             if not (value > low if open_low else value >= low) or value > high:  # NaN fails too
                 bracket = "(" if open_low else "["
-                raise ValueError(f"{name}={value!r} is out of range: allowed is {bracket}{low}, {high}]")
+                raise ValueError(f"{name}={value!r} is out of range: must be in {bracket}{low}, {high}]")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower one or raise the other"

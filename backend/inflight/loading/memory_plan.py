@@ -37,8 +37,8 @@ def num_pool_blocks(
         missing = format_bytes((blocks_per_request - num_blocks) * bytes_per_block)
         raise LoadError(
             f"the KV pool ({source}) holds {tokens} tokens in {num_blocks} blocks, but one request of "
-            f"max_model_len={max_model_len} takes {blocks_per_request} blocks, {missing} more; raise kv_cache_memory, "
-            f"or set max_model_len to at most {tokens}"
+            f"max_model_len={max_model_len} takes {blocks_per_request} blocks, {missing} more; raise kv_cache_memory"
+            + (f", or set max_model_len to at most {tokens}" if tokens > 1 else "")
         )
     return num_blocks
 

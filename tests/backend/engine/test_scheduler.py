@@ -153,7 +153,7 @@ def test_stop_token_ids_and_eos():
         ([1] * 64, {}, "the prompt has 64 tokens: at most 63 fit max_model_len=64"),
         ([1, 50], {}, r"token id 50 is not in the vocabulary \[0, 49\]"),
         ([1, -1], {}, "token id -1"),
-        ([1], {"top_p": 0.0}, r"top_p=0.0 is out of range: allowed is \(0.0, 1.0\]"),
+        ([1], {"top_p": 0.0}, r"top_p=0.0 is out of range: must be in \(0.0, 1.0\]"),
         ([1], {"temperature": float("nan")}, "temperature=nan"),
         ([1], {"min_tokens": 5, "max_tokens": 2}, "min_tokens=5 is more than max_tokens=2"),
         ([1], {"logit_bias": {77: 1.0}}, "logit_bias: token id 77"),

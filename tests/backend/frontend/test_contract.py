@@ -327,7 +327,7 @@ def test_invalid_utf8_names_the_byte() -> None:
     [
         ({"temprature": 1}, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
         ({"qqqqqq": 1}, "unknown sampling parameter 'qqqqqq'; known keys:"),
-        ({"temperature": -1}, "temperature=-1.0 is out of range: allowed is [0.0, 100.0]"),
+        ({"temperature": -1}, "temperature=-1.0 is out of range: must be in [0.0, 100.0]"),
         ({"temperature": float("nan")}, "temperature=nan: must be a finite number"),
         ({"temperature": "inf"}, "temperature='inf': must be a finite number"),
         ({"temperature": True}, "temperature=True: must be a finite number"),

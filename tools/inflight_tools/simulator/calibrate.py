@@ -55,8 +55,8 @@ class _Steps:
     def begin(self, running: Sequence[Request]) -> None:
         pass
 
-    def grant(self, request: Request, lag: int, most: int) -> int:
-        return min(most, self.cap)
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        return min(limit, self.cap)
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:
         self.recorded.append((step_load(out), seconds))
