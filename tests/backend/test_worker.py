@@ -107,9 +107,9 @@ def test_ends_when_its_frontend_is_gone(engine):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "no/such/folder"}, "is not a checkpoint that can be read"),
-        ({"max_model_len": 4096}, "max_model_len=4096 is more than the checkpoint's 256 positions"),
-        ({"kv_cache_memory": "1KiB"}, "are missing; raise kv_cache_memory, or set max_model_len to at most"),
+        ({"model": "no/such/folder"}, "is not a readable checkpoint"),
+        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the checkpoint's 256 positions"),
+        ({"kv_cache_memory": "1KiB"}, "more; raise kv_cache_memory, or set max_model_len to at most"),
         ({"attention_backend": "magic"}, "attention_backend='magic' is not known"),
     ],
 )

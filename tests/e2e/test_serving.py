@@ -333,7 +333,7 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
         ({"max_num_sequences": 4}, "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"model": "no/such/checkpoint"}, "no/such/checkpoint"),
-        ({"kv_cache_memory": "4KiB"}, "are missing; raise kv_cache_memory"),
+        ({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory"),
     ],
 )
 def test_a_model_json_that_cannot_work_fails_its_load_with_the_reason(serving, checkpoint, changes, reason):

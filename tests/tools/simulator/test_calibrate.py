@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_loaded_fails_with_its_reason(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path), "-o", str(tmp_path / "p.json")])
     assert result.exit_code == 1
-    assert "is not a checkpoint that can be read" in result.output
+    assert "is not a readable checkpoint" in result.output
     assert not (tmp_path / "p.json").exists()
 
 
