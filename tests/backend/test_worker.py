@@ -110,7 +110,7 @@ def test_ends_when_its_frontend_is_gone(engine):
         ({"model": "no/such/folder"}, "is not a readable checkpoint"),
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the checkpoint's 256 positions"),
         ({"kv_cache_memory": "1KiB"}, "more; raise kv_cache_memory, or set max_model_len to at most"),
-        ({"attention_backend": "magic"}, "attention_backend='magic' is not known"),
+        ({"attention_backend": "magic"}, "attention_backend='magic' is not one of"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_reported_and_fatal(checkpoint, options, message):
