@@ -42,10 +42,13 @@ def fuse_modules(model: nn.Module, ops: FusedOps) -> Callable[[], None] | None:
     """Let `ops` compute what it can of a loaded model with attention attached (`module.inflight`).
 
     Returns:
-        A function that restores the modules' own forward, or None if nothing was recognised.
+        A function that restores the modules' forward, or None if nothing was recognised.
     """
     fused: list[nn.Module] = []
-    _fuse(model, ops, fused)
+    reasons: set[str] = set()
+    _fuse(model, ops, fused, reasons)
+    if reasons:
+        _log.info("%s runs partly through transformers: %s", type(model).__name__, "; ".join(sorted(reasons)))
 
     def undo() -> None:
         for module in fused:
@@ -54,27 +57,41 @@ def fuse_modules(model: nn.Module, ops: FusedOps) -> Callable[[], None] | None:
     return undo if fused else None
 
 
-def _fuse(module: nn.Module, ops: FusedOps, fused: list[nn.Module]) -> None:
-    """Replace the forward of `module` or, if it is not recognised, those of its descendants."""
+def _fuse(module: nn.Module, ops: FusedOps, fused: list[nn.Module], reasons: set[str]) -> None:
+    """Replace the forward of `module` or, if it is not recognised, those of its descendants.
+
+    Args:
+        fused: receives the modules that were replaced.
+        reasons: receives why attention and decoder layers were not.
+    """
     for recognise in (decoder_layer, attention, gated_mlp, rms_norm):
         try:
             part: Part = recognise(module)
             check(module, part, ops)
             _merge(part)
         except NotRecognised as reason:
-            _log.debug("%s", reason)
+            if recognise is _expected(module):
+                reasons.add(str(reason))
             continue
         module.forward = part.as_forward(ops)
         fused.append(module)
         return
     for child in module.children():
-        _fuse(child, ops, fused)
+        _fuse(child, ops, fused, reasons)
+
+
+def _expected(module: nn.Module) -> Callable[..., Part] | None:
+    """What a module with paged attention in it should be recognised as."""
+    if hasattr(module, "inflight"):
+        return attention
+    return decoder_layer if any(hasattr(child, "inflight") for child in module.children()) else None
 
 
 def _merge(part: Part) -> None:
+    """Merge the projections of a part, so that it takes few launches."""
     if isinstance(part, DecoderLayer):
         if part.residual_factor != 1.0:
-            raise NotRecognised("a residual multiplier")
+            raise NotRecognised("the decoder layers have a residual multiplier")
         _merge(part.attention)
         _merge(part.mlp)
     elif isinstance(part, Attention):

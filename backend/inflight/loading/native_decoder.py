@@ -158,7 +158,7 @@ def _pack(model: nn.Module, decoder: _Decoder, int8: bool) -> tuple[NativeDecode
     shared = shared_weights(model)
 
     def pack(*linears: nn.Linear, gated: bool = False) -> PackedWeight:
-        packed = PackedWeight([l.weight for l in linears], [l.bias for l in linears], gated, int8)
+        packed = PackedWeight([linear.weight for linear in linears], [linear.bias for linear in linears], gated, int8)
         undone.append(drop_weights(list(linears), packed, shared))
         return packed
 

@@ -95,8 +95,9 @@ class Projection:
             NotRecognised: some layers only have a bias, or dtypes differ.
         """
         first = self.linears[0]
-        if any((l.bias is None) != (first.bias is None) or l.weight.dtype != first.weight.dtype for l in self.linears):
-            raise NotRecognised("layers of one projection differ in dtype, or in whether they have a bias")
+        kinds = {(linear.weight.dtype, linear.bias is None) for linear in self.linears}
+        if len(kinds) > 1:
+            raise NotRecognised("the layers of one projection differ in dtype, or in whether they have a bias")
         self.weight = _merged([linear.weight for linear in self.linears])
         self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])
 
@@ -192,7 +193,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Rotary:
-    """cos and sin of position * inverse_frequencies [R / 2], times `scaling`, twice side by side."""
+    """cos and sin of position * inverse_frequencies [R / 2], times `scaling`, each concatenated with itself."""
 
     inverse_frequencies: Tensor
     scaling: float
@@ -203,7 +204,7 @@ def rms_norm(module: Any) -> RmsNorm:
     """Recognise and check an RMS norm.
 
     Raises:
-        NotRecognised: see there; also for the functions below.
+        NotRecognised: it is something else; the same holds for the functions below.
     """
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -66,6 +66,23 @@ def test_modules_that_differ_are_unchanged(model_type: str, kept: str, tmp_path:
     assert kept not in fused_kinds(loaded.model)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "reasons"),
+    [
+        ("llama", ""),
+        ("granite", "the decoder layers have a residual multiplier"),
+        ("mixtral", "MixtralSparseMoeBlock has experts, gate, not down_proj, gate_proj, up_proj"),
+        ("gpt_oss", "GptOssAttention has sinks"),
+    ],
+)
+def test_the_reasons_are_logged_once(model_type: str, reasons: str, tmp_path: Path, caplog) -> None:
+    loaded, _ = prepared(model_type, tmp_path)
+    with caplog.at_level(logging.INFO, "inflight.loading"):
+        fuse_modules(loaded.model, ReferenceOps())
+    messages = [record.getMessage().partition(" runs partly through transformers: ") for record in caplog.records]
+    assert [reason for _, _, reason in messages] == ([reasons] if reasons else [])
+
+
 def test_a_different_rotation_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and sizes are llama's; what is passed to attention is not."""
     loaded, _ = prepared("llama", tmp_path)
