@@ -5,7 +5,7 @@
     python bench/paired.py --base v0.1.0 --figure 'tokens/s=inflight +([\\d.]+)' -- cpu.py --engines inflight --rounds 1
 
 The earlier commit is checked out into a worktree of its own, its CPU kernels are compiled, and each run is
-a fresh process that imports nothing from the other side.  A figure is NAME=REGEX: the first group of each
+a fresh process that imports nothing from the other side.  A figure is NAME=REGEX (multi-line): the first group of each
 match in what the benchmark prints, in order; the runs of one round are compared match by match.
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the record there as JSON")
     parser.add_argument("command", nargs="+", metavar="SCRIPT [ARG ...]", help="in bench/, after --")
     args = parser.parse_args()
-    figures = {name: re.compile(pattern) for name, _, pattern in (entry.partition("=") for entry in args.figure)}
+    figures = {name: re.compile(pattern, re.MULTILINE) for name, _, pattern in (entry.partition("=") for entry in args.figure)}
     commits = {
         "base": git("rev-parse", "--short", args.base).strip(),
         "new": git("rev-parse", "--short", "HEAD").strip(),
