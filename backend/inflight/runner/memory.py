@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_memory", "format_bytes"]
+__all__ = ["available_memory", "format_bytes", "free_cached_memory", "out_of_memory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -18,6 +18,27 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+# How torch's allocators, the CUDA driver and cuBLAS say it; only the first raises an exception of its own type.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def out_of_memory(error: BaseException, device: torch.device) -> str | None:
+    """What to tell the clients of a step that failed for lack of memory; None if it failed for another reason."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    ):
+        return None
+    if device.type == "cuda":
+        return "the step ran out of GPU memory; lower max_num_batched_tokens or gpu_memory_utilization"
+    return "the step ran out of memory; lower max_num_batched_tokens or kv_cache_memory"
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return to the device what torch's allocator keeps of freed tensors; waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def available_memory(device: torch.device) -> int:
