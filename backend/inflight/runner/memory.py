@@ -1,12 +1,14 @@
-"""Available memory, for weights and KV pool."""
+"""Memory: what is available, what a GPU's is used for, and what happens when it runs out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["available_memory", "format_bytes", "free_cached_memory", "out_of_memory"]
+__all__ = ["DeviceMeter", "available_memory", "format_bytes", "free_cached_memory", "meter_of", "out_of_memory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,6 +35,50 @@ def out_of_memory(error: BaseException, device: torch.device) -> str | None:
     if device.type == "cuda":
         return "the step ran out of GPU memory; lower max_num_batched_tokens or gpu_memory_utilization"
     return "the step ran out of memory; lower max_num_batched_tokens or kv_cache_memory"
+
+
+class DeviceMeter:
+    """Measures a GPU's memory, in bytes.
+
+    Args:
+        cuda: has the functions of `torch.cuda`; a test passes another.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+
+    @property
+    def total(self) -> int:
+        return self._cuda.mem_get_info(self._device)[1]
+
+    def used(self) -> int:
+        """In use by all processes, without what torch's allocator keeps of freed tensors."""
+        self._release()
+        free, total = self._cuda.mem_get_info(self._device)
+        return total - free
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """What torch's allocator holds at most while `run` runs, besides what it holds afterwards.
+
+        These are whole segments, so that the gaps which the run leaves in them count.
+        """
+        self._release()
+        self._cuda.reset_peak_memory_stats(self._device)
+        run()
+        self._cuda.synchronize(self._device)
+        peak = self._cuda.max_memory_reserved(self._device)
+        self._release()
+        return peak - self._cuda.memory_reserved(self._device)
+
+    def _release(self) -> None:
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+
+
+def meter_of(device: torch.device) -> DeviceMeter | None:
+    """The meter of a GPU; None for a CPU, whose system provides memory when it is first written."""
+    return DeviceMeter(device) if device.type == "cuda" else None
 
 
 def free_cached_memory(device: torch.device) -> None:

@@ -47,13 +47,15 @@ class ModelRunner:
         self.model = loaded.model
         self.backend = loaded.backend
         self.device = loaded.device
-        self.host_cache = loaded.host_cache
+        self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
+        self.host_cache = loaded.host_cache
 
     def launch(self, out: SchedulerOutput) -> StepOutput:
         """Run the step: one forward pass over the batch, then a token for each row that samples."""

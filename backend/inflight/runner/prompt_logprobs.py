@@ -64,17 +64,22 @@ class PromptLogprobs:
                 self._tops[row.slot] = row.params.prompt_logprobs
 
     def asked(self, out: SchedulerOutput, inputs: StepInputs) -> AskedPositions:
-        """The step's positions whose logits are needed; call `fill_rows` first."""
+        """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more."""
         state, starts = self._state, inputs.metadata.query_start_loc_cpu
         asked = AskedPositions({}, torch.empty(0, dtype=torch.int64), np.empty(0, dtype=np.int64), [])
         indices, next_token_ids = [], []
         for row, slot in enumerate(out.slots if self._tops else ()):
-            first, num_prompt_tokens = out.num_computed_tokens[row], int(state.num_prompt_tokens[slot])
-            if slot not in self._tops or first >= num_prompt_tokens:
+            if (top := self._tops.get(slot)) is None:
                 continue
-            count = min(first + out.num_scheduled_tokens[row], num_prompt_tokens - 1) - first
+            first, num_prompt_tokens = out.num_computed_tokens[row], int(state.num_prompt_tokens[slot])
+            end = first + out.num_scheduled_tokens[row]
+            if end >= num_prompt_tokens:
+                del self._tops[slot]
+            if first >= num_prompt_tokens:
+                continue  # it came back with all of its prompt computed
+            count = min(end, num_prompt_tokens - 1) - first
             asked.counts[row] = count
-            asked.tops += [self._tops[slot]] * count
+            asked.tops += [top] * count
             indices.append(np.arange(starts[row], starts[row] + count))
             next_token_ids.append(state.token_ids[slot, first + 1 : first + 1 + count])
         if indices:
