@@ -172,7 +172,7 @@ def load(config: EngineConfig) -> LoadedModel:
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
-    check_weights_fit(config, dtype, device)
+    check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
     model = load_weights(config, hf_config, dtype, device)
