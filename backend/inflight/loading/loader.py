@@ -40,7 +40,7 @@ from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_bloc
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.probe import probe
 from inflight.runner.memory import DeviceMeter, available_memory, meter_of
-from inflight.runner.swap import HostCache
+from inflight.runner.swap import HostCache, host_cache_of
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
@@ -155,7 +155,7 @@ class LoadedModel:
     def _finish(self) -> None:
         """The pool is allocated and the logits are right."""
         if self.info.num_host_blocks:
-            self.host_cache = HostCache(self.layers.caches, self.info.num_host_blocks)
+            self.host_cache = host_cache_of(self.layers.caches, self.info.num_host_blocks)
             self.info.swap_seconds_per_block = self.host_cache.seconds_per_block()
         self.info.load_seconds = time.perf_counter() - self.start
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceMeter", "available_memory", "format_bytes", "free_cached_memory", "meter_of", "out_of_memory"]
+__all__ = [
+    "DeviceMeter",
+    "available_memory",
+    "format_bytes",
+    "free_cached_memory",
+    "meter_of",
+    "out_of_memory",
+    "pin",
+    "unpin",
+]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -85,6 +94,20 @@ def free_cached_memory(device: torch.device) -> None:
     """Return to the device what torch's allocator keeps of freed tensors; waits for the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Lock the pages of a host tensor, so that copies to and from a GPU need not wait for the host.
+
+    torch's allocator of pinned memory would round its size up to a power of two.  Call `unpin` before it is freed.
+    """
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+
+
+def unpin(address: int) -> None:
+    """Unlock the pages of the tensor at `address`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_memory(device: torch.device) -> int:
