@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class DeviceMeter:
         return peak - self._cuda.memory_reserved(self._device)
 
     def _release(self) -> None:
+        gc.collect()  # cycles would hold tensors, and loading turns the collector off
         self._cuda.synchronize(self._device)
         self._cuda.empty_cache()
 
