@@ -78,6 +78,28 @@ def test_the_engine_goes_on_after_an_out_of_memory(
     assert list(again.values()) == expected
 
 
+def test_the_model_is_whole_again_after_its_head_ran_out_of_memory(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt logprobs call it with a stand-in for its decoder; the head raises in the second chunk."""
+    core = make_core(checkpoint, native_forward=False)
+    core.runner.forward.max_rows = 4
+    head, calls = core.runner.model.lm_head, iter(range(10**6))
+    forward = head.forward
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(x)
+
+    monkeypatch.setattr(head, "forward", failing)
+    _, failed = serve(core, {1: [7] * 12}, prompt_logprobs=0)
+    assert list(failed) == [1]
+    outputs, failed = serve(core, {2: [9] * 12}, prompt_logprobs=0)
+    assert not failed
+    assert [outputs[2]] == greedy_reference(checkpoint, [[9] * 12], [8])
+
+
 def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
