@@ -104,6 +104,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
         trust_remote_code: let the checkpoint run its own Python code while loading.
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones on the device from config.json
+            alone, the same ones each time, for benchmarks.
         dtype: dtype of weights, activations and KV pool; "auto" takes the checkpoint's, which is bfloat16 for most.
             A float32 checkpoint stays float32; "bfloat16" halves its time on a CPU with bfloat16 instructions.
         device: "cuda", "cpu", or "auto": CUDA if available.
@@ -183,6 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2, le=_MAX_COUNT)] | None = None

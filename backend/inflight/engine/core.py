@@ -144,7 +144,7 @@ class EngineCore:
             ticket = self.runner.launch(out)
             self._launched.append(_Launched(out, ticket, start, ahead=bool(self._launched)))
         if not self._launched:
-            return StepMessage([], self._stats(SchedulerOutput(), 0.0), failed=self._fail_late())
+            return StepMessage([], self._stats(SchedulerOutput(), 0.0), failed=self._give_up())
         step = self._launched.popleft()
         result = self.runner.collect(step.ticket)
         news, tokens = self.scheduler.update(step.out, result)
@@ -157,27 +157,30 @@ class EngineCore:
         ended = [self._live[delta.request_id][delta.index] for delta in news if delta.finish_reason is not None]
         end = self.clock()
         start = result.started if step.ahead else step.start
-        # Whoever waits for the step waits for making it, too.
-        self.scheduler.policies.budget.observe(step.out, result.ended - start)
-        self.swap.observe(step.out, result.ended - result.started)
+        if not result.failure:
+            # Whoever waits for the step waits for making it, too.
+            self.scheduler.policies.budget.observe(step.out, result.ended - start)
+            self.swap.observe(step.out, result.ended - result.started)
         stats = self._stats(step.out, end - start)
         if self.trace is not None:
             self.trace.add(step.out, result, stats, (start, end))
             self.trace.ended(ended, end)
         for request in ended:
             self._forget_if_done(request.request_id)
-        return StepMessage(news, stats, tokens, self._fail_late())
+        failed = self._give_up()
+        if failed:  # their blocks are back
+            stats = self._stats(step.out, end - start)
+        return StepMessage(news, stats, tokens, failed)
 
-    def _fail_late(self) -> list[RequestFailed]:
-        """End the requests that waited too long for something outside of the engine."""
+    def _give_up(self) -> list[RequestFailed]:
+        """End the requests that the scheduler cannot go on with, each with all its sequences."""
         failed = []
-        late, self.scheduler.late = self.scheduler.late, []
-        for request, reason in late:
+        lost, self.scheduler.failed = self.scheduler.failed, []
+        for request, reason in lost:
             if request.request_id not in self._live:
-                continue  # a sibling was late, too
+                continue  # it went with a sibling
             self.abort(request.request_id)
-            text = f"the request waited too long for {reason}; try again later"
-            failed.append(RequestFailed(request.request_id, "UNAVAILABLE", text))
+            failed.append(RequestFailed(request.request_id, "UNAVAILABLE", reason))
         return failed
 
     def _queue_is_full(self, message: AddRequest) -> RequestFailed | None:

@@ -177,6 +177,25 @@ class KVPool:
                 hash_of[block] = block_hash
                 block_of[block_hash] = block
 
+    def forget(self, request: Request, num_tokens: int) -> list[int]:
+        """Remove the request's blocks past its first `num_tokens` tokens from the prefix cache: their step failed.
+
+        Returns:
+            The blocks removed.  For a request that has no blocks any more they are those with its hashes, and may
+            be equal ones that another request computed.
+        """
+        removed = []
+        for block_hash in request.block_hashes[num_tokens // self.block_size :]:
+            block = self._block_of.get(block_hash)
+            if block is None or (request.block_ids and block not in request.block_ids):
+                continue
+            self._unpublish(block)
+            if not self._ref[block]:
+                del self._cached[block]
+                self._free.append(block)
+            removed.append(block)
+        return removed
+
     def truncate(self, request: Request, num_tokens: int) -> bool:
         """Take back the blocks past the request's first `num_tokens` tokens, which refused drafts were to fill.
 
@@ -232,11 +251,15 @@ class KVPool:
     def _evict(self) -> None:
         """Free the least recently used cached block."""
         block, _ = self._cached.popitem(last=False)
+        self._unpublish(block)
+        self._free.append(block)
+
+    def _unpublish(self, block: int) -> None:
+        """Nobody finds the block as a prefix any more."""
         block_hash = self._hash_of[block]
         assert block_hash is not None
         del self._block_of[block_hash]
         self._hash_of[block] = None
-        self._free.append(block)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert invariants 1 and 2 against the block tables of all live requests.

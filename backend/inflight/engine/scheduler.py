@@ -64,7 +64,7 @@ class Scheduler:
 
     Attributes:
         held: requests whose admission answered "not yet".
-        late: held requests that waited too long, each with what for; who reports them clears it.
+        failed: requests that cannot go on, each with why, for the client; who ends them clears it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self.waiting = self.policies.order
         self.running: list[Request] = []
         self.held = HeldRequests(limits.max_num_held, clock)
-        self.late: list[tuple[Request, str]] = []
+        self.failed: list[tuple[Request, str]] = []
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows: list[Request] = []  # of the step that is being made
@@ -136,6 +136,8 @@ class Scheduler:
             A full delta of each sequence with more news than a token, and the tokens of the others.
         """
         rows = self._in_flight.popleft() if out.slots else []
+        if step.failure:
+            self._lose(out, rows, step.failure)
         news: list[SequenceDelta] = []
         request_ids: list[int] = []
         indices: list[int] = []
@@ -165,7 +167,7 @@ class Scheduler:
     # -- making a step ---------------------------------------------------------------------
 
     def _recall_held(self) -> None:
-        """Put held requests that need not wait any longer back in line; report those that waited too long."""
+        """Put held requests that need not wait any longer back in line; give up those that waited too long."""
 
         def admits(request: Request) -> bool | NotYet:
             return self.policies.admission.admits(request, self.pool.find_prefix(request), self.running, self.pool)
@@ -173,7 +175,9 @@ class Scheduler:
         ready, late = self.held.recall(admits)
         for request in reversed(ready):  # each goes to the front of the queue
             self.waiting.add_first(request)
-        self.late += late
+        self.failed += [
+            (request, f"the request waited too long for {reason}; try again later") for request, reason in late
+        ]
 
     def _hold(self, request: Request, answer: NotYet) -> bool:
         """Take a request out of the queue, so that others pass it; False where no more may be held."""
@@ -411,6 +415,23 @@ class Scheduler:
             out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
 
     # -- taking a step in ------------------------------------------------------------------
+
+    def _lose(self, out: SchedulerOutput, rows: list[Request], why: str) -> None:
+        """A step was not computed: give up its requests, and those that share blocks which it was to compute.
+
+        Whoever shares them was admitted to the step that was launched ahead, or is a row of this one.
+        """
+        lost: set[int] = set()
+        for request, computed in zip(rows, out.num_computed_tokens):
+            lost.update(self.pool.forget(request, computed))
+            request.num_computed_tokens = min(request.num_computed_tokens, computed)
+        for request in self.running:
+            shared = next((index for index, block in enumerate(request.block_ids) if block in lost), None)
+            if shared is not None:
+                rows.append(request)
+                request.num_computed_tokens = min(request.num_computed_tokens, shared * self.pool.block_size)
+                self.pool.forget(request, request.num_computed_tokens)
+        self.failed += [(request, why) for request in dict.fromkeys(rows) if request.status is not _FINISHED]
 
     def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
         """Append the tokens of a row with drafts, up to the one that ends the request; take back the rest."""

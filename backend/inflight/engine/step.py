@@ -87,6 +87,8 @@ class StepOutput(msgspec.Struct, array_like=True):
         started: when the device began the step.
         forward_end: when the forward pass was over, where the runner can tell.
         ended: when the tokens were there.
+        failure: why the step was not computed, in words for the clients of its requests; "" if it was.  Then only
+            its copies to and from the host were made.
     """
 
     token_ids: list[int] = []
@@ -96,3 +98,4 @@ class StepOutput(msgspec.Struct, array_like=True):
     started: float = 0.0
     forward_end: float | None = None
     ended: float = 0.0
+    failure: str = ""

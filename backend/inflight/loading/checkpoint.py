@@ -77,15 +77,19 @@ def max_model_len(config: EngineConfig, text_config: Any) -> int:
     return config.max_model_len
 
 
-def check_weights_fit(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare the size of the weights with the free memory before reading them.
+def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the size of the weights with the free memory before reading or making them.
 
     Raises:
         LoadError: they do not fit (by how much), or a file is damaged.
     """
     files = sorted(Path(config.model).glob("*.safetensors")) if Path(config.model).is_dir() else []
     try:
-        need = sum(map(_num_weights, files)) * dtype.itemsize
+        if config.load_format == "dummy":
+            model = _from_config(config, hf_config, dtype, torch.device("meta"))
+            need = sum(parameter.nbytes for parameter in model.parameters())
+        else:
+            need = sum(map(_num_weights, files)) * dtype.itemsize
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{config.model!r}: a .safetensors file is damaged or incomplete; download it again") from error
     free = available_memory(device)
@@ -108,8 +112,9 @@ def load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
     Raises:
         LoadError: transformers cannot load it, or weights are missing or of other shapes.
     """
+    if config.load_format == "dummy":
+        return _dummy_weights(config, hf_config, dtype, device)
     transformers_logging.disable_progress_bar()
-    where = f"{config.model!r} ({hf_config.model_type}) cannot be loaded"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config.model,
@@ -123,10 +128,8 @@ def load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
             output_loading_info=True,
         )
     except (ValueError, OSError, KeyError, ImportError, SafetensorError) as error:
-        reason = _reason(error)
-        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
-            reason = "its attention does not use transformers' AttentionInterface"
-        raise LoadError(f"{where}: {reason}") from error
+        raise _cannot_load(config, hf_config, error) from error
+    where = f"{config.model!r} ({hf_config.model_type}) cannot be loaded"
     if report["mismatched_keys"]:
         name, found, expected = min(report["mismatched_keys"])
         raise LoadError(
@@ -136,6 +139,39 @@ def load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
         missing = sorted(report["missing_keys"])
         raise LoadError(f"{where}: {len(missing)} weights are in none of its files, such as {missing[0]}")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Random weights as the model's own initialisation makes them before training: small, so logits stay finite."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        return _from_config(config, hf_config, dtype, device).eval().requires_grad_(False)
+
+
+def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model that config.json describes, made on `device`.
+
+    Raises:
+        LoadError: transformers cannot make it.
+    """
+    try:
+        with device:
+            return AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                attn_implementation=IMPLEMENTATION,
+            )
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise _cannot_load(config, hf_config, error) from error
+
+
+def _cannot_load(config: EngineConfig, hf_config: Any, error: Exception) -> LoadError:
+    reason = _reason(error)
+    if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+        reason = "its attention does not use transformers' AttentionInterface"
+    return LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}")
 
 
 def eos_token_ids(model: nn.Module, text_config: Any) -> list[int]:

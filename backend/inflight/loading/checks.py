@@ -8,7 +8,7 @@ the pool, are compared with transformers' eager attention on each alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,22 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.runner.batch_state import BatchState
 
-__all__ = ["Reference", "lengths_that_fit", "reference", "relative_error"]
+__all__ = ["LoadCheck", "Reference", "lengths_that_fit", "num_check_blocks", "reference", "relative_error", "tolerance"]
 
 _LENGTHS = (7, 12)
 _CHUNKS = (4, 64)  # tokens of each sequence in the first and the second step
+
+# Relative error of the logits that rounding explains: in half precision it may change the choice of experts.  A
+# dropped positional bias or a leak between sequences costs far more.  int8 keys and values cost about 1% (measured on
+# every architecture), several times that with outliers; fp8 rounds each number by up to 6%.
+_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.25,
+    torch.int8: 0.1,
+    torch.float8_e4m3fn: 0.25,
+}
+_INT8_TOLERANCE = 0.25  # with weights and activations in int8
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,52 @@ def lengths_that_fit(max_len: int, num_blocks: int, block_size: int) -> list[int
     limit = min(max_len, max(1, num_blocks // len(_LENGTHS)) * block_size)
     lengths = [min(length, limit) for length in _LENGTHS]
     return lengths if num_blocks >= len(lengths) else lengths[-1:]
+
+
+def num_check_blocks(block_size: int) -> int:
+    """Blocks of a pool that holds the test sequences at their full lengths."""
+    return len(_LENGTHS) * -(-max(_LENGTHS) // block_size)
+
+
+def tolerance(dtype: torch.dtype, kv_dtype: torch.dtype | None, int8: bool) -> float:
+    """Largest relative error of a right forward pass; `int8` is about its weights."""
+    return max(_TOLERANCE[dtype], _TOLERANCE[kv_dtype or dtype], _INT8_TOLERANCE if int8 else 0.0)
+
+
+@dataclass(frozen=True)
+class LoadCheck:
+    """Tells whether a forward pass of the loaded model is right.
+
+    Attributes:
+        model_type: of the checkpoint, for messages.
+        expected: what transformers' attention computed; None accepts everything.
+        tolerance: largest relative error of the logits.
+    """
+
+    model_type: str
+    backend: AttentionBackend
+    expected: Reference | None
+    tolerance: float
+    block_size: int
+    device: torch.device
+
+    def passes(self, forward: Callable[..., Any]) -> bool:
+        return self.error(forward) <= self.tolerance
+
+    def error(self, forward: Callable[..., Any]) -> float:
+        """Its relative error, over the first blocks of the present pool."""
+        if self.expected is None:
+            return 0.0
+        return relative_error(forward, self.backend, self.expected, self.block_size, self.device)
+
+    def that_fits(self, num_blocks: int) -> LoadCheck:
+        """The same in a pool of `num_blocks`, which holds the longest of the sequences in any case."""
+        if self.expected is None:
+            return self
+        sequences, logits = self.expected.sequences, self.expected.logits
+        if num_blocks >= len(sequences) * -(-max(map(len, sequences)) // self.block_size):
+            return self
+        return replace(self, expected=Reference(sequences[-1:], logits[-1:]))
 
 
 @torch.inference_mode()

@@ -2,20 +2,28 @@
 
 `AutoModelForCausalLM` loads the checkpoint with our attention implementation; a probe then finds each
 layer's attention.  Unsupported features are rejected here, by name, before the first request.
+
+On a CPU the pool comes first: the native decoder needs its address.  On a GPU it comes last, and gets what merged
+weights, workspaces and the largest step leave:
+
+    load  ->  a pool of a few blocks  ->  merge, check  ->  `LoadedModel.allocate`: measure a step, plan, pool, check
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend, KVCache, LayerAttention, LayerSpec
+from inflight.attention.base import KV_DTYPES, AttentionBackend
 from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.acceleration import CannotQuantize, accelerate
 from inflight.loading.checkpoint import (
     check_weights_fit,
@@ -25,25 +33,18 @@ from inflight.loading.checkpoint import (
     max_model_len,
     read_config,
 )
-from inflight.loading.checks import lengths_that_fit, reference, relative_error
+from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
 from inflight.loading.errors import LoadError
-from inflight.loading.memory_plan import num_host_blocks, num_pool_blocks
-from inflight.loading.probe import activation_bytes, probe
-from inflight.runner.swap import HostCache
+from inflight.loading.largest_step import largest_step
+from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
+from inflight.loading.paged_layers import PagedLayers
+from inflight.loading.probe import probe
+from inflight.runner.memory import DeviceMeter, available_memory, meter_of
+from inflight.runner.swap import HostCache, host_cache_of
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
 
-# Relative error of the logits that rounding explains: in half precision it may change the choice of experts.  A
-# dropped positional bias or a leak between sequences costs far more.  int8 keys and values cost about 1% (measured on
-# every architecture), several times that with outliers; fp8 rounds each number by up to 6%.
-_CHECK_TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.float16: 0.1,
-    torch.bfloat16: 0.25,
-    torch.int8: 0.1,
-    torch.float8_e4m3fn: 0.25,
-}
-_INT8_TOLERANCE = 0.25  # with weights and activations in int8
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,29 +55,48 @@ class CheckpointInfo:
         max_model_len: maximum tokens per request; never more than the pool can hold.
         vocab_size: logits per token.
         eos_token_ids: ids that end a request unless it ignores them.
-        num_blocks: KV blocks in the pool.
+        load_seconds: time that loading took.
+        num_blocks: KV blocks in the pool; this and what follows is 0 until it is allocated.
         kv_bytes: size of the pool.
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
-        load_seconds: time that `load` took.
     """
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    num_blocks: int
-    kv_bytes: int
-    num_host_blocks: int
-    swap_seconds_per_block: float
     dtype: str
     device: str
     attention_backend: str
-    load_seconds: float
+    load_seconds: float = 0.0
+    num_blocks: int = 0
+    kv_bytes: int = 0
+    num_host_blocks: int = 0
+    swap_seconds_per_block: float = 0.0
+
+
+@dataclass
+class _Sizing:
+    """What a GPU's pool is sized with, once a step can be run.
+
+    Attributes:
+        meter: of the device.
+        used_before: bytes in use before the weights came.
+        weights: bytes of parameters and buffers.
+        num_blocks: of the pool that steps are measured with.
+        check: to repeat with the real pool.
+    """
+
+    meter: DeviceMeter
+    used_before: int
+    weights: int
+    num_blocks: int
+    check: LoadCheck
 
 
 @dataclass
 class LoadedModel:
-    """Ready for ragged batches.
+    """Ready for ragged batches; on a GPU after `allocate`.
 
     Attributes:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
@@ -84,16 +104,64 @@ class LoadedModel:
         host_cache: host memory for swapped requests, if any.
     """
 
+    config: EngineConfig
     model: Any
     backend: AttentionBackend
+    layers: PagedLayers
     info: CheckpointInfo
     device: torch.device
     dtype: torch.dtype
-    host_cache: HostCache | None
+    start: float
+    host_cache: HostCache | None = None
+    _sizing: _Sizing | None = field(default=None, repr=False)
+
+    def allocate(self, run: Callable[[SchedulerOutput], StepOutput]) -> None:
+        """On a GPU, give the pool what the largest step leaves; on a CPU `load` has allocated it.
+
+        Args:
+            run: runs a step as it will be run, sampling included.
+
+        Raises:
+            LoadError: the largest step, or one request of `max_model_len`, does not fit; or the logits are wrong.
+        """
+        if self._sizing is None:
+            return
+        sizing, self._sizing = self._sizing, None
+        self._allocate(self._measured_plan(sizing, run))
+        _require(sizing.check.that_fits(self.info.num_blocks), self.model)
+        self._finish()
+
+    def _measured_plan(self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput]) -> MemoryPlan:
+        config, info, meter = self.config, self.info, sizing.meter
+        limits = config.max_num_seqs, config.max_num_batched_tokens
+        out = largest_step(*limits, info.max_model_len, config.block_size, sizing.num_blocks, info.vocab_size)
+        results: list[StepOutput] = []
+        step = meter.peak_of(lambda: results.append(run(out)))
+        if results[0].failure:
+            raise LoadError(
+                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
+                f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
+            )
+        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step)
+        return plan_on_gpu(config, self.layers.bytes_per_block, info.max_model_len, memory)
+
+    def _allocate(self, plan: MemoryPlan) -> None:
+        _log.info("%s", plan)
+        info, bytes_per_block = self.info, self.layers.bytes_per_block
+        info.num_blocks, info.kv_bytes = plan.num_blocks, plan.pool
+        info.num_host_blocks = num_host_blocks(self.config, bytes_per_block, plan.num_blocks, self.device)
+        self.layers.allocate(plan.num_blocks)
+
+    def _finish(self) -> None:
+        """The pool is allocated and the logits are right."""
+        if self.info.num_host_blocks:
+            self.host_cache = host_cache_of(self.layers.caches, self.info.num_host_blocks)
+            self.info.swap_seconds_per_block = self.host_cache.seconds_per_block()
+        self.info.load_seconds = time.perf_counter() - self.start
 
 
 def load(config: EngineConfig) -> LoadedModel:
-    """Load and probe the model, allocate the pool, attach attention, and check the logits.
+    """Load and probe the model, attach attention, check the logits, and on a CPU allocate the pool.
 
     Raises:
         LoadError: not a checkpoint, an unsupported architecture or feature, or not enough memory.
@@ -104,36 +172,40 @@ def load(config: EngineConfig) -> LoadedModel:
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
-    check_weights_fit(config, dtype, device)
+    check_weights_fit(config, hf_config, dtype, device)
+    meter = meter_of(device)
+    used_before = meter.used() if meter is not None else 0
     model = load_weights(config, hf_config, dtype, device)
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    layers = [
+    probed = [
         (module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in probe(model, text_config, length, device)
     ]
-    specs = [spec for _, spec in layers]
-    backend = select_backend(config.attention_backend, specs, dtype, config.block_size, device)
-    bytes_per_block = config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-    activations = activation_bytes(model, config, device)
-    num_blocks = num_pool_blocks(config, bytes_per_block, length, device, activations)
-    host_blocks = num_host_blocks(config, bytes_per_block, num_blocks, device)
-    caches = _attach(layers, backend, num_blocks, config, dtype, device)
-    lengths = lengths_that_fit(length, num_blocks, config.block_size)
-    forward = _checked_forward(model, backend, text_config, config, lengths, dtype, device)
-    host_cache = HostCache(caches, host_blocks) if host_blocks else None
+    backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    writes_pages = config.itl_target_ms is not None and device.type == "cpu"
+    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages)
     info = CheckpointInfo(
         max_model_len=length,
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=eos_token_ids(model, text_config),
-        num_blocks=num_blocks,
-        kv_bytes=num_blocks * bytes_per_block,
-        num_host_blocks=host_blocks,
-        swap_seconds_per_block=host_cache.seconds_per_block() if host_cache else 0.0,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention_backend=backend.name,
-        load_seconds=time.perf_counter() - start,
     )
-    return LoadedModel(forward, backend, info, device, dtype, host_cache)
+    loaded = LoadedModel(config, model, backend, layers, info, device, dtype, start)
+    num_blocks = num_check_blocks(config.block_size)
+    if meter is not None:
+        layers.allocate(num_blocks)
+    else:
+        loaded._allocate(plan_on_cpu(config, layers.bytes_per_block, length, available_memory(device)))
+        num_blocks = info.num_blocks
+    lengths = lengths_that_fit(length, num_blocks, config.block_size)
+    check = _load_check(model, text_config.model_type, loaded, lengths)
+    loaded.model = _checked_forward(model, config, check, device)
+    if meter is not None:
+        loaded._sizing = _Sizing(meter, used_before, _weight_bytes(model), num_blocks, check)
+    else:
+        loaded._finish()
+    return loaded
 
 
 def _device(name: str) -> torch.device:
@@ -144,61 +216,41 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _attach(
-    layers: list[tuple[nn.Module, LayerSpec]],
-    backend: AttentionBackend,
-    num_blocks: int,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[KVCache]:
-    """Allocate each layer's cache and attach it to the attention module."""
-    caches = []
-    for module, spec in layers:
-        cache = backend.new_cache(num_blocks, config.block_size, spec, dtype, device)
-        if config.itl_target_ms is not None and device.type == "cpu":
-            # Otherwise the first write to each page waits for the system to provide it: with huge pages on a
-            # virtual machine tens of milliseconds every few thousand tokens, which no step budget accounts for.
-            cache.key.zero_()
-            cache.value.zero_()
-        caches.append(cache)
-        module.inflight = LayerAttention(spec, backend, cache)  # type: ignore[assignment]
-    return caches
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers; those that are views of one another count once."""
+    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _checked_forward(
-    model: nn.Module,
-    backend: AttentionBackend,
-    text_config: Any,
-    config: EngineConfig,
-    lengths: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
+def _load_check(model: nn.Module, model_type: str, loaded: LoadedModel, lengths: list[int]) -> LoadCheck:
+    """Made before anything of `model` is replaced: computes what transformers' attention does."""
+    config, device = loaded.config, loaded.device
+    expected = reference(model, loaded.info.vocab_size, lengths, device) if config.check_on_load else None
+    allowed = tolerance(loaded.dtype, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
+    return LoadCheck(model_type, loaded.backend, expected, allowed, config.block_size, device)
+
+
+def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
     int8 = config.quantization == "int8"
     if int8 and (device.type != "cpu" or not config.native_forward):
         raise ConfigError('quantization="int8" requires a CPU and native_forward; remove it')
-    kv_dtype = KV_DTYPES[config.kv_cache_dtype] or dtype
-    tolerance = max(_CHECK_TOLERANCE[dtype], _CHECK_TOLERANCE[kv_dtype], _INT8_TOLERANCE if int8 else 0.0)
-    expected = reference(model, int(text_config.vocab_size), lengths, device) if config.check_on_load else None
-
-    def error(forward: Any) -> float:
-        if expected is None:
-            return 0.0
-        return relative_error(forward, backend, expected, config.block_size, device)
-
     forward = model
     if config.native_forward:
         try:
-            forward = accelerate(model, device, lambda candidate: error(candidate) <= tolerance, int8)
+            forward = accelerate(model, device, check.passes, int8)
         except CannotQuantize as why:
             raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
-    off = error(forward)
-    if not off <= tolerance:
-        raise LoadError(
-            f"model type {text_config.model_type!r} is not supported: the logits of a test batch differ by "
-            f"{off:.1%} (tolerance: {tolerance:.1%}) from those of transformers' attention, so paged attention drops "
-            "a feature of the model; set check_on_load to false only if you know why they differ"
-        )
+    _require(check, forward)
     return forward
+
+
+def _require(check: LoadCheck, forward: Any) -> None:
+    """Raise LoadError unless the logits of `forward` are right."""
+    off = check.error(forward)
+    if not off <= check.tolerance:
+        raise LoadError(
+            f"model type {check.model_type!r} is not supported: the logits of a test batch differ by "
+            f"{off:.1%} (tolerance: {check.tolerance:.1%}) from those of transformers' attention, so paged attention "
+            "drops a feature of the model; set check_on_load to false only if you know why they differ"
+        )

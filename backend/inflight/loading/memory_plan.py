@@ -1,6 +1,12 @@
-"""How many KV blocks fit: in the pool, and in host memory for swapped requests."""
+"""Where memory goes: how many KV blocks fit beside weights and the largest step, and how many in host memory.
+
+The functions that plan a pool are pure: they know only what they are given.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -8,19 +14,132 @@ from inflight.config import EngineConfig, parse_bytes
 from inflight.loading.errors import LoadError
 from inflight.runner.memory import available_memory, format_bytes
 
-__all__ = ["num_host_blocks", "num_pool_blocks"]
+__all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
 
 # Share of the free RAM that the KV pool takes on a CPU unless `kv_cache_memory` is set.  The system provides
 # pages when they are first written, so this is a limit rather than a cost.
 _CPU_KV_SHARE = 0.4
 # Kept free on a GPU for fragmentation and for growth of the CUDA context.
-_GPU_HEADROOM = 150 * 2**20
+HEADROOM = 150 * 2**20
 
 
-def num_pool_blocks(
-    config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device, activation_bytes: int
-) -> int:
-    """Blocks of the pool.
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A GPU's memory in bytes, as measured while loading.
+
+    Attributes:
+        total: of the device.
+        used_before: in use before the weights came, by other processes and by this one's CUDA context.
+        used: in use after the model has run its largest step, with torch's cache emptied: by the above, weights,
+            workspaces, scratch and compiled kernels.
+        weights: parameters and buffers of the model.
+        step: what the largest step takes besides `used`, at its peak.
+        graphs: what captured graphs will take.
+    """
+
+    total: int
+    used_before: int
+    used: int
+    weights: int
+    step: int
+    graphs: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes; the parts add up to `total`.
+
+    On a CPU, which is not measured, `total` is the free RAM, and all but `pool` and `unused` is 0.
+
+    Attributes:
+        others: other processes, and this one's CUDA context.
+        workspaces: what stays allocated for libraries, kernels and their scratch.
+        step: activations, logits and sampling of the largest step.
+        graphs: captured graphs.
+        headroom: kept free for fragmentation; less where an explicit pool size takes it.
+        pool: the KV pool, of `num_blocks` blocks.
+        unused: what `gpu_memory_utilization` leaves to others, or the pool has no use for.
+    """
+
+    total: int
+    others: int
+    weights: int
+    workspaces: int
+    step: int
+    graphs: int
+    headroom: int
+    pool: int
+    unused: int
+    num_blocks: int
+
+    def __str__(self) -> str:
+        names = ("others", "weights", "workspaces", "step", "graphs", "headroom", "pool", "unused")
+        parts = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in names)
+        return f"memory {format_bytes(self.total)}: {parts}; {self.num_blocks} KV blocks"
+
+
+def plan_on_cpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, free: int) -> MemoryPlan:
+    """The pool's share of `free` bytes of RAM.
+
+    Raises:
+        LoadError: a request of `max_model_len` does not fit.
+    """
+    source = f"{_CPU_KV_SHARE:.0%} of {format_bytes(free)} free RAM"
+    budget = _Budget(int(free * _CPU_KV_SHARE), source, "raise kv_cache_memory")
+    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, budget)
+    pool = num_blocks * bytes_per_block
+    return MemoryPlan(max(free, pool), 0, 0, 0, 0, 0, 0, pool, max(0, free - pool), num_blocks)
+
+
+def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, memory: DeviceMemory) -> MemoryPlan:
+    """The pool takes what the rest leaves of `gpu_memory_utilization`, or what the configuration says.
+
+    Raises:
+        LoadError: a request of `max_model_len` does not fit, or the configured size does not.
+    """
+    taken = memory.used + memory.step + memory.graphs
+    left = int(memory.total * config.gpu_memory_utilization) - taken - HEADROOM
+    source = (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_bytes(memory.total)}, less "
+        f"{format_bytes(memory.used)} in use, {format_bytes(memory.step + memory.graphs)} for steps and "
+        f"{format_bytes(HEADROOM)} of headroom"
+    )
+    advice = "raise gpu_memory_utilization, lower max_num_batched_tokens"
+    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, _Budget(max(0, left), source, advice))
+    pool, room = num_blocks * bytes_per_block, memory.total - taken
+    if pool > room:  # only a configured size can be
+        key = "kv_cache_memory" if config.num_gpu_blocks_override is None else "num_gpu_blocks_override"
+        limit = repr(f"{room // 2**20}MiB") if key == "kv_cache_memory" else str(room // bytes_per_block)
+        raise LoadError(
+            f"{key}={getattr(config, key)!r} is a KV pool of {format_bytes(pool)}, but the device has "
+            f"{format_bytes(max(0, room))} left besides weights and steps; set it to at most {limit}"
+        )
+    headroom = min(HEADROOM, room - pool)
+    others = min(memory.used_before, memory.used - memory.weights)  # less, if another process left meanwhile
+    return MemoryPlan(
+        total=memory.total,
+        others=others,
+        weights=memory.weights,
+        workspaces=memory.used - memory.weights - others,
+        step=memory.step,
+        graphs=memory.graphs,
+        headroom=headroom,
+        pool=pool,
+        unused=room - pool - headroom,
+        num_blocks=num_blocks,
+    )
+
+
+class _Budget(NamedTuple):
+    """Bytes for the pool, where that number comes from, and what to do if it is too small."""
+
+    size: int
+    source: str
+    advice: str
+
+
+def _num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, budget: _Budget) -> int:
+    """Blocks of the pool: as many as the configuration says, or as fit the budget.
 
     Raises:
         LoadError: a request of `max_model_len` does not fit.
@@ -28,31 +147,21 @@ def num_pool_blocks(
     blocks_per_request = -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
-        source = f"num_gpu_blocks_override={num_blocks}"
+        budget = _Budget(0, f"num_gpu_blocks_override={num_blocks}", "raise it")
     else:
-        budget, source = _pool_bytes(config, device, activation_bytes)
-        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * blocks_per_request)
+        if config.kv_cache_memory is not None:
+            size, source = parse_bytes(config.kv_cache_memory), f"kv_cache_memory={config.kv_cache_memory!r}"
+            budget = _Budget(size, source, "raise kv_cache_memory")
+        num_blocks = min(budget.size // bytes_per_block, config.max_num_seqs * blocks_per_request)
     if num_blocks < blocks_per_request:
         tokens = num_blocks * config.block_size
         missing = format_bytes((blocks_per_request - num_blocks) * bytes_per_block)
         raise LoadError(
-            f"the KV pool ({source}) holds {tokens} tokens in {num_blocks} blocks, but one request of "
-            f"max_model_len={max_model_len} takes {blocks_per_request} blocks, {missing} more; raise kv_cache_memory"
+            f"the KV pool ({budget.source}) holds {tokens} tokens in {num_blocks} blocks, but one request of "
+            f"max_model_len={max_model_len} takes {blocks_per_request} blocks, {missing} more; {budget.advice}"
             + (f", or set max_model_len to at most {tokens}" if tokens > 1 else "")
         )
     return num_blocks
-
-
-def _pool_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> tuple[int, str]:
-    """Memory for the pool, and where that number comes from."""
-    if config.kv_cache_memory is not None:
-        return parse_bytes(config.kv_cache_memory), f"kv_cache_memory={config.kv_cache_memory!r}"
-    free = available_memory(device)
-    if device.type == "cpu":
-        return int(free * _CPU_KV_SHARE), f"{_CPU_KV_SHARE:.0%} of {format_bytes(free)} free RAM"
-    total = torch.cuda.get_device_properties(device).total_memory
-    allowed = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes - _GPU_HEADROOM
-    return max(0, allowed), f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_bytes(total)}"
 
 
 def num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Probe forward passes: what each layer's attention requires, and how much memory a step takes."""
+"""The probe forward pass: what each layer's attention requires."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import nn
 
 from inflight.attention.base import LayerSpec
 from inflight.attention.hf import UnsupportedAttention, probe_layers
-from inflight.config import EngineConfig
 from inflight.loading.errors import LoadError
 
-__all__ = ["activation_bytes", "probe"]
+__all__ = ["probe"]
 
 
 @torch.inference_mode()
@@ -59,20 +58,3 @@ def _check_layer_types(text_config: Any, layers: list[tuple[nn.Module, LayerSpec
                 )
         elif layer_type not in ("full_attention", "attention", "chunked_attention"):
             raise LoadError(f"{where} is of type {layer_type!r}; only full, sliding and chunked attention is supported")
-
-
-@torch.inference_mode()
-def activation_bytes(model: nn.Module, config: EngineConfig, device: torch.device) -> int:
-    """Peak memory of the largest step on a GPU, besides weights and KV pool; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    num_tokens = config.max_num_batched_tokens
-    token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device)
-    positions = torch.arange(num_tokens, device=device)[None]
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    with probe_layers():
-        rows = min(config.max_num_seqs, num_tokens)
-        out = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
-        out.logits.float()
-    return torch.cuda.max_memory_allocated(device) - before

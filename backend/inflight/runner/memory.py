@@ -1,12 +1,24 @@
-"""Available memory, for weights and KV pool."""
+"""Memory: what is available, what a GPU's is used for, and what happens when it runs out."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["available_memory", "format_bytes"]
+__all__ = [
+    "DeviceMeter",
+    "available_memory",
+    "format_bytes",
+    "free_cached_memory",
+    "meter_of",
+    "out_of_memory",
+    "pin",
+    "unpin",
+]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -18,6 +30,86 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+# How torch's allocators, the CUDA driver and cuBLAS say it; only the first raises an exception of its own type.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def out_of_memory(error: BaseException, device: torch.device) -> str | None:
+    """What to tell the clients of a step that failed for lack of memory; None if it failed for another reason."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    ):
+        return None
+    if device.type == "cuda":
+        return "the step ran out of GPU memory; lower max_num_batched_tokens or gpu_memory_utilization"
+    return "the step ran out of memory; lower max_num_batched_tokens or kv_cache_memory"
+
+
+class DeviceMeter:
+    """Measures a GPU's memory, in bytes.
+
+    Args:
+        cuda: has the functions of `torch.cuda`; a test passes another.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+
+    @property
+    def total(self) -> int:
+        return self._cuda.mem_get_info(self._device)[1]
+
+    def used(self) -> int:
+        """In use by all processes, without what torch's allocator keeps of freed tensors."""
+        self._release()
+        free, total = self._cuda.mem_get_info(self._device)
+        return total - free
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """What torch's allocator holds at most while `run` runs, besides what it holds afterwards.
+
+        These are whole segments, so that the gaps which the run leaves in them count.
+        """
+        self._release()
+        self._cuda.reset_peak_memory_stats(self._device)
+        run()
+        self._cuda.synchronize(self._device)
+        peak = self._cuda.max_memory_reserved(self._device)
+        self._release()
+        return peak - self._cuda.memory_reserved(self._device)
+
+    def _release(self) -> None:
+        gc.collect()  # cycles would hold tensors, and loading turns the collector off
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+
+
+def meter_of(device: torch.device) -> DeviceMeter | None:
+    """The meter of a GPU; None for a CPU, whose system provides memory when it is first written."""
+    return DeviceMeter(device) if device.type == "cuda" else None
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return to the device what torch's allocator keeps of freed tensors; waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Lock the pages of a host tensor, so that copies to and from a GPU need not wait for the host.
+
+    torch's allocator of pinned memory would round its size up to a power of two.  Call `unpin` before it is freed.
+    """
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+
+
+def unpin(address: int) -> None:
+    """Unlock the pages of the tensor at `address`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import numpy as np
@@ -10,14 +11,19 @@ from torch import Tensor
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
-from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import load
 from inflight.runner.batch_state import BatchState, StepInputs
+from inflight.runner.forward_pass import ForwardPass
+from inflight.runner.memory import free_cached_memory, out_of_memory
+from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.swap import HostCache
-from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
+from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling.upload import upload
 
 __all__ = ["ModelRunner"]
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -41,12 +47,15 @@ class ModelRunner:
         self.model = loaded.model
         self.backend = loaded.backend
         self.device = loaded.device
-        self.host_cache = loaded.host_cache
+        self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
         self.sampler = Sampler()
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
-        self._num_prompt_logprobs: dict[int, int] = {}  # slot -> top entries, where asked
+        self.forward = ForwardPass(self.model, config.max_num_seqs)
+        self.prompt_logprobs = PromptLogprobs(self.state)
+        loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
+        self.host_cache = loaded.host_cache
 
     def launch(self, out: SchedulerOutput) -> StepOutput:
         """Run the step: one forward pass over the batch, then a token for each row that samples."""
@@ -62,18 +71,37 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
-        """Run a prepared step; its tokens are in the batch state when this returns."""
+        """Run a prepared step; its tokens are in the batch state when this returns.
+
+        A step that runs out of memory fails alone: its copies are made, its rows are in their slots, its tokens are
+        missing, and the next step can run.
+        """
         started = time.monotonic()
         if self.host_cache is not None:
             self._swap(self.host_cache, out)
         self._fill_rows(out)
-        asked = self._prompt_positions(out) if self._num_prompt_logprobs else {}
-        logits = self._forward(inputs, asked)
+        try:
+            step = self._run(out, inputs)
+        except (RuntimeError, MemoryError) as error:
+            failure = out_of_memory(error, self.device)
+            if failure is None:
+                raise
+            _log.error("%s: %s", failure, str(error))  # the error would keep its frames
+            step = StepOutput(failure=failure)
+        if step.failure:  # outside of the handler, whose traceback holds the step's tensors
+            free_cached_memory(self.device)
+        step.started, step.ended = started, time.monotonic()
+        return step
+
+    def _run(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
+        asked = self.prompt_logprobs.asked(out, inputs)
+        keep = upload(inputs.logits_indices, self.device)
+        with forward_context(inputs.metadata, self.backend):
+            logits, more = self.forward(self.state.input_ids(inputs), inputs.positions, keep, asked.indices)
         forward_end = time.monotonic()
-        num_samples = len(inputs.logits_indices)
-        step = self._sample(out, inputs, logits[:num_samples])
-        self._add_prompt_logprobs(step, out, asked, logits[num_samples:])
-        step.started, step.forward_end, step.ended = started, forward_end, time.monotonic()
+        step = self._sample(out, inputs, logits)
+        step.prompt_logprobs = asked.entries(more)
+        step.forward_end = forward_end
         return step
 
     def _swap(self, host_cache: HostCache, out: SchedulerOutput) -> None:
@@ -85,26 +113,9 @@ class ModelRunner:
 
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
+        self.prompt_logprobs.fill_rows(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
-            self._num_prompt_logprobs.pop(row.slot, None)
-            if row.params.prompt_logprobs is not None:
-                self._num_prompt_logprobs[row.slot] = row.params.prompt_logprobs
-
-    def _forward(self, inputs: StepInputs, asked: dict[int, tuple[int, int]]) -> Tensor:
-        """Logits [N + P, V]: those to sample from, then those of the asked prompt positions."""
-        query_start_loc = inputs.metadata.query_start_loc_cpu
-        indices = [inputs.logits_indices]
-        indices += [np.arange(query_start_loc[row], query_start_loc[row] + count) for row, (_, count) in asked.items()]
-        keep = torch.from_numpy(np.concatenate(indices)).to(self.device)
-        with forward_context(inputs.metadata, self.backend):
-            out = self.model(
-                input_ids=self.state.input_ids(inputs),
-                position_ids=inputs.positions,
-                use_cache=False,
-                logits_to_keep=keep,
-            )
-        return out.logits[0]
 
     def _sample(self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor) -> StepOutput:
         """The target's own choice at each of the N logits; drafts count while they equal it."""
@@ -130,32 +141,6 @@ class ModelRunner:
             if len(entries) < len(step.token_runs.get(row, (0,))):
                 entries.append(entry)
         return step
-
-    def _prompt_positions(self, out: SchedulerOutput) -> dict[int, tuple[int, int]]:
-        """row -> (first position, count): positions of this step that predict a prompt token, where asked."""
-        asked = {}
-        for row, slot in enumerate(out.slots):
-            computed, num_prompt_tokens = out.num_computed_tokens[row], int(self.state.num_prompt_tokens[slot])
-            if slot not in self._num_prompt_logprobs or computed >= num_prompt_tokens:
-                continue
-            last = min(computed + out.num_scheduled_tokens[row], num_prompt_tokens - 1)
-            asked[row] = (computed, last - computed)
-        return asked
-
-    def _add_prompt_logprobs(
-        self, step: StepOutput, out: SchedulerOutput, asked: dict[int, tuple[int, int]], logits: Tensor
-    ) -> None:
-        offset = 0
-        for row, (first, count) in asked.items():
-            slot = out.slots[row]
-            tokens = self.state.token_ids[slot, first + 1 : first + 1 + count].astype(np.int64)
-            entries: list[TokenLogprobs] = prompt_logprobs(
-                logits[offset : offset + count],
-                torch.from_numpy(tokens).to(self.device),
-                self._num_prompt_logprobs[slot],
-            )
-            step.prompt_logprobs[row] = entries
-            offset += count
 
 
 def _accepted(sampled: list[int], drafts: list[int]) -> list[int]:

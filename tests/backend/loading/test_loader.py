@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import checkpoint, memory_plan, probe
+from inflight.loading import checkpoint, loader, probe
 from inflight.loading.checks import lengths_that_fit
 from inflight.loading.loader import LoadError, load
 from inflight.runner import memory
@@ -148,10 +148,10 @@ def test_a_pool_that_is_too_small_is_rejected_with_the_missing_amount(llama, mon
 
 
 def test_the_pool_takes_a_share_of_the_ram_but_no_more_than_it_can_use(llama, monkeypatch):
-    monkeypatch.setattr(memory_plan, "available_memory", lambda device: 10 * 2**20)
+    monkeypatch.setattr(loader, "available_memory", lambda device: 10 * 2**20)
     info = load(config(llama, kv_cache_memory=None, max_num_seqs=4096)).info
     assert 3.9 * 2**20 < info.kv_bytes <= 4 * 2**20
-    monkeypatch.setattr(memory_plan, "available_memory", lambda device: 2**40)
+    monkeypatch.setattr(loader, "available_memory", lambda device: 2**40)
     assert load(config(llama, kv_cache_memory=None, max_num_seqs=2)).info.num_blocks == 2 * 256 // 16
 
 

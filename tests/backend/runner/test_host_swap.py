@@ -14,7 +14,8 @@ from inflight.attention.selection import select_backend
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.loading.loader import LoadError
-from inflight.runner.swap import HostCache
+from inflight.runner import swap
+from inflight.runner.swap import HostCache, StagedHostCache, host_cache_of
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,92 @@ def test_blocks_are_restored_exactly(backend, kv_cache_dtype, block_size):
     for number, pool in enumerate(pools):
         assert [float(pool[block].float().mean()) for block in (2, 4)] == [10 * number + 0, 10 * number + 5]
         assert float(pool[1].float().mean()) == 10 * number + 1, "other blocks are unchanged"
+
+
+class FakeCudart:
+    """Which host memory is pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address not in self.pinned, "registered twice"
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    fake = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    return fake
+
+
+def random_caches(num_blocks, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(num_blocks, 2, 3, 4), (num_blocks, 2, 3, 6)]
+    return [KVCache(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("staged_blocks", [1, 3, 64])
+def test_staged_copies_move_the_same_blocks(cudart, monkeypatch, dtype, staged_blocks):
+    """Against the plain copies: host blocks scattered and in runs, in several parts, blocks in any order."""
+    monkeypatch.setattr(swap, "_STAGED_BLOCKS", staged_blocks)
+    rng = random.Random(2)
+    results = []
+    for kind in (HostCache, StagedHostCache):
+        caches = random_caches(40, dtype)
+        host = kind(caches, 50)
+        rng.seed(2)
+        for _ in range(10):
+            count = rng.randrange(1, 15)
+            host_blocks = rng.sample(range(50), count) if rng.random() < 0.5 else range(30, 30 + count)
+            out = dict(zip(host_blocks, rng.sample(range(40), count)))
+            host.swap_out(out)
+            for cache in caches:
+                for block in out.values():
+                    cache.key[block] = cache.value[block] = 0
+            host.swap_in(dict(zip(rng.sample(range(40), count), rng.sample(list(out), count))))
+        results.append([pool.float() for cache in caches for pool in (cache.key, cache.value)])
+    assert all(map(torch.equal, *results))
+    assert not any(
+        map(torch.equal, results[1], [p.float() for c in random_caches(40, dtype) for p in (c.key, c.value)])
+    )
+
+
+def test_a_run_of_host_blocks_is_one_copy_and_none_of_them_waits(cudart, monkeypatch):
+    host = StagedHostCache(random_caches(40), 50)
+    copies = []
+    copy = torch.Tensor.copy_
+
+    def recorded(self, source, non_blocking=False):
+        copies.append((len(source), non_blocking))
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    runs = {7: 0, 8: 30, 9: 2, 20: 3, 5: 1}
+    host.swap_out(runs)
+    assert copies == [(1, True), (3, True), (1, True)] * 4
+    copies.clear()
+    host.swap_in({block: host_block for host_block, block in runs.items()})
+    assert copies == [(1, True), (3, True), (1, True)] * 4
+
+
+def test_all_host_memory_is_pinned_to_the_byte_until_it_is_freed(cudart):
+    host = StagedHostCache(random_caches(4), 50)
+    assert sorted(cudart.pinned.values()) == sorted([50 * 24 * 4, 50 * 36 * 4] * 2)
+    del host
+    assert not cudart.pinned
+
+
+def test_only_a_gpu_stages():
+    assert type(host_cache_of(random_caches(4), 5)) is HostCache
 
 
 def test_fp8_blocks_are_restored_exactly():

@@ -1,0 +1,63 @@
+"""A model's attention layers with their KV caches attached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from inflight.attention.base import AttentionBackend, KVCache, LayerAttention, LayerSpec
+
+__all__ = ["PagedLayers"]
+
+
+class PagedLayers:
+    """Gives each attention module the attribute `inflight`, and the pool its size.
+
+    Args:
+        layers: attention modules with what they require of a kernel.
+        writes_pages: write the pool when it is allocated.  Otherwise the first write to each page waits for the
+            system to provide it: with huge pages on a virtual machine tens of milliseconds every few thousand
+            tokens, which no step budget accounts for.
+
+    Attributes:
+        bytes_per_block: of one KV block in all layers.
+        caches: the layers' caches, empty before `allocate`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[nn.Module, LayerSpec]],
+        backend: AttentionBackend,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        writes_pages: bool = False,
+    ) -> None:
+        self.bytes_per_block = block_size * sum(spec.bytes_per_token(dtype) for _, spec in layers)
+        self.caches: list[KVCache] = []
+        self._layers = layers
+        self._backend = backend
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._writes_pages = writes_pages
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a pool of `num_blocks`, in place of the present one.
+
+        Whatever holds a module's `LayerAttention` sees the new cache; an address of the old one is void.
+        """
+        self.caches = []
+        for module, spec in self._layers:
+            cache = self._backend.new_cache(num_blocks, self._block_size, spec, self._dtype, self._device)
+            if self._writes_pages:
+                cache.key.zero_()
+                cache.value.zero_()
+            self.caches.append(cache)
+            attached = getattr(module, "inflight", None)
+            if isinstance(attached, LayerAttention):
+                attached.cache = cache
+            else:
+                module.inflight = LayerAttention(spec, self._backend, cache)  # type: ignore[assignment]

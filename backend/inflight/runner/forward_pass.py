@@ -1,0 +1,79 @@
+"""A model's forward pass, and its head once more for positions whose logits would not fit at once.
+
+Log probabilities of a prompt need logits at all of its positions: [2048, 151936] in float32 are 1.2 GB.  transformers'
+models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So the
+decoder's output of a step is kept, and the model is called again, chunk by chunk, with a decoder that returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, cat
+
+__all__ = ["ForwardPass"]
+
+_MIN_ROWS = 256  # fewer would read the head's weights too often
+
+
+class ForwardPass:
+    """Calls a model whose logits are bounded.
+
+    Args:
+        model: `model(input_ids[1, T], position_ids[1, T], logits_to_keep[K])`.
+        max_num_seqs: rows of logits that a step has in any case; chunks have as many, or a few hundred.
+    """
+
+    def __init__(self, model: Any, max_num_seqs: int) -> None:
+        self.max_rows = max(max_num_seqs, _MIN_ROWS)
+        self._model = model
+        self._decoder = _decoder_of(model)
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor
+    ) -> tuple[Tensor, Iterable[Tensor]]:
+        """Run the model over int64 [1, T] tokens, in a forward context.
+
+        Args:
+            keep: int64 [N], tokens among the T.
+            asked: int64 [P], likewise.
+
+        Returns:
+            Logits [N, V] of `keep`, and those of `asked` in chunks of at most `max_rows`, each computed when it is
+            taken.  A model whose head cannot run alone, such as the native decoder, computes them all at once.
+        """
+        inputs = dict(input_ids=input_ids, position_ids=position_ids)
+        if not len(asked):
+            return self._logits(inputs, keep), ()
+        if self._decoder is not None:
+            outputs: list[Any] = []
+            hook = self._decoder.register_forward_hook(lambda module, args, output: outputs.append(output))
+            try:
+                logits = self._logits(inputs, keep)
+            finally:
+                hook.remove()
+            if outputs:
+                return logits, self._chunks(self._decoder, outputs[0], inputs, asked)
+            self._decoder = None  # this model calls something else; computing the step again changes nothing
+        logits = self._logits(inputs, cat([keep, asked]))
+        return logits[: len(keep)], logits[len(keep) :].split(self.max_rows)
+
+    def _chunks(self, decoder: Any, output: Any, inputs: dict[str, Tensor], asked: Tensor) -> Iterator[Tensor]:
+        """Logits of `asked`, from the decoder's output."""
+        for part in asked.split(self.max_rows):
+            decoder.forward = lambda *_, **__: output
+            try:
+                logits = self._logits(inputs, part)
+            finally:
+                del decoder.forward
+            yield logits
+
+    def _logits(self, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
+        return self._model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+
+
+def _decoder_of(model: Any) -> Any:
+    """The module whose output the head takes, as far as the model tells; None if it has none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return getattr(model, "model", None) if decoder is model else decoder

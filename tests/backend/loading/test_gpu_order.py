@@ -1,0 +1,158 @@
+"""Loading in the order of a GPU, over a fake of its accounting: merged first, measured, and the pool last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import greedy_reference, make_checkpoint
+from fake_cuda import FakeCuda
+from offline import make_core, run, tokens
+
+from inflight.attention.reference import ReferenceAttention
+from inflight.engine.sampling_params import SamplingParams
+from inflight.loading import loader, memory_plan
+from inflight.loading.acceleration import use_ops
+from inflight.loading.errors import LoadError
+from inflight.loading.largest_step import largest_step
+from inflight.ops.reference import ReferenceOps
+from inflight.runner.batch_state import BatchState
+from inflight.runner.memory import DeviceMeter
+
+CPU = torch.device("cpu")
+MIB = 2**20
+OTHERS = 10 * MIB
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("order"), vocab_size=4001)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A card of 40 MiB with another process on it; without headroom, so that the plan must be right."""
+    fake = FakeCuda(40 * MIB, OTHERS)
+    load_weights = loader.load_weights
+    monkeypatch.setattr(loader, "meter_of", lambda device: DeviceMeter(device, fake))
+    monkeypatch.setattr(loader, "load_weights", lambda *args: fake.count_weights(load_weights(*args)))
+    monkeypatch.setattr(
+        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
+    )
+    monkeypatch.setattr(memory_plan, "HEADROOM", 0)
+    with fake:
+        yield fake
+
+
+def gpu_core(path: str, **options: Any) -> Any:
+    options = {"kv_cache_memory": None, "attention_backend": "reference", "max_num_seqs": 64, **options}
+    return make_core(path, max_num_batched_tokens=512, **options)
+
+
+def busy_params(index: int) -> SamplingParams:
+    kinds: list[dict[str, Any]] = [
+        dict(temperature=0.0, prompt_logprobs=5),
+        dict(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, prompt_logprobs=5),
+        dict(temperature=0.7, top_k=20, presence_penalty=0.3, logprobs=3),
+    ]
+    return SamplingParams(max_tokens=8, ignore_eos=True, seed=index, **kinds[index % 3])
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.55])
+def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: FakeCuda, utilization: float) -> None:
+    core = gpu_core(checkpoint, gpu_memory_utilization=utilization)
+    limit = utilization * card.total
+    card.empty_cache()
+    card.reset_peak_memory_stats()
+    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 3 * index).tolist() for index in range(70)]
+    run(core, prompts, [busy_params(index) for index in range(70)])
+    peak = OTHERS + card.max_memory_reserved()
+    assert peak <= limit
+    assert peak > 0.9 * limit, "nor is memory kept back for nothing"
+
+
+def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
+    checkpoint: str, card: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        core = gpu_core(checkpoint, block_size=4)
+    model = core.runner.model
+    attention = model.model.layers[0].self_attn
+    assert "forward" in vars(model.model.layers[0]), "merged"
+    assert len(attention.inflight.cache.key) == core.info.num_blocks > 1000
+    assert "pool" in caplog.text
+    assert f"{core.info.num_blocks} KV blocks" in caplog.text
+    prompts = [[1, 2, 3], list(range(50)), [7] * 20]
+    deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 3)
+    assert [tokens(deltas[index, 0]) for index in range(3)] == greedy_reference(checkpoint, prompts, [12] * 3)
+
+
+def test_merged_weights_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plan_on_gpu = loader.plan_on_gpu
+    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    core = gpu_core(checkpoint)
+    (memory,) = seen
+    weights = sum(parameter.nbytes for parameter in core.runner.model.parameters())
+    assert weights <= memory.weights < weights + 1000
+    assert memory.used_before == OTHERS
+    assert memory.weights <= memory.used - memory.used_before < memory.weights + MIB
+    logits = 256 * 4001 * 4
+    assert logits < memory.step < 10 * MIB
+
+
+def test_the_check_runs_again_on_the_real_pool(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = ReferenceAttention.attend
+
+    def wrong_in_a_large_pool(self: Any, query: Any, cache: Any, *args: Any) -> Any:
+        return attend(self, query, cache, *args) * (1.05 if len(cache.key) > 100 else 1.0)
+
+    monkeypatch.setattr(ReferenceAttention, "attend", wrong_in_a_large_pool)
+    with pytest.raises(LoadError, match="'llama' is not supported: the logits of a test batch differ"):
+        gpu_core(checkpoint)
+
+
+def test_a_pool_of_one_block(checkpoint: str, card: FakeCuda) -> None:
+    core = gpu_core(checkpoint, num_gpu_blocks_override=1, max_model_len=16, block_size=16)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    deltas = run(core, [[1, 2, 3]], [params])
+    assert [tokens(deltas[0, 0])] == greedy_reference(checkpoint, [[1, 2, 3]], [6])
+
+
+def test_too_little_memory_is_refused_by_name(checkpoint: str, card: FakeCuda) -> None:
+    card.others = 28 * MIB
+    with pytest.raises(LoadError, match=r"gpu_memory_utilization=0.9 of 40.00 MiB, less .* in use"):
+        gpu_core(checkpoint)
+    card.others = 34 * MIB
+    with pytest.raises(LoadError, match="a step of max_num_batched_tokens=512 and max_num_seqs=64 does not fit"):
+        gpu_core(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"),
+    [(256, 2048, 4096, 16, 2), (4, 2048, 100, 16, 2), (64, 16, 100, 4, 6), (1, 1, 2, 1, 24), (3, 500, 64, 5, 1)],
+)
+def test_the_largest_step_exhausts_its_limits(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int, num_blocks: int
+) -> None:
+    limits = max_num_seqs, max_num_batched_tokens, max_model_len
+    out = largest_step(*limits, block_size, num_blocks, vocab_size=50)
+    assert len(out.slots) == min(max_num_seqs, max_num_batched_tokens)
+    assert out.num_tokens == min(max_num_batched_tokens, max_num_seqs * (max_model_len - 1))
+    assert all(count >= 1 for count in out.num_scheduled_tokens)
+    state = BatchState(max_num_seqs, max_model_len, block_size, CPU)
+    state.apply(out)
+    state.fill_rows(out)
+    inputs = state.step_inputs(out)
+    assert inputs.metadata.max_seq_len == max_model_len - 1
+    assert int(inputs.metadata.slot_mapping.max()) < num_blocks * block_size
+    assert int(inputs.metadata.block_table.max()) < num_blocks
+    assert len(inputs.logits_indices) == len(out.slots)
+    assert int(inputs.positions.min()) >= 0

@@ -1,0 +1,157 @@
+"""A step that runs out of memory fails its requests; the runner's next step is right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import greedy_reference, make_checkpoint
+from offline import make_core
+
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.runner import memory
+from inflight.runner.memory import out_of_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("memory"))
+
+
+def fail_steps(core: EngineCore, monkeypatch: pytest.MonkeyPatch, errors: dict[int, BaseException]) -> None:
+    """Let the model raise `errors[n]` in its n-th call, after it has run."""
+    runner: Any = getattr(core.runner, "runner", core.runner)
+    forward, calls = runner.forward, iter(range(10**6))
+
+    def failing(*args: Any) -> Any:
+        result = forward(*args)
+        if (error := errors.get(next(calls))) is not None:
+            raise error
+        return result
+
+    monkeypatch.setattr(runner, "forward", failing)
+
+
+def serve(
+    core: EngineCore, prompts: dict[int, list[int]], **params: Any
+) -> tuple[dict[int, list[int]], dict[int, str]]:
+    """Output tokens and failures of all requests."""
+    outputs: dict[int, list[int]] = {request_id: [] for request_id in prompts}
+    failed: dict[int, str] = {}
+    for request_id, prompt in prompts.items():
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+        assert core.add_request(AddRequest(request_id, prompt, sampling)) is None
+    while core.has_work:
+        message = core.step()
+        core.check_integrity()
+        for delta in message.deltas:
+            outputs[delta.request_id] += delta.token_ids
+        failed.update((failure.request_id, failure.message) for failure in message.failed)
+    return outputs, failed
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_the_engine_goes_on_after_an_out_of_memory(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, overlap: bool, native: bool
+) -> None:
+    """Penalties and prompt logprobs leave no trace of the failed request in its slot either."""
+    core = make_core(checkpoint, async_scheduling=overlap, native_forward=native, max_num_seqs=2, block_size=4)
+    fail_steps(core, monkeypatch, {3: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")})
+    prompts = {number: [number + 3] * 9 for number in range(4)}
+    outputs, failed = serve(core, prompts, repetition_penalty=1.0001, prompt_logprobs=1)
+    assert failed == dict.fromkeys(
+        (0, 1), "the step ran out of memory; lower max_num_batched_tokens or kv_cache_memory"
+    )
+    expected = greedy_reference(checkpoint, list(prompts.values()), [8] * 4)
+    assert [outputs[2], outputs[3]] == expected[2:]
+    assert [outputs[0], outputs[1]] == [tokens[:3] for tokens in expected[:2]]
+    again, failed = serve(core, prompts)
+    assert not failed
+    assert list(again.values()) == expected
+
+
+def test_the_model_is_whole_again_after_its_head_ran_out_of_memory(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt logprobs call it with a stand-in for its decoder; the head raises in the second chunk."""
+    core = make_core(checkpoint, native_forward=False)
+    core.runner.forward.max_rows = 4
+    head, calls = core.runner.model.lm_head, iter(range(10**6))
+    forward = head.forward
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(x)
+
+    monkeypatch.setattr(head, "forward", failing)
+    _, failed = serve(core, {1: [7] * 12}, prompt_logprobs=0)
+    assert list(failed) == [1]
+    outputs, failed = serve(core, {2: [9] * 12}, prompt_logprobs=0)
+    assert not failed
+    assert [outputs[2]] == greedy_reference(checkpoint, [[9] * 12], [8])
+
+
+def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error's traceback would keep the step's tensors alive."""
+    from weakref import ref
+
+    core = make_core(checkpoint, native_forward=False)
+    tensors, alive = [], []
+
+    def out_of_memory_with_tensors(*_: Any) -> Any:
+        large = torch.zeros(1000)
+        tensors.append(ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(core.runner, "forward", out_of_memory_with_tensors)
+    monkeypatch.setattr(
+        "inflight.runner.model_runner.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
+    )
+    _, failed = serve(core, {1: [1, 2, 3]})
+    assert list(failed) == [1]
+    assert alive == [None]
+
+
+def test_other_errors_still_end_the_engine(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(checkpoint)
+    fail_steps(core, monkeypatch, {0: RuntimeError("CUDA error: an illegal memory access was encountered")})
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        serve(core, {1: [1, 2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("Allocation on device"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("no memory of it"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, is_one: bool) -> None:
+    assert (out_of_memory(error, CPU) is not None) == is_one
+
+
+def test_on_a_gpu_the_message_names_its_options_and_the_cache_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    memory.free_cached_memory(CPU)
+    assert not calls
+    memory.free_cached_memory(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+    assert calls == ["empty_cache"]
+    message = out_of_memory(MemoryError(), torch.device("cuda"))
+    assert message == "the step ran out of GPU memory; lower max_num_batched_tokens or gpu_memory_utilization"

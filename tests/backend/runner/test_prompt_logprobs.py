@@ -1,0 +1,101 @@
+"""Prompt log probabilities: chunks bound the logits, and change no entry."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
+from offline import make_core, run, tokens
+from torch import Tensor, nn
+
+from inflight.engine.messages import SequenceDelta
+from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.forward_pass import ForwardPass
+
+MAX_ROWS = 7
+
+
+def entries_of(deltas: dict[tuple[int, int], list[SequenceDelta]]) -> list[list[Any]]:
+    return [[entry for delta in of_one for entry in delta.prompt_logprobs or ()] for of_one in deltas.values()]
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_chunks_of_logits_change_no_entry(model_type: str, tmp_path: Path, sizes: list[int]) -> None:
+    """Requests with and without them in one batch, in chunks of the prompt, with as many top entries as they ask."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (40, 3, 25, 1)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=top) for top in (2, None, 0, 5)
+    ]
+    path = make_checkpoint(model_type, tmp_path)
+    whole = make_core(path, native_forward=False, max_num_batched_tokens=48)
+    expected = run(whole, prompts, params)
+    assert max(sizes) > MAX_ROWS
+    sizes.clear()
+    core = make_core(path, native_forward=False, max_num_batched_tokens=48)
+    core.runner.forward.max_rows = MAX_ROWS
+    deltas = run(core, prompts, params)
+    assert max(sizes) == MAX_ROWS, "no call of the head has more rows"
+    assert [list(map(len, entries)) for entries in entries_of(deltas)] == [[0, *[3] * 39], [], [0, *[1] * 24], [0]]
+    for entries, wanted in zip(entries_of(deltas), entries_of(expected)):
+        for entry, right in zip(entries, wanted):
+            assert [(token, rank) for token, _, rank in entry] == [(token, rank) for token, _, rank in right]
+            assert [p for _, p, _ in entry] == pytest.approx([p for _, p, _ in right], abs=1e-5)
+    assert [tokens(of_one) for of_one in deltas.values()] == [tokens(of_one) for of_one in expected.values()]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of the head in a step."""
+    seen: list[int] = []
+    logits = ForwardPass._logits
+
+    def counted(self: ForwardPass, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
+        seen.append(len(keep))
+        result = logits(self, inputs, keep)
+        assert len(result) == len(keep)
+        return result
+
+    monkeypatch.setattr(ForwardPass, "_logits", counted)
+    return seen
+
+
+def test_without_prompt_logprobs_the_model_is_called_once_a_step(tmp_path: Path, sizes: list[int]) -> None:
+    core = make_core(make_checkpoint("llama", tmp_path), native_forward=False)
+    run(core, [[1, 2, 3]], [SamplingParams(max_tokens=4, ignore_eos=True)])
+    assert sizes == [1] * 4
+
+
+def test_chunks_have_as_many_rows_as_a_step_samples_anyway(tmp_path: Path) -> None:
+    model = nn.Identity()
+    assert ForwardPass(model, 1024).max_rows == 1024
+    assert ForwardPass(model, 1).max_rows == 256
+
+
+class _Detour(nn.Module):
+    """A model that does not call what it names as its decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Identity()
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids, 50)[:, logits_to_keep])
+
+
+def test_a_model_that_goes_round_its_decoder_computes_all_logits_at_once() -> None:
+    forward = ForwardPass(_Detour(), 1)
+    forward.max_rows = 3
+    ids = torch.arange(10)[None]
+    for _ in range(2):
+        logits, chunks = forward(ids, ids, torch.tensor([9]), torch.arange(2, 10))
+        assert logits.argmax(-1).tolist() == [9]
+        assert [chunk.argmax(-1).tolist() for chunk in chunks] == [[2, 3, 4], [5, 6, 7], [8, 9]]
