@@ -101,7 +101,7 @@ def device_share(core: EngineCore, outs: Sequence[SchedulerOutput]) -> dict[str,
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run_steps(core, outs)
-    events = profiler.events() or []
+    events = [event for event in profiler.events() or [] if not getattr(event, "is_user_annotation", False)]
     spans = [(event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA]
     if not spans:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,14 +98,26 @@ def _peer_manager(model: Any, run: Run, work: list[Request]) -> Iterator[Any]:
         yield manager
 
 
+class OutOfTime(RuntimeError):
+    """A side of a comparison was stopped at the stage's deadline."""
+
+
 def _run_peer(model: Any, run: Run, work: list[Request]) -> tuple[float, str]:
-    """Seconds until all outputs are complete, and which attention and graphs transformers chose."""
+    """Seconds until all outputs are complete, and which attention and graphs transformers chose.
+
+    Raises:
+        OutOfTime: see there.
+        RuntimeError: a request failed, or got another number of tokens than it asked for.
+    """
     count, finished = 0, 0
     with _peer_manager(model, run, work) as manager:
         begun = time.perf_counter()
         for number, request in enumerate(work):
             manager.add_request(request.prompt, request_id=str(number), max_new_tokens=request.output)
         while finished < len(work):
+            if run.seconds_left < 0:
+                manager.stop(hard_stop=True)
+                raise OutOfTime(f"{finished} of {len(work)} requests ended in {time.perf_counter() - begun:.0f} s")
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
@@ -114,7 +127,7 @@ def _run_peer(model: Any, run: Run, work: list[Request]) -> tuple[float, str]:
                     raise RuntimeError(result.error)
                 finished, count = finished + 1, count + len(result.generated_tokens)
         spent = time.perf_counter() - begun
-        graphs = manager.continuous_batching_config.use_cuda_graph
+        graphs = getattr(manager.continuous_batching_config, "use_cuda_graph", None)
         note = f"attention {model.config._attn_implementation}, CUDA graphs (varlen, decode) {graphs}"
     if count != sum(request.output for request in work):
         raise RuntimeError(f"{count} tokens of {sum(request.output for request in work)}")
@@ -130,8 +143,10 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
     tokens = sum(request.output for request in work)
     shape = f"{words(config)}, {count} requests of {lengths[0]}..{lengths[1]} in and out"
     engine_options: dict[str, Any] = dict(max_num_seqs=count, max_model_len=2 * lengths[1] + 16)
-    # Most of the card is left to the peer, which takes what it finds.
-    engine_options |= dict(num_gpu_blocks_override=64) if run.tiny else dict(gpu_memory_utilization=0.45)
+    if run.tiny:
+        engine_options |= dict(num_gpu_blocks_override=64)
+    else:  # the larger part of the card is left to the peer, which takes what it finds
+        engine_options |= dict(gpu_memory_utilization=0.45, max_num_batched_tokens=8192)
     dtype = torch.float32 if run.tiny else torch.bfloat16
     with engine(run, config, **engine_options) as core:
         run_ours(core, warm_up)
@@ -143,7 +158,11 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
             yield dict(name="serve, this engine", shape=shape, achieved=ours, unit="tokens/s", note=note)
             try:
                 spent, chosen = _run_peer(peer, run, work)
+            except OutOfTime as error:
+                yield dict(name="serve, transformers", shape=shape, status="left out", why=f"no time left: {error}")
+                return
             except Exception as error:  # whatever transformers raises costs its rows only
+                traceback.print_exc()
                 yield refused(error, "serve, transformers", shape)
                 return
             yield dict(name="serve, transformers", shape=shape, achieved=tokens / spent, unit="tokens/s", note=chosen)

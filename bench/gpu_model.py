@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_rows import Run
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.loading import checkpoint
 from inflight.loading.errors import LoadError
 from inflight.runner.pipeline import make_runner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = ["NotBuilt", "Work", "engine", "graphs_built", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
 
@@ -142,8 +143,9 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         ConfigError, LoadError: the engine does not take these options here.
     """
     device = torch.device(run.device)
+    _free(device)  # what a failed engine before this one held until its exception was handled
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config.to_dict() | {"architectures": None}, default=str))
+        config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
                       enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
         if "load_format" in EngineConfig.__struct_fields__:
@@ -159,9 +161,14 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         yield core
     finally:
         del core.runner, core
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _free(device)
+
+
+def _free(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the card."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _known(key: str, value: Any) -> bool:

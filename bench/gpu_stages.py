@@ -135,6 +135,7 @@ def run_all(args: argparse.Namespace) -> int:
         rows = gpu_rows.read(rows_file)
         origin = {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
         record = gpu_rows.write_record(args.output, "all", origin | dict(budget=args.budget, stages=ended, rows=rows))
+        print(f"\n{', '.join([origin['card'], *map(' '.join, origin.get('versions', {}).items())])}")
         _print_table(ended, rows)
         print(f"\nrecord: {record}")
     rows_file.unlink(missing_ok=True)  # the record has them all

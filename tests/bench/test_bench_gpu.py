@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ import gpu_tiles
 import pytest
 import torch
 
-from inflight.kernels.gpu.gpu_attention_configs import Card, tile_for
+from inflight.kernels.gpu.gpu_attention_configs import Card, Tile, tile_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +58,7 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
     assert all(row["passed"] for row in checked)
     for name in ("decode", "serve", "prefill", "options", "arrivals"):
         assert any(row.get("achieved", 0) > 0 for row in rows[name]), name
-    assert "attention sdpa" in next(row["note"] for row in rows["serve"] if row["name"] == "serve, transformers")
+    assert "sdpa, CUDA graphs" in next(row["note"] for row in rows["serve"] if row["name"] == "serve, transformers")
 
 
 @pytest.mark.parametrize(
@@ -324,6 +326,14 @@ def test_gaps_of_watched_requests_that_arrive_by_the_clock() -> None:
     assert all(when - begun >= at for (when, _), at in zip(core.added, (0.0, 0.1, 0.2)))
 
 
+def test_a_peer_that_takes_too_long_is_stopped_and_left_out(tmp_path: Path) -> None:
+    run = gpu_rows.Run("cpu", True, deadline=0.0, file=tmp_path / "rows")
+    ours, theirs = gpu_engine.serve(run)
+    assert ours["achieved"] > 0
+    assert theirs["status"] == "left out"
+    assert theirs["why"].startswith("no time left: 0 of 4 requests ended in ")
+
+
 def test_an_option_that_does_not_exist_is_not_built(tmp_path: Path) -> None:
     run = gpu_rows.Run("cpu", True, 0.0, tmp_path)
     with (
@@ -333,3 +343,45 @@ def test_an_option_that_does_not_exist_is_not_built(tmp_path: Path) -> None:
         pass
     row = gpu_model.refused(unknown.value, "option", "")
     assert (row["status"], row["why"]) == ("not built", "the engine does not know warp_drive=True")
+
+
+def test_tuning_compares_the_shipped_tile_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = [gpu_attention.tiny(shape) for shape in gpu_attention.cases()]
+    monkeypatch.setattr(gpu_attention, "cases", lambda: tiny)
+    monkeypatch.setattr(gpu_attention, "compile_ahead", lambda jobs: None)
+    tiles = {"decode 64 x 2K": (Tile(0, 16, 4, 2),), "a batch that this card cannot run": (Tile(0, 16, 4, 2),)}
+    rows = gpu_attention.tune(torch.device("cpu"), tiles)
+    assert {row["tile"] for row in rows} == {"shipped", str(Tile(0, 16, 4, 2))}
+    assert {row["shape"] for row in rows} == {"decode 64 x 2K"}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_targets_of_a_decode_and_batches_that_do_not_fit(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    @contextmanager
+    def engine(run: Any, config: Any, **options: Any) -> Iterator[SimpleNamespace]:
+        loaded.append(options)
+        if not options["enforce_eager"] and config.hidden_size == 1024:
+            raise torch.OutOfMemoryError("no memory for graphs")
+        blocks = 60 * 2**30 // (16 * 128 * 1024)  # of 128 KiB a token
+        yield SimpleNamespace(info=SimpleNamespace(num_blocks=blocks), config=SimpleNamespace(block_size=16))
+
+    monkeypatch.setattr(gpu_decode, "engine", engine)
+    monkeypatch.setattr(gpu_decode, "graphs_built", lambda: graphs)
+    monkeypatch.setattr(gpu_decode, "_decode_row", lambda *_: dict(achieved=1.35, limit=1.0, ratio=1.35, unit="ms"))
+    rows = list(gpu_decode.decode(gpu_rows.Run("cuda", False, float("inf"), Path())))
+    large = [row for row in rows if row["name"] == f"decode 8.0B, {'graphs' if graphs else 'eager'}"]
+    assert {row["shape"]: (row.get("target"), row.get("passed")) for row in large} == {
+        "1 x 1024": (1.3, False), "16 x 1024": (1.3, False), "64 x 1024": (1.3, False), "256 x 1024": (1.4, True),
+        "1 x 8192": (1.3, False), "16 x 8192": (1.3, False), "64 x 8192": (None, None), "256 x 8192": (None, None),
+    }  # fmt: skip
+    assert all("its KV takes" in row["why"] for row in large if "target" not in row)
+    small = {row["name"]: row for row in rows if "0.6B" in row["name"]}
+    if graphs:
+        assert small["decode 0.6B, graphs"]["status"] == "failed"
+        assert "target" not in small["decode 0.6B, eager"]
+        assert [options["enforce_eager"] for options in loaded] == [False, False, True, True]
+    else:
+        assert rows[0]["status"] == "not built"
+        assert (small["decode 0.6B, eager"]["target"], small["decode 0.6B, eager"]["passed"]) == (1.5, True)
