@@ -5,7 +5,7 @@
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
     TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it works
 
-Requires torch, triton, numpy and msgspec.  bench/gpu.py also calls `run`.
+Requires torch, triton and numpy only.  bench/gpu.py also calls `run`.
 
 Correctness: compared with a float32 reference on the CPU, on new random numbers, with pool and output full of NaN.
 Decodes read each key and value once: their bytes per second are compared with a large device-to-device copy (bytes

@@ -117,8 +117,8 @@ def run_all(args: argparse.Namespace) -> int:
     folder = args.output or gpu_rows.folder()
     folder = folder.parent if folder.suffix == ".json" else folder
     folder.mkdir(parents=True, exist_ok=True)
-    rows_file = folder / "gpu_all.rows.jsonl"
-    rows_file.unlink(missing_ok=True)
+    what = "-".join(args.only) if args.only else "all"
+    rows_file = folder / f"gpu_{what}_{time.time_ns()}.rows.jsonl"  # an earlier run that was killed keeps its own
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` below
     end, ended = time.monotonic() + args.budget, []
     try:
@@ -134,7 +134,7 @@ def run_all(args: argparse.Namespace) -> int:
     finally:
         rows = gpu_rows.read(rows_file)
         origin = {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
-        record = gpu_rows.write_record(args.output, "all", origin | dict(budget=args.budget, stages=ended, rows=rows))
+        record = gpu_rows.write_record(args.output, what, origin | dict(budget=args.budget, stages=ended, rows=rows))
         print(f"\n{', '.join([origin['card'], *map(' '.join, origin.get('versions', {}).items())])}")
         _print_table(ended, rows)
         print(f"\nrecord: {record}")
@@ -150,9 +150,9 @@ def _failed_check(row: dict[str, Any]) -> bool:
 def _print_table(ended: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Per stage its end and its rows; checks that passed are only counted."""
     for stage in ended:
-        own = [row for row in rows if row["stage"] == stage["stage"]]
-        shown = [row for row in own if row.get("unit") not in ("error", "tokens", "tests") or _failed_check(row)]
-        passed = f", {len(own) - len(shown)} checks passed" if len(own) > len(shown) else ""
+        stage_rows = [row for row in rows if row["stage"] == stage["stage"]]
+        shown = [row for row in stage_rows if row.get("unit") not in ("error", "tokens", "tests") or _failed_check(row)]
+        passed = f", {len(stage_rows) - len(shown)} checks passed" if len(stage_rows) > len(shown) else ""
         print(f"\n== {stage['stage']}: {stage['status']}, {stage.get('seconds', 0):.0f} s{passed}")
         for row in shown:
             print(gpu_rows.line(row))

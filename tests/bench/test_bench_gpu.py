@@ -43,12 +43,12 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
     assert [stage["stage"] for stage in record["stages"]] == [stage.name for stage in gpu_stages.STAGES]
     assert {stage["status"] for stage in record["stages"]} == {"ok"}
     rows = {stage.name: [row for row in record["rows"] if row["stage"] == stage.name] for stage in gpu_stages.STAGES}
-    for name, own in rows.items():
-        assert own, f"{name} has no row"
-        assert all(row["card"] == "cpu" and row["date"] and row["versions"]["torch"] for row in own)
-        statuses = {row["status"] for row in own if "status" in row}
+    for name, found in rows.items():
+        assert found, f"{name} has no row"
+        assert all(row["card"] == "cpu" and row["date"] and row["versions"]["torch"] for row in found)
+        statuses = {row["status"] for row in found if "status" in row}
         assert statuses <= {"not built", "refused", "left out"}, name
-        assert all(gpu_rows.line(row) in done.stdout for row in own)
+        assert all(gpu_rows.line(row) in done.stdout for row in found)
     assert {row["rate"] for row in rows["rates"]} == {"copy", "read", "gemm"}
     assert {row["shape"] for row in rows["tests"]} == {f"tests/gpu/{p.name}" for p in ROOT.glob("tests/gpu/test_*.py")}
     checked = [row for row in rows["kernels"] if row["unit"] in CHECKS]
