@@ -10,8 +10,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], *
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": machine(),
-        "versions": {name: version(name) for name in ("inflight", "torch", "transformers", "numpy", "tritonclient")},
+        "versions": versions("inflight", "torch", "transformers", "numpy", "tritonclient"),
         "python": platform.python_version(),
         "arguments": arguments,
         **summary,
@@ -126,6 +127,15 @@ def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], *
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of those packages that are installed; what is only on PYTHONPATH has none."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def machine() -> str:

@@ -1,48 +1,62 @@
 #!/usr/bin/env python3
-"""Checks and times the GPU kernels, and compares the engine with generate(), in one command on a machine with a GPU.
+"""Everything that is measured on a GPU, in one command on a machine with one (docs/gpu.md).
 
-    python bench/gpu.py kernels [--quick] [--output FILE]     attention, small operations, sampling
-    python bench/gpu.py engine [--output FILE]                tokens/s of the engine, and of generate()
+    python bench/gpu.py all [--budget 500] [--only STAGE ...]      everything, in stages with limits of their own
+    python bench/gpu.py kernels [--quick]                          attention, small operations, sampling: all shapes
 
-`kernels` takes less than 5 minutes and requires torch (2.11 or later), triton (3.6 or later) and numpy, but no
-installation of this repository.  It measures the card's copy rate and bf16 GEMM rate, checks every kernel on new
+`all` runs the stages of bench/gpu_stages.py one after another, each in a process of its own. Their rows are
+flushed to a file as they are measured, so that a stage which crashes or is killed costs its own rows only.
+
+`kernels` takes less than 5 minutes.  It measures the card's copy rate and bf16 GEMM rate, checks every kernel on new
 random numbers against float32, and times attention (bench/gpu_attention.py), small operations and sampling
-(bench/gpu_ops.py).  A short table of targets follows; the exit status is 1 if a check failed, but not if a
-target was missed.  The record is written to bench/results/gpu_kernels_<card>.json, or to $OUT if that is set.
+(bench/gpu_ops.py).
 
-`engine` also requires transformers: it runs Inflight's EngineCore and transformers' generate() in static batches
-on a checkpoint of Qwen3 0.6B's shape with random weights.
+Both require torch (2.11 or later), triton (3.6 or later), numpy and msgspec, and `all` transformers and pytest; this
+repository need not be installed.  They print a table and write a record to `--output`, to the folder $OUT, or to
+bench/results/gpu.  The exit status is 1 if a check failed, but not if a target was missed.
 
-`--device cpu` runs the same code with tiny shapes in the Triton language's interpreter, to show that the script
-works; times are meaningless there.
+`--device cpu` runs the same code with toy shapes in the Triton language's interpreter, to show that it works; times
+are meaningless there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import re
 import sys
 import time
-from datetime import date
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import gpu_rows
+import gpu_stages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "backend")]
 
 
 def options() -> argparse.Namespace:
+    names = [stage.name for stage in gpu_stages.STAGES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kernels", "engine"])
-    parser.add_argument("--quick", action="store_true", help="the shapes that have targets, fewer checks")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--output", type=Path, help="write the record there")
-    return parser.parse_args()
+    commands = parser.add_subparsers(dest="what", required=True)
+    everything = commands.add_parser("all", help="all stages, each in a process of its own")
+    everything.add_argument("--budget", type=float, default=500, help="seconds for all stages together")
+    everything.add_argument("--only", nargs="+", choices=names, metavar="STAGE", help=f"of {', '.join(names)}")
+    kernels = commands.add_parser("kernels", help="attention, small operations, sampling")
+    kernels.add_argument("--quick", action="store_true", help="the shapes that have targets, fewer checks")
+    for command in (everything, kernels):
+        command.add_argument("--output", type=Path, help="the record: a .json file or a folder")
+    stage = commands.add_parser("stage", help="one stage in this process, as `all` starts it")
+    stage.add_argument("stage", choices=names)
+    stage.add_argument("--rows", type=Path, required=True, help="append the rows to this file")
+    stage.add_argument("--seconds", type=float, required=True, help="limit")
+    for command in (everything, kernels, stage):
+        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    for command in (everything, stage):
+        command.add_argument("--tiny", action="store_true", help="toy shapes; the default with --device cpu")
+    args = parser.parse_args()
+    args.tiny = args.device == "cpu" or getattr(args, "tiny", False)
+    return args
 
 
 def has_gpu() -> bool:
@@ -51,91 +65,43 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def card_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
-
-
-def versions() -> dict[str, str]:
-    names = [name for name in ("torch", "triton", "numpy", "transformers") if find_spec(name)]
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def write(args: argparse.Namespace, card: str, record: dict[str, Any]) -> None:
-    folder = Path(os.environ.get("OUT", ROOT / "bench" / "results"))
-    slug = re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
-    path = args.output or folder / f"gpu_{args.what}_{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = dict(command=" ".join(["python", "bench/gpu.py", *sys.argv[1:]]), date=date.today().isoformat())
-    path.write_text(json.dumps(about | dict(card=card, versions=versions()) | record, indent=1) + "\n")
-    print(f"\nrecord: {path}")
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row of the table: kernel, shape, time, achieved value and limit, target and verdict."""
-    scales = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s")}
-    scale, unit = scales.get(row["unit"], (1.0, row["unit"]))
-    spent = f"{row['microseconds']:9.1f} us" if "microseconds" in row else " " * 12
-    if row["unit"] == "error":
-        reached = f"{row['achieved']:.1e} of {row['limit']:.1e} allowed"
-    elif row["unit"] == "tokens":
-        reached = f"{row['achieved']} differ"
-    else:
-        reached = f"{row['achieved'] / scale:8.1f} of {row['limit'] / scale:8.1f} {unit:<7} {row['ratio']:5.2f}"
-    notes = []
-    if "over_flash" in row:
-        notes.append(f"{row['over_flash']:.2f} x torch's flash")
-    if "over_torch" in row:
-        notes.append(f"{row['over_torch']:.1f} x torch")
-    if "target" in row:
-        notes.append(f"target {row['target']:g}")
-    verdict = {True: "met", False: "MISSED", None: ""}[row.get("passed")]
-    return f"{row['name']:<31} {row['shape']:<44} {spent} {reached:<36} {', '.join(notes)} {verdict}".rstrip()
-
-
 def kernels(args: argparse.Namespace) -> int:
     import gpu_attention
     import gpu_ops
+    import gpu_rates
     import torch
 
-    start = time.monotonic()
-    device, card = torch.device(args.device), card_name(args.device)
-    rates = {"copy": gpu_ops.copy_rate(device), "gemm": gpu_ops.gemm_rate(device)}
+    start, origin = time.monotonic(), gpu_rows.about(args.device)
+    device, card = torch.device(args.device), origin["card"]
+    rates = {"copy": gpu_rates.copy_rate(device), "gemm": gpu_rates.gemm_rate(device)}
     print(f"{card}: copy {rates['copy'] / 1e9:.0f} GB/s read and written, bf16 GEMM {rates['gemm'] / 1e12:.1f} TFLOP/s")
-    rows = gpu_ops.run(device, args.quick, rates["copy"]) + gpu_attention.run(device, args.quick)
-    # For a prompt without context, the target is torch's flash attention.
-    for row in rows:
-        if row["name"] == "attention" and row["shape"] == "prefill 8K" and "over_flash" in row:
-            row |= dict(target=1.0, passed=bool(row["over_flash"] >= 1.0))
+    rows: list[dict[str, Any]] = []
+    for part in (gpu_ops.run(device, args.quick, rates["copy"]), gpu_attention.run(device, args.quick, rates)):
+        for row in part:
+            rows.append(row)
+            print(gpu_rows.line(row), flush=True)
     checks = [row for row in rows if row["unit"] in ("error", "tokens")]
     failed = [row for row in checks if not row["passed"]]
-    for row in rows:
-        print(line(row))
     elapsed = time.monotonic() - start
     print(f"\n{card}, {elapsed:.0f} s: {len(checks) - len(failed)} of {len(checks)} checks passed")
     aimed = [row for row in rows if "target" in row and args.device == "cuda"]  # times on a CPU are meaningless
     for row in [*failed, *aimed]:
-        print(line(row))
-    write(args, card, dict(seconds=elapsed, rates=rates, rows=rows))
+        print(gpu_rows.line(row))
+    record = gpu_rows.write_record(args.output, "kernels", origin | dict(seconds=elapsed, rates=rates, rows=rows))
+    print(f"\nrecord: {record}")
     return 1 if failed else 0
 
 
 def main() -> int:
     args = options()
+    gpu_rows.require_msgspec()
     if args.device == "cpu":
         # The Triton language reads this when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     elif not has_gpu():
         print("no CUDA device found; use --device cpu to see that the script works", file=sys.stderr)
         return 2
-    if args.what == "kernels":
-        return kernels(args)
-    import gpu_engine
-
-    card = card_name(args.device)
-    write(args, card, gpu_engine.run(args.device, args.quick))
-    return 0
+    return {"all": gpu_stages.run_all, "kernels": kernels, "stage": gpu_stages.run_stage}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU attention kernel: correctness, and speed compared with the card's limits.
 
-    python bench/gpu_attention.py [--quick] [--tune] [--output record.json]      on a machine with a GPU
+    python bench/gpu_attention.py [--quick | --tune | --tune-all] [--output record.json]     on a machine with a GPU
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
     TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it works
 
@@ -10,11 +10,11 @@ Requires torch, triton and numpy only.  bench/gpu.py also calls `run`.
 Correctness: compared with a float32 reference on the CPU, on new random numbers, with pool and output full of NaN.
 Decodes read each key and value once: their bytes per second are compared with a large device-to-device copy (bytes
 read plus written).  Prefills multiply: the causal half of the products is compared with the rate of a bf16 matrix
-product, and with torch's flash attention on contiguous keys and values.  Times are medians of graph replays; the
-pool is many times larger than the L2 cache.
+product, and with torch's flash attention on contiguous keys and values.  Times are medians of graph replays; a batch
+that reads less than several L2 caches is timed on several pools in turn, so that none of it is left in the cache.
 
 --compile needs no GPU: it compiles the shipped shapes and prints registers, stack (spills) and shared memory.
---tune tries other tile shapes and prints the best ones for each kind of batch.
+--tune compares the shipped tiles with a shortlist of twelve, --tune-all with 228, and prints the best ones.
 """
 
 # ruff: noqa: E402  (sys.path comes first: the repository need not be installed)
@@ -25,10 +25,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("bench", "backend", "tests/sup
 
 import triton
 from attention_cases import CASES, FP8, case_of, compile_ahead, forced_tile, stored
-from gpu_ops import copy_rate, gemm_rate, seconds
+from gpu_rates import FLUSH_BYTES, copy_rate, gemm_rate, seconds
+from gpu_rows import line
+from gpu_tiles import SHORTLIST, all_tiles
 from paged_case import relative_error
 
-from inflight.attention.base import AttentionMetadata, LayerSpec
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Tile
@@ -61,7 +64,7 @@ class Shape:
 
     Attributes:
         bound: "bytes" is compared with copying, "flops" with a matrix product, "sum" with the parts' times.
-        target: minimum ratio; for "sum" the maximum.
+        target: minimum ratio; for "sum" the maximum, for "flops" the minimum speed relative to torch's flash attention.
     """
 
     name: str
@@ -90,7 +93,7 @@ def cases(quick: bool = False) -> list[Shape]:
         Shape("decode 64 x 2K d64", small, (2048,) * 64, (1,) * 64, "bytes"),
         Shape("decode 64 x 2K d256", large, (2048,) * 64, (1,) * 64, "bytes"),
         Shape("verify 32 x 2K, 4 tokens", LLAMA, (2048,) * 32, (4,) * 32, "bytes"),
-        Shape("prefill 8K", LLAMA, (8192,), (8192,), "flops"),
+        Shape("prefill 8K", LLAMA, (8192,), (8192,), "flops", 1.0),
         Shape("prefill 4 x 2K", LLAMA, (2048,) * 4, (2048,) * 4, "flops"),
         Shape("chunk 2K at 16K", LLAMA, (16384,), (2048,), "flops"),
         Shape("chunk 64 at 16K", LLAMA, (16384,), (64,), "bytes"),
@@ -110,17 +113,29 @@ def tiny(shape: Shape) -> Shape:
     return replace(shape, spec=spec, seq_lens=seq_lens, query_lens=query_lens)
 
 
+def num_pools(shape: Shape, size: int) -> int:
+    """Pools to read in turn, for a batch whose keys and values take `size` bytes."""
+    return -(-FLUSH_BYTES // size) if shape.bound == "bytes" else 1
+
+
 class Batch:
-    """One layer's attention to a batch: random keys and values in scattered blocks."""
+    """One layer's attention to a batch: random keys and values in scattered blocks.
+
+    Attributes:
+        caches: pools of equal size: one if it exceeds the L2 cache or multiplication is the limit, else several.
+    """
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         spec, size = shape.spec, shape.block_size
         self.shape, self.dtype, self.backend = shape, dtype, GpuAttention()
         blocks = [-(-length // size) for length in shape.seq_lens]
-        self.cache = self.backend.new_cache(sum(blocks), size, spec, dtype, device)
-        for pool in (self.cache.key, self.cache.value):
-            for part in pool.split(4096):
-                part.copy_(torch.randn(part.shape, dtype=dtype, device=device).to(pool.dtype))
+        self.bytes = sum(shape.seq_lens) * spec.bytes_per_token(dtype)
+        count = num_pools(shape, self.bytes) if device.type == "cuda" else 1
+        self.caches = [self.backend.new_cache(sum(blocks), size, spec, dtype, device) for _ in range(count)]
+        for cache in self.caches:
+            for pool in (cache.key, cache.value):
+                for part in pool.split(4096):
+                    part.copy_(torch.randn(part.shape, dtype=dtype, device=device).to(pool.dtype))
         table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         for row, chosen in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
             table[row, : len(chosen)] = chosen
@@ -145,10 +160,13 @@ class Batch:
         self.query = torch.randn(query_start_loc[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
         pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.seq_lens, shape.query_lens))
         self.flops = 2 * spec.num_heads * (spec.key_head_size + spec.value_head_size) * pairs
-        self.bytes = sum(shape.seq_lens) * spec.bytes_per_token(dtype)
 
-    def attend(self) -> Tensor:
-        return self.backend.attend(self.query, self.cache, self.batch, self.shape.spec, None)
+    def attend(self, cache: KVCache | None = None) -> Tensor:
+        return self.backend.attend(self.query, cache or self.caches[0], self.batch, self.shape.spec, None)
+
+    def seconds(self) -> float:
+        """Median time of `attend`, over the pools in turn."""
+        return spent_by([partial(self.attend, cache) for cache in self.caches], self.query.device)
 
     def error(self) -> float:
         """Relative error of some requests' rows of one KV head, compared with float32."""
@@ -164,7 +182,7 @@ class Batch:
             blocks = self.metadata.block_table[row, : -(-length // self.shape.block_size)]
             key, value = (
                 pool.select(1, kv_head).float()[blocks].flatten(0, 1)[:length]
-                for pool in (self.cache.key, self.cache.value)
+                for pool in (self.caches[0].key, self.caches[0].value)
             )
             query = self.query[query_start_loc[row] : query_start_loc[row + 1], heads].float()
             scores = torch.einsum("qhd,kd->hqk", query, key) * spec.scaling
@@ -175,9 +193,9 @@ class Batch:
         return max(errors)
 
 
-def spent_by(function: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of one call, of eight in a captured graph."""
-    return seconds([function] * (8 if device.type == "cuda" else 1), device)
+def spent_by(functions: list[Callable[[], Any]], device: torch.device) -> float:
+    """Median seconds of one call; each function is called as often as the others, all together at least eight times."""
+    return seconds(functions * (-(-8 // len(functions)) if device.type == "cuda" else 1), device)
 
 
 def flash_seconds(shape: Shape, device: torch.device) -> float | None:
@@ -199,11 +217,17 @@ def flash_seconds(shape: Shape, device: torch.device) -> float | None:
         except RuntimeError:  # this torch's flash attention does not support GQA
             group = spec.num_heads // spec.num_kv_heads
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return spent_by(flash, device)
+        return spent_by([flash], device)
 
 
 def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
     """The correctness checks: case, dtype, whether the pool is fp8."""
+    if interpreted():
+        return [
+            ("decode", torch.float32, False),
+            ("all features", torch.bfloat16, False),
+            ("mix", torch.bfloat16, True),
+        ]
     some = ["decode", "mix", "head size 80, odd group", "all features"]
     result = [(name, dtype, False) for name in some for dtype in (torch.float32, torch.float16)]
     result += [(name, torch.bfloat16, False) for name in (some if quick else CASES)]
@@ -238,12 +262,12 @@ def check_row(shape: str, error: float, dtype: torch.dtype) -> dict[str, Any]:
 def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> dict[str, Any]:
     batch = Batch(shape, device)
     row: dict[str, Any] = dict(name="attention", shape=shape.name, error=batch.error())
-    spent = spent_by(batch.attend, device)
+    spent = batch.seconds()
     row["microseconds"] = spent * 1e6
     if shape.bound == "sum":
         first = replace(shape, seq_lens=shape.seq_lens[:-1], query_lens=shape.query_lens[:-1])
         last = replace(shape, seq_lens=shape.seq_lens[-1:], query_lens=shape.query_lens[-1:])
-        parts = [spent_by(Batch(part, device).attend, device) for part in (first, last)]
+        parts = [Batch(part, device).seconds() for part in (first, last)]
         row |= dict(achieved=spent * 1e3, limit=sum(parts) * 1e3, ratio=spent / sum(parts), unit="ms")
     else:
         work = batch.bytes if shape.bound == "bytes" else batch.flops
@@ -251,19 +275,22 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
         row["unit"] = "bytes/s" if shape.bound == "bytes" else "FLOP/s"
     if shape.bound == "flops" and (flash := flash_seconds(shape, device)):
         row |= dict(flash_microseconds=flash * 1e6, over_flash=flash / spent)
-    if shape.target is not None:
+    reached = row.get("over_flash") if shape.bound == "flops" else row["ratio"]
+    if shape.target is not None and reached is not None:
         row["target"] = shape.target
-        good = row["ratio"] <= shape.target if shape.bound == "sum" else row["ratio"] >= shape.target
-        row["passed"] = bool(good)
+        row["passed"] = bool(reached <= shape.target if shape.bound == "sum" else reached >= shape.target)
     return row
 
 
-def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
-    """Rows {name, shape, error, achieved, limit, ratio, unit, ...}: the correctness checks, then the timed batches.
+def run(device: torch.device, quick: bool = False, rates: dict[str, float] | None = None) -> Iterator[dict[str, Any]]:
+    """Rows {name, shape, error, achieved, limit, ratio, unit, ...} as they are measured: small checks, timed batches.
 
     `error` is relative to float32 (Frobenius norm).  `achieved` and `limit` are in `unit` (bytes/s or FLOP/s), and
     `ratio` is their quotient; in checks they are errors, and for the mixed batch milliseconds: its time, and the
     sum of its parts' times.  Rows with a target have `passed`.
+
+    Args:
+        rates: the card's "copy" and "gemm"; None measures them.
     """
     checks, shapes = grid(quick), cases(quick)
     jobs = {(shape.spec, torch.bfloat16, shape.block_size, None) for shape in shapes}
@@ -275,31 +302,30 @@ def run(device: torch.device, quick: bool = False) -> list[dict[str, Any]]:
     else:
         shapes = [tiny(shape) for shape in shapes]
     seed = int.from_bytes(os.urandom(2), "little")
-    rows = [grid_row(*check, seed=seed, device=device) for check in checks]
-    rates = {"bytes": copy_rate(device), "flops": gemm_rate(device)}
-    timed = []
+    for check in checks:
+        yield grid_row(*check, seed=seed, device=device)
+    rates = rates or {"copy": copy_rate(device), "gemm": gemm_rate(device)}
+    limits = {"bytes": rates["copy"], "flops": rates["gemm"]}
     for shape in shapes:
-        timed.append(timed_row(shape, device, rates))
-        rows.append(check_row(shape.name, timed[-1]["error"], torch.bfloat16))
+        timed = timed_row(shape, device, limits)
+        yield check_row(shape.name, timed["error"], torch.bfloat16)
+        yield timed
         torch.cuda.empty_cache()
-    return rows + timed
 
 
-def tune(device: torch.device) -> list[dict[str, Any]]:
-    """Other tile shapes for the timed batches: the three best of each, and the shipped one."""
-    decode = [Tile(0, n, warps, stages) for n in (16, 32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4, 5)]
-    prefill = [
-        Tile(m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
-    ]
+def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> list[dict[str, Any]]:
+    """The timed batches with other tile shapes: the three best of each, and the shipped one."""
+    shapes = {shape.name: shape for shape in cases()}
     rows = []
-    for name in ("decode 64 x 2K", "decode 8 x 16K", "decode 64 x 4K fp8", "decode 64 x 2K d64", "prefill 8K"):
-        shape = next(shape for shape in cases() if shape.name == name)
-        tiles = decode if max(shape.query_lens) == 1 else prefill
+    for name, tiles in tiles_of.items():
+        if name not in shapes:
+            continue  # fp8, which this card lacks
+        shape = shapes[name]
         compile_ahead([(shape.spec, torch.bfloat16, shape.block_size, tile) for tile in tiles])
         times: dict[Tile | None, float] = {}
         for tile in [None, *tiles]:
             with forced_tile(tile), suppress(triton.OutOfResources):
-                times[tile] = spent_by(Batch(shape, device).attend, device)
+                times[tile] = Batch(shape, device).seconds()
             torch.cuda.empty_cache()
         best = sorted(times, key=times.__getitem__)[:3]
         for tile in [None, *(tile for tile in best if tile)]:
@@ -342,21 +368,11 @@ def describe(spec: LayerSpec) -> str:
     return ", ".join(features)
 
 
-def show(row: dict[str, Any]) -> None:
-    passed = {True: "ok", False: "MISSED", None: ""}[row.get("passed")]
-    flash = f"  {row['over_flash']:.2f} x torch's flash" if "over_flash" in row else ""
-    if row["unit"] == "error":
-        print(f"{row['shape']:<45} error {row['error']:.1e} of {row['limit']:.1e}  {passed}")
-        return
-    scale, unit = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "ms": (1, "ms")}[row["unit"]]
-    rate = f"{row['achieved'] / scale:8.2f} of {row['limit'] / scale:8.2f} {unit:<8} {row['ratio']:5.2f}"
-    print(f"{row['shape']:<30} error {row['error']:.1e}  {row['microseconds']:8.1f} us {rate}  {passed}{flash}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the batches with targets, and some of the checks")
-    parser.add_argument("--tune", action="store_true", help="try other tile shapes")
+    parser.add_argument("--tune", action="store_true", help="try a shortlist of other tile shapes")
+    parser.add_argument("--tune-all", action="store_true", help="try 228 other tile shapes, for many minutes")
     parser.add_argument("--compile", action="store_true", help="compile the shipped shapes, without a GPU")
     parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
@@ -371,9 +387,13 @@ def main() -> None:
     else:
         device = torch.device("cpu" if interpreted() else "cuda")
         record["card"] = "none" if interpreted() else torch.cuda.get_device_name()
-        record["rows"] = tune(device) if options.tune else run(device, options.quick)
-        for row in () if options.tune else record["rows"]:
-            show(row)
+        if options.tune or options.tune_all:
+            record["rows"] = tune(device, all_tiles() if options.tune_all else SHORTLIST)
+        else:
+            record["rows"] = []
+            for row in run(device, options.quick):
+                record["rows"].append(row)
+                print(line(row), flush=True)
     if options.output:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,125 +1,274 @@
-"""Inflight's EngineCore on a GPU and transformers' generate() in static batches: output tokens per second.
-
-Used by bench/gpu.py.  Requires the backend's dependencies: torch, triton, transformers, msgspec.  Both use the same
-checkpoint (Qwen3 0.6B's shape, random weights) and requests: greedy, without EOS, all submitted at once.
-Static batches take the requests in order, left-padded, and decode until the batch's longest output is complete;
-only requested tokens count.  The two alternate; results are medians.
-"""
+"""The engine end to end, in-process, on random weights: stages `serve`, `options` and `arrivals`."""
 
 from __future__ import annotations
 
-import statistics
-import tempfile
+import gc
 import time
-from dataclasses import dataclass
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
-from make_checkpoints import IDS, init_weights
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from gpu_model import engine, graphs_built, llama_8b, qwen3_06b, random_model, refused, words
+from gpu_rows import Run
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner.model_runner import ModelRunner
+from inflight.loading.errors import LoadError
+
+__all__ = ["Request", "arrivals", "itl_gaps", "options", "serve"]
+
+_PEER_TARGET = 3.0  # tokens/s over those of transformers' continuous batching
+_ITL_TARGET = 3.0  # p99 with long prompts over p99 without
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Requests with lognormal prompt and output lengths, and how many run concurrently on each side."""
+@dataclass(frozen=True, order=True)
+class Request:
+    """A request of an open-loop load.
 
-    requests: int
-    prompt: int
-    output: int
-    max_num_seqs: int
-    static_batch: int
+    Attributes:
+        at: arrival, in seconds after the start.
+        watched: whether the gaps between its tokens count.
+    """
 
-    def draw(self, vocab_size: int) -> list[tuple[list[int], int]]:
-        rng = np.random.default_rng(0)
-        prompts = (rng.lognormal(np.log(self.prompt), 0.8, self.requests).astype(int)).clip(4, 4 * self.prompt)
-        outputs = (rng.lognormal(np.log(self.output), 0.8, self.requests).astype(int)).clip(2, 4 * self.output)
-        return [(rng.integers(3, vocab_size, n).tolist(), int(m)) for n, m in zip(prompts, outputs)]
+    at: float
+    prompt: list[int] = field(compare=False)
+    output: int = field(compare=False)
+    watched: bool = field(compare=False, default=True)
 
 
-def make_checkpoint(folder: str, device: str) -> Qwen3Config:
-    """Qwen3 0.6B's shape on a GPU, a toy on a CPU."""
-    small = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16)  # fmt: skip
-    real = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-                num_attention_heads=16, num_key_value_heads=8, head_dim=128)  # fmt: skip
-    shape = real if device == "cuda" else small
-    config = Qwen3Config(**shape, max_position_embeddings=8192, tie_word_embeddings=True, **IDS)
-    model = Qwen3ForCausalLM(config)
-    init_weights(model)
-    model.generation_config = GenerationConfig(**IDS)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return config
+def _uniform(vocab_size: int, count: int, lengths: tuple[int, int], seed: int) -> list[Request]:
+    """Requests that all arrive at once, with prompt and output lengths between the two of `lengths`."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(0.0, rng.integers(3, vocab_size, rng.integers(*lengths, endpoint=True)).tolist(),
+                int(rng.integers(*lengths, endpoint=True)))
+        for _ in range(count)
+    ]  # fmt: skip
 
 
-def run_inflight(core: EngineCore, work: list[tuple[list[int], int]], first_id: int) -> float:
-    """Seconds until all outputs are complete."""
-    start = time.perf_counter()
-    for number, (prompt, tokens) in enumerate(work):
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        failure = core.add_request(AddRequest(first_id + number, prompt, params))
-        assert failure is None, failure
+def _add(core: EngineCore, number: int, request: Request) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=request.output, ignore_eos=True)
+    failure = core.add_request(AddRequest(number, request.prompt, params))
+    assert failure is None, failure
+
+
+def run_ours(core: EngineCore, work: list[Request]) -> float:
+    """Seconds until all outputs are complete.
+
+    Raises:
+        RuntimeError: a request got another number of tokens than it asked for.
+    """
+    begun = time.perf_counter()
+    for number, request in enumerate(work):
+        _add(core, number, request)
     count = 0
     while core.has_work:
         count += sum(len(delta.token_ids) for delta in core.step().deltas)
-    assert count == sum(tokens for _, tokens in work)
-    return time.perf_counter() - start
+    spent = time.perf_counter() - begun
+    if count != sum(request.output for request in work):
+        raise RuntimeError(f"{count} tokens of {sum(request.output for request in work)}")
+    return spent
 
 
-def run_static(model: Any, work: list[tuple[list[int], int]], batch: int) -> float:
-    """Seconds of generate() over batches of `batch` requests."""
-    device = model.device
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for first in range(0, len(work), batch):
-        part = work[first : first + batch]
-        width = max(len(prompt) for prompt, _ in part)
-        ids = torch.zeros(len(part), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, (prompt, _) in enumerate(part):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        longest = max(tokens for _, tokens in part)
-        out = model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=longest,
-                             min_new_tokens=longest, do_sample=False, eos_token_id=None)  # fmt: skip
-        out.cpu()
-    return time.perf_counter() - start
+# -------------------------------------------------------------------------------------------------------- serve
 
 
-def run(device: str, quick: bool) -> dict[str, Any]:
-    """Tokens per second of both sides and their ratio, printed and returned with every round."""
-    workload = Workload(256, 512, 128, 128, 64) if device == "cuda" else Workload(4, 8, 4, 4, 2)
-    rounds = 1 if quick or device == "cpu" else 3
-    with tempfile.TemporaryDirectory() as folder:
-        vocab_size = make_checkpoint(folder, device).vocab_size
-        options = dict(num_gpu_blocks_override=64) if device == "cpu" else dict(gpu_memory_utilization=0.5)
-        config = EngineConfig.from_dict(
-            dict(model=folder, device=device, max_model_len=4096 if device == "cuda" else 256,
-                 max_num_seqs=workload.max_num_seqs, enable_prefix_caching=False, **options)
-        )  # fmt: skip
-        core = EngineCore(config, ModelRunner(config))
-        static = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-        static = static.eval().to(device)
-    work = workload.draw(vocab_size)
-    tokens = sum(count for _, count in work)
-    warm = [(prompt, 4) for prompt, _ in work[: workload.static_batch]]
-    times: dict[str, list[float]] = {"inflight": [], "generate() static": []}
-    with torch.inference_mode():
-        run_inflight(core, warm, 10**6)
-        run_static(static, warm, workload.static_batch)
-        for number in range(rounds):
-            times["inflight"].append(run_inflight(core, work, number * len(work)))
-            times["generate() static"].append(run_static(static, work, workload.static_batch))
-    rates = {side: tokens / statistics.median(spent) for side, spent in times.items()}
-    ratio = statistics.median(b / a for a, b in zip(*times.values()))
-    for side, rate in rates.items():
-        print(f"{side:<18} {rate:10.1f} tokens/s")
-    print(f"inflight / generate(): {ratio:.2f}; {len(work)} requests, {tokens} tokens, {rounds} rounds")
-    return dict(workload=vars(workload), tokens=tokens, tokens_per_second=rates, ratio=ratio, seconds=times)
+@contextmanager
+def _peer_manager(model: Any, run: Run, work: list[Request]) -> Iterator[Any]:
+    """The manager that underlies transformers' `generate_batch`, warmed up; it takes a length per request.
+
+    Page size, tokens per step, attention, graphs and memory are its own choice, except in a toy.
+    """
+    settings: dict[str, Any] = dict(max_requests_per_batch=len(work), allow_block_sharing=False)
+    if run.tiny:
+        page = "page_size" if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)} else "block_size"
+        settings |= {page: 16, "num_blocks": 64, "max_batch_tokens": 64}
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(r.output for r in work))
+    config = ContinuousBatchingConfig(**settings)
+    with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
+        yield manager
+
+
+class OutOfTime(RuntimeError):
+    """A side of a comparison was stopped at the stage's deadline."""
+
+
+def _run_peer(model: Any, run: Run, work: list[Request]) -> tuple[float, str]:
+    """Seconds until all outputs are complete, and which attention and graphs transformers chose.
+
+    Raises:
+        OutOfTime: see there.
+        RuntimeError: a request failed, or got another number of tokens than it asked for.
+    """
+    count, finished = 0, 0
+    with _peer_manager(model, run, work) as manager:
+        begun = time.perf_counter()
+        for number, request in enumerate(work):
+            manager.add_request(request.prompt, request_id=str(number), max_new_tokens=request.output)
+        while finished < len(work):
+            if run.seconds_left < 0:
+                manager.stop(hard_stop=True)
+                raise OutOfTime(f"{finished} of {len(work)} requests ended in {time.perf_counter() - begun:.0f} s")
+            result = manager.get_result(timeout=1)
+            if result is None:
+                if not manager.is_running():
+                    raise RuntimeError("the thread of transformers' manager ended")
+            elif result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                finished, count = finished + 1, count + len(result.generated_tokens)
+        spent = time.perf_counter() - begun
+        graphs = getattr(manager.continuous_batching_config, "use_cuda_graph", None)
+        note = f"attention {model.config._attn_implementation}, CUDA graphs (varlen, decode) {graphs}"
+    if count != sum(request.output for request in work):
+        raise RuntimeError(f"{count} tokens of {sum(request.output for request in work)}")
+    return spent, note
+
+
+def serve(run: Run) -> Iterator[dict[str, Any]]:
+    """Stage `serve`: the two sides alternate on the same prompts, until the next pair does not fit the time left."""
+    config = qwen3_06b(run)
+    count, lengths = (4, (4, 10)) if run.tiny else (256, (100, 1024))
+    work = _uniform(config.vocab_size, count, lengths, seed=0)
+    warm_up = _uniform(config.vocab_size, count, (4, 8), seed=1)
+    tokens = sum(request.output for request in work)
+    shape = f"{words(config)}, {count} requests of {lengths[0]}..{lengths[1]} in and out"
+    engine_options: dict[str, Any] = dict(max_num_seqs=count, max_model_len=2 * lengths[1] + 16)
+    if run.tiny:
+        engine_options |= dict(num_gpu_blocks_override=64)
+    else:  # the larger part of the card is left to the peer, which takes what it finds
+        engine_options |= dict(gpu_memory_utilization=0.45, max_num_batched_tokens=8192)
+    dtype = torch.float32 if run.tiny else torch.bfloat16
+    with engine(run, config, **engine_options) as core:
+        run_ours(core, warm_up)
+        peer = random_model(config, dtype, "sdpa", torch.device(run.device))
+        for round_number in range(1 if run.tiny else 3):
+            begun = time.monotonic()
+            note = f"round {round_number + 1}, CUDA graphs {'built' if graphs_built() else 'not built'}"
+            ours = tokens / run_ours(core, work)
+            yield dict(name="serve, this engine", shape=shape, achieved=ours, unit="tokens/s", note=note)
+            try:
+                spent, chosen = _run_peer(peer, run, work)
+            except OutOfTime as error:
+                yield dict(name="serve, transformers", shape=shape, status="left out", why=f"no time left: {error}")
+                return
+            except Exception as error:  # whatever transformers raises costs its rows only
+                traceback.print_exc()
+                yield refused(error, "serve, transformers", shape)
+                return
+            yield dict(name="serve, transformers", shape=shape, achieved=tokens / spent, unit="tokens/s", note=chosen)
+            row = dict(name="serve, over transformers", shape=shape, achieved=ours, limit=tokens / spent,
+                       ratio=ours * spent / tokens, unit="tokens/s")  # fmt: skip
+            yield row if run.tiny else row | dict(target=_PEER_TARGET, passed=row["ratio"] >= _PEER_TARGET)
+            if run.seconds_left < 1.1 * (time.monotonic() - begun):
+                return
+            gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------------ options
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "launch-ahead": {"async_scheduling": True},
+    "fp8 weights": {"quantization": "fp8"},
+    "fp8 KV": {"kv_cache_dtype": "fp8"},
+}
+
+
+def options(run: Run) -> Iterator[dict[str, Any]]:
+    """Stage `options`: tokens/s with one option on, over those with all off."""
+    config = llama_8b(run)
+    count, prompt, output = (3, 6, 4) if run.tiny else (64, 512, 128)
+    rng = np.random.default_rng(0)
+    work = [Request(0.0, rng.integers(3, config.vocab_size, prompt).tolist(), output) for _ in range(count)]
+    shape = f"{words(config)}, {count} requests, {prompt} in, {output} out"
+    common: dict[str, Any] = dict(max_num_seqs=count, max_model_len=prompt + output, max_num_batched_tokens=8192)
+    common |= dict(num_gpu_blocks_override=64) if run.tiny else {}
+    off = None
+    for name, option in _OPTIONS.items():
+        name = f"option: {name}"
+        try:
+            with engine(run, config, **common, **option) as core:
+                run_ours(core, [Request(0.0, request.prompt, 2) for request in work])
+                rate = count * output / run_ours(core, work)
+        except (ConfigError, LoadError, RuntimeError) as error:  # out of memory, too
+            yield refused(error, name, shape)
+            continue
+        off = off or rate
+        yield dict(name=name, shape=shape, achieved=rate, limit=off, ratio=rate / off, unit="tokens/s")
+
+
+# ----------------------------------------------------------------------------------------------------- arrivals
+
+
+def itl_gaps(core: EngineCore, load: list[Request]) -> list[float]:
+    """Seconds between the tokens of the watched requests, which arrive by the clock whatever the engine does."""
+    waiting = deque(enumerate(sorted(load)))
+    watched = {number for number, request in waiting if request.watched}
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    begun = time.perf_counter()
+    while waiting or core.has_work:
+        while waiting and waiting[0][1].at <= time.perf_counter() - begun:
+            _add(core, *waiting.popleft())
+        if not core.has_work:
+            time.sleep(max(0.0, waiting[0][1].at - (time.perf_counter() - begun)))
+            continue
+        deltas = core.step().deltas
+        now = time.perf_counter()
+        for delta in deltas:
+            if delta.token_ids and delta.request_id in watched:
+                if delta.request_id in last:
+                    gaps.append(now - last[delta.request_id])
+                last[delta.request_id] = now
+    return gaps
+
+
+def _poisson(run: Run, vocab_size: int) -> tuple[list[Request], list[Request]]:
+    """Short requests that arrive as a Poisson process, and long prompts at regular times."""
+    rng = np.random.default_rng(0)
+    rate, seconds, prompt, output, long = (20.0, 0.2, 6, 4, 60) if run.tiny else (6.0, 6.0, 256, 128, 12_000)
+    times = np.cumsum(rng.exponential(1 / rate, int(3 * rate * seconds)))
+    short = [Request(float(at), rng.integers(3, vocab_size, prompt).tolist(), output) for at in times if at < seconds]
+    every = seconds / 4
+    return short, [
+        Request(every * (n + 0.5), rng.integers(3, vocab_size, long).tolist(), 2, watched=False) for n in range(4)
+    ]
+
+
+def arrivals(run: Run) -> Iterator[dict[str, Any]]:
+    """Stage `arrivals`: ITL p99 of short requests, alone and beside long prompts, with and without `itl_target_ms`."""
+    config = llama_8b(run)
+    short, long = _poisson(run, config.vocab_size)
+    longest = max(len(request.prompt) + request.output for request in long)
+    common: dict[str, Any] = dict(max_num_seqs=64, max_model_len=longest + 256)
+    common |= dict(num_gpu_blocks_override=64) if run.tiny else {}
+    name, shape = f"ITL p99, {words(config)}", f"{len(short)} Poisson arrivals"
+    beside = f"and {len(long)} prompts of {len(long[0].prompt)}"
+
+    def p99(core: EngineCore, load: list[Request]) -> float:
+        return float(np.percentile(itl_gaps(core, load), 99)) * 1e3
+
+    with engine(run, config, **common) as core:
+        itl_gaps(core, [*short[:2], *long[:1]])  # warm-up
+        alone = p99(core, short)
+        yield dict(name=name, shape=shape, achieved=alone, unit="ms")
+        mixed = p99(core, short + long)
+        yield dict(name=name, shape=f"{shape} {beside}", achieved=mixed, limit=alone, ratio=mixed / alone, unit="ms",
+                   note="static budget")  # fmt: skip
+    target = max(1.0, round(0.8 * _ITL_TARGET * alone, 1))
+    with engine(run, config, itl_target_ms=target, **common) as core:
+        itl_gaps(core, [*short[:2], *long[:1]])
+        mixed = p99(core, short + long)
+        row = dict(name=name, shape=f"{shape} {beside}", achieved=mixed, limit=alone, ratio=mixed / alone, unit="ms",
+                   note=f"itl_target_ms {target:g}")  # fmt: skip
+        yield row if run.tiny else row | dict(target=_ITL_TARGET, passed=row["ratio"] <= _ITL_TARGET)

@@ -1,14 +1,20 @@
-"""Shared by all tests: one thread per process, as the suite runs several processes."""
+"""Shared by all tests: threads per process, and the Triton language's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Before anything imports torch: two xdist workers and a server share few cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Kernels in the Triton language run in its interpreter where there is no GPU to compile them for.
-# The language reads this once, when it is first imported.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def environment(has_gpu: bool, cores: int) -> dict[str, str]:
+    """Defaults of environment variables that libraries read when they are imported.
+
+    Without a GPU several processes of the suite share few cores, so each has one thread, and the kernels in the
+    Triton language are interpreted.  With one, references that run on the CPU take several cores.
+    """
+    values = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(min(8, cores) if has_gpu else 1)}
+    return values if has_gpu else values | {"TRITON_INTERPRET": "1"}
+
+
+for name, value in environment(Path("/dev/nvidiactl").exists(), len(os.sched_getaffinity(0))).items():
+    os.environ.setdefault(name, value)

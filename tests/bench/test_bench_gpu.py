@@ -6,31 +6,59 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import common
 import gpu
+import gpu_attention
+import gpu_decode
+import gpu_engine
+import gpu_model
+import gpu_rows
+import gpu_stages
+import gpu_tiles
 import pytest
+import torch
 
-pytest.importorskip("triton")
+from inflight.kernels.gpu.gpu_attention_configs import Card, Tile, tile_for
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "kernels", "--device", "cpu", "--quick"]
-    environment = {**os.environ, "OUT": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "gpu_kernels_cpu.json").read_text())
-    assert set(record) >= {"command", "date", "card", "versions", "seconds", "rates", "rows"}
-    assert set(record["rates"]) == {"copy", "gemm"}
-    checked = [row for row in record["rows"] if row["unit"] in ("error", "tokens")]
+CHECKS = ("error", "tokens", "tests")
+
+
+def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "all", "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_all_cpu.json"]
+    record = json.loads((tmp_path / "gpu_all_cpu.json").read_text())
+    assert set(record) >= {"command", "date", "card", "versions", "budget", "stages", "rows"}
+    assert [stage["stage"] for stage in record["stages"]] == [stage.name for stage in gpu_stages.STAGES]
+    assert {stage["status"] for stage in record["stages"]} == {"ok"}
+    rows = {stage.name: [row for row in record["rows"] if row["stage"] == stage.name] for stage in gpu_stages.STAGES}
+    for name, found in rows.items():
+        assert found, f"{name} has no row"
+        assert all(row["card"] == "cpu" and row["date"] and row["versions"]["torch"] for row in found)
+        statuses = {row["status"] for row in found if "status" in row}
+        assert statuses <= {"not built", "refused", "left out"}, name
+        assert all(gpu_rows.line(row) in done.stdout for row in found)
+    assert {row["rate"] for row in rows["rates"]} == {"copy", "read", "gemm"}
+    assert {row["shape"] for row in rows["tests"]} == {f"tests/gpu/{p.name}" for p in ROOT.glob("tests/gpu/test_*.py")}
+    checked = [row for row in rows["kernels"] if row["unit"] in CHECKS]
     assert {row["name"].split()[0] for row in checked} == {
         "rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "sampling", "attention",
     }  # fmt: skip
     assert all(row["passed"] for row in checked)
-    assert "checks passed" in done.stdout
+    for name in ("decode", "serve", "prefill", "options", "arrivals"):
+        assert any(row.get("achieved", 0) > 0 for row in rows[name]), name
+    assert "sdpa, CUDA graphs" in next(row["note"] for row in rows["serve"] if row["name"] == "serve, transformers")
 
 
 @pytest.mark.parametrize(
@@ -56,13 +84,22 @@ def test_kernels(tmp_path: Path) -> None:
                  unit="bytes/s", over_torch=3.14),
             ["2.5 us", "3000.0 of   4000.0 GB/s", "0.75", "3.1 x torch"],
         ),
+        (
+            dict(name="decode 8.0B, eager", shape="64 x 1024", achieved=12.0, limit=6.0, ratio=2.0, unit="ms",
+                 over_roofline=1.9, launches=391.2, gpu_idle=0.321, tokens_per_second=5333.3, target=1.3, passed=False),
+            ["12.0 of      6.0 ms", "2.00", "1.90 x max(bytes, FLOPs)", "391 launches", "GPU idle 32.1%",
+             "5333 tokens/s", "target 1.3 MISSED"],
+        ),
+        (dict(name="rate of the card: copy", shape="", achieved=4.3e12, unit="bytes/s"), ["4300.0 GB/s"]),
+        (dict(name="tests", shape="", achieved=3, limit=4, unit="tests", passed=False), ["3 of 4 passed", "MISSED"]),
+        (dict(name="decode, graphs", shape="", status="not built", why="no graphs"), ["not built: no graphs"]),
     ],
-    ids=["flops", "milliseconds", "error", "bytes"],
+    ids=["flops", "milliseconds", "error", "bytes", "decode", "rate", "tests", "not built"],
 )  # fmt: skip
 def test_a_line_of_the_table(row: dict[str, Any], expected: list[str]) -> None:
     """Rows of attention, too, which only a GPU can measure."""
     for text in expected:
-        assert text in gpu.line(row)
+        assert text in gpu_rows.line(row)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +125,263 @@ def test_a_failed_check_is_the_exit_status(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "silu_and_mul is right" in done.stdout
     assert "MISSED" in done.stdout
+    assert "checks passed" in done.stdout
+    record = json.loads((tmp_path / "gpu_kernels_cpu.json").read_text())
+    assert set(record) >= {"command", "date", "card", "versions", "seconds", "rates", "rows"}
+    assert set(record["rates"]) == {"copy", "gemm"}
+
+
+def test_without_msgspec_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "kernels"])
+    monkeypatch.setattr(gpu_rows, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="msgspec not found; pip install --target DIR msgspec"):
+        gpu.main()
+
+
+def test_versions_of_what_is_installed() -> None:
+    """A package that is only on PYTHONPATH, as ours may be, has no version."""
+    assert common.versions("torch", "no-such-package") == {"torch": torch.__version__}
+
+
+def test_limits_add_what_earlier_stages_left() -> None:
+    stages = gpu_stages.STAGES
+    assert sum(stage.seconds for stage in stages) == 500
+    assert gpu_stages.limits(stages, 0, 500, budget=500) == 10
+    assert gpu_stages.limits(stages, 1, 496, budget=500) == 96  # stage 0 took 4 s
+    assert gpu_stages.limits(stages, len(stages) - 1, 300, budget=500) == 300
+    assert gpu_stages.limits(stages, 0, 250, budget=250) == 5
+    assert gpu_stages.limits(stages[:1], 0, 60, budget=60) == 60
+    assert gpu_stages.limits(stages, 1, 30, budget=500) == 0
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_process_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait"
+    assert gpu_stages.run_command(["sh", "-c", script], limit=3) == "killed after 3 s"
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("exit 0", "ok"), ("exit 3", "exit status 3"), ("kill -SEGV $$", "killed by SIGSEGV"), ('test "$A" = b', "ok")],
+)
+def test_how_a_process_ended(script: str, status: str) -> None:
+    assert gpu_stages.run_command(["sh", "-c", script], limit=100, environment={"A": "b"}) == status
+
+
+def stage_args(rows: Path) -> SimpleNamespace:
+    return SimpleNamespace(stage="fake", rows=rows, seconds=100.0, device="cpu", tiny=True)
+
+
+def test_a_stage_that_crashes_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_stage.py").write_text(
+        "def rows(run):\n"
+        "    assert 0 < run.seconds_left < 100\n"
+        "    yield dict(name='first', shape='', achieved=1, unit='ms')\n"
+        "    raise ValueError('broken')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gpu_stages, "STAGES", (gpu_stages.Stage("fake", 1, "fake_stage:rows", ""),))
+    file = tmp_path / "rows"
+    with pytest.raises(ValueError, match="broken"):
+        gpu_stages.run_stage(stage_args(file))
+    first, last = gpu_rows.read(file)
+    assert (first["stage"], first["name"], first["card"]) == ("fake", "first", "cpu")
+    assert (last["status"], last["why"]) == ("failed", "ValueError: broken")
+    with file.open("a") as half:
+        half.write('{"name": "ha')  # killed while it wrote
+    assert len(gpu_rows.read(file)) == 2
+
+
+def test_a_lost_stage_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def run_command(command: list[str], limit: float, environment: dict[str, str]) -> str:
+        name, rows = command[3], Path(command[command.index("--rows") + 1])
+        started.append(name)
+        about = dict(stage=name, card="H200", date="", versions={}, name="row", shape="", achieved=1, unit="ms")
+        gpu_rows.append(rows, about)
+        return "killed by SIGKILL" if name == "tests" else "ok"
+
+    monkeypatch.setattr(gpu_stages, "run_command", run_command)
+    args = SimpleNamespace(only=None, output=tmp_path, budget=500.0, device="cuda", tiny=False)
+    assert gpu_stages.run_all(args) == 1
+    record = json.loads((tmp_path / "gpu_all_h200.json").read_text())
+    assert started == [stage.name for stage in gpu_stages.STAGES] == [row["stage"] for row in record["rows"]]
+    assert [stage["stage"] for stage in record["stages"] if stage["status"] != "ok"] == ["tests"]
+    args = SimpleNamespace(only=["rates"], output=tmp_path / "one.json", budget=500.0, device="cuda", tiny=False)
+    assert gpu_stages.run_all(args) == 0
+    assert [row["stage"] for row in json.loads((tmp_path / "one.json").read_text())["rows"]] == ["rates"]
+
+
+PYTEST_OUTPUT = """\
+collecting ... collected 4 items
+
+tests/gpu/test_a.py::test_one[blocks of 48-torch.float16] PASSED         [ 25%]
+tests/gpu/test_a.py::test_two FAILED                                     [ 50%]
+tests/gpu/test_a.py::test_three SKIPPED (no fp8)                         [ 75%]
+tests/gpu/test_b.py::test_four PASSED                                    [100%]
+
+SKIPPED [1] tests/gpu/test_a.py:9: no fp8
+SKIPPED [1] tests/gpu/test_c.py:5: no CUDA device
+FAILED tests/gpu/test_a.py::test_two - assert 0
+"""
+
+
+def test_rows_of_pytest() -> None:
+    rows = list(gpu_stages.pytest_rows(PYTEST_OUTPUT.splitlines(keepends=True)))
+    assert [(row["shape"], row.get("achieved"), row.get("limit"), row.get("passed")) for row in rows] == [
+        ("tests/gpu/test_a.py::test_two", 0, 1, False),
+        ("tests/gpu/test_a.py", 1, 2, False),
+        ("tests/gpu/test_c.py", None, None, None),
+        ("tests/gpu/test_b.py", 1, 1, True),
+    ]
+    assert rows[1]["note"] == "1 skipped"
+    assert rows[2]["why"] == "no CUDA device"
+
+
+def test_what_a_step_reads_and_multiplies() -> None:
+    run = gpu_rows.Run("cpu", True, 0.0, Path())
+    for config in (gpu_model.llama_8b(run), gpu_model.qwen3_06b(run)):
+        model = gpu_model.random_model(config, torch.float32, "sdpa", torch.device("cpu"))
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        work = gpu_model.Work(config, 4)
+        assert work.weights == sum(module.weight.numel() for module in linear)
+        assert work.decode_bytes(3, 10) == 4 * work.weights + 3 * 10 * work.kv_bytes
+        pair = 2 * 2 * 2 * 4 * 16  # query by key, weight by value; layers, heads, head size
+        assert work.decode_flops(3, 10) == 3 * (2 * work.weights + 10 * pair)
+        assert work.kv_bytes == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head size, bytes
+        head = config.vocab_size * config.hidden_size
+        assert work.prefill_flops(5) == 2 * 5 * (work.weights - head) + 2 * head + (1 + 2 + 3 + 4 + 5) * pair
+    large = gpu_model.Work(gpu_model.llama_8b(gpu_rows.Run("cuda", False, 0.0, Path())), 2)
+    assert (large.weights, large.kv_bytes) == (7_504_658_432, 128 * 1024)
+
+
+def test_schedules_of_a_decode() -> None:
+    core = SimpleNamespace(info=SimpleNamespace(vocab_size=100, num_blocks=40), config=SimpleNamespace(block_size=16))
+    outs = gpu_decode.decode_steps(core, rows=3, context=30, steps=5)
+    blocks = [block for row in outs[0].new_rows for block in row.block_ids]
+    assert len(set(blocks)) == len(blocks) == 3 * 3  # 30 tokens and 5 more
+    assert all(0 <= block < 40 for block in blocks)
+    assert [out.num_computed_tokens for out in outs] == [[29 + step] * 3 for step in range(5)]
+    assert all(out.num_tokens == 3 and out.samples == [True] * 3 for out in outs)
+    assert [len(out.new_rows) for out in outs] == [3, 0, 0, 0, 0]
+
+
+def test_time_covered_by_overlapping_spans() -> None:
+    assert gpu_decode.covered([(5, 7), (0, 2), (1, 3), (6, 6.5), (10, 11)]) == 3 + 2 + 1
+
+
+def test_a_timed_decode_reads_more_than_the_cache() -> None:
+    for shape in gpu_attention.cases():
+        size = sum(shape.seq_lens) * shape.spec.bytes_per_token(torch.bfloat16)
+        if shape.bound == "bytes":
+            assert gpu_attention.num_pools(shape, size) * size >= 2**29
+    lonely = next(shape for shape in gpu_attention.cases() if shape.name == "decode 1 x 32K")
+    assert gpu_attention.num_pools(lonely, 2**27) == 4
+
+
+def test_tiles_to_try() -> None:
+    batches = {shape.name: shape for shape in gpu_attention.cases()}
+    tiles = [(name, tile) for name, tiles in gpu_tiles.SHORTLIST.items() for tile in tiles]
+    assert len(set(tiles)) == 12
+    for name, tile in tiles:
+        shipped = tile_for(Card((9, 0), 132, 227 * 1024), batches[name].spec, torch.bfloat16, tile.block_m == 0)
+        assert tile != shipped
+        assert (tile.block_m == 0) == (max(batches[name].query_lens) == 1)
+    assert sum(map(len, gpu_tiles.all_tiles().values())) == 228
+
+
+class SlowCore:
+    """Each step takes no time and gives every request a token; a request has two."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[float, int]] = []
+        self.live: dict[int, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def add_request(self, message: Any) -> None:
+        self.added.append((time.perf_counter(), message.request_id))
+        self.live[message.request_id] = 2
+
+    def step(self) -> SimpleNamespace:
+        deltas = [SimpleNamespace(request_id=number, token_ids=[7]) for number in self.live]
+        self.live = {number: left - 1 for number, left in self.live.items() if left > 1}
+        return SimpleNamespace(deltas=deltas)
+
+
+def test_gaps_of_watched_requests_that_arrive_by_the_clock() -> None:
+    load = [gpu_engine.Request(at, [1], 2, watched) for at, watched in ((0.2, True), (0.1, False), (0.0, True))]
+    core, begun = SlowCore(), time.perf_counter()
+    gaps = gpu_engine.itl_gaps(core, load)
+    assert len(gaps) == 2
+    assert [number for _, number in core.added] == [0, 1, 2]
+    assert all(when - begun >= at for (when, _), at in zip(core.added, (0.0, 0.1, 0.2)))
+
+
+def test_a_peer_that_takes_too_long_is_stopped_and_left_out(tmp_path: Path) -> None:
+    run = gpu_rows.Run("cpu", True, deadline=0.0, file=tmp_path / "rows")
+    ours, theirs = gpu_engine.serve(run)
+    assert ours["achieved"] > 0
+    assert theirs["status"] == "left out"
+    assert theirs["why"].startswith("no time left: 0 of 4 requests ended in ")
+
+
+def test_an_option_that_does_not_exist_is_not_built(tmp_path: Path) -> None:
+    run = gpu_rows.Run("cpu", True, 0.0, tmp_path)
+    with (
+        pytest.raises(gpu_model.NotBuilt) as unknown,
+        gpu_model.engine(run, gpu_model.llama_8b(run), max_num_seqs=3, warp_drive=True),
+    ):
+        pass
+    row = gpu_model.refused(unknown.value, "option", "")
+    assert (row["status"], row["why"]) == ("not built", "the engine does not know warp_drive=True")
+
+
+def test_tuning_compares_the_shipped_tile_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = [gpu_attention.tiny(shape) for shape in gpu_attention.cases()]
+    monkeypatch.setattr(gpu_attention, "cases", lambda: tiny)
+    monkeypatch.setattr(gpu_attention, "compile_ahead", lambda jobs: None)
+    tiles = {"decode 64 x 2K": (Tile(0, 16, 4, 2),), "a batch that this card cannot run": (Tile(0, 16, 4, 2),)}
+    rows = gpu_attention.tune(torch.device("cpu"), tiles)
+    assert {row["tile"] for row in rows} == {"shipped", str(Tile(0, 16, 4, 2))}
+    assert {row["shape"] for row in rows} == {"decode 64 x 2K"}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_targets_of_a_decode_and_batches_that_do_not_fit(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    @contextmanager
+    def engine(run: Any, config: Any, **options: Any) -> Iterator[SimpleNamespace]:
+        loaded.append(options)
+        if not options["enforce_eager"] and config.hidden_size == 1024:
+            raise torch.OutOfMemoryError("no memory for graphs")
+        blocks = 60 * 2**30 // (16 * 128 * 1024)  # of 128 KiB a token
+        yield SimpleNamespace(info=SimpleNamespace(num_blocks=blocks), config=SimpleNamespace(block_size=16))
+
+    monkeypatch.setattr(gpu_decode, "engine", engine)
+    monkeypatch.setattr(gpu_decode, "graphs_built", lambda: graphs)
+    monkeypatch.setattr(gpu_decode, "_decode_row", lambda *_: dict(achieved=1.35, limit=1.0, ratio=1.35, unit="ms"))
+    rows = list(gpu_decode.decode(gpu_rows.Run("cuda", False, float("inf"), Path())))
+    large = [row for row in rows if row["name"] == f"decode 8.0B, {'graphs' if graphs else 'eager'}"]
+    assert {row["shape"]: (row.get("target"), row.get("passed")) for row in large} == {
+        "1 x 1024": (1.3, False), "16 x 1024": (1.3, False), "64 x 1024": (1.3, False), "256 x 1024": (1.4, True),
+        "1 x 8192": (1.3, False), "16 x 8192": (1.3, False), "64 x 8192": (None, None), "256 x 8192": (None, None),
+    }  # fmt: skip
+    assert all("its KV takes" in row["why"] for row in large if "target" not in row)
+    small = {row["name"]: row for row in rows if "0.6B" in row["name"]}
+    if graphs:
+        assert small["decode 0.6B, graphs"]["status"] == "failed"
+        assert "target" not in small["decode 0.6B, eager"]
+        assert [options["enforce_eager"] for options in loaded] == [False, False, True, True]
+    else:
+        assert rows[0]["status"] == "not built"
+        assert (small["decode 0.6B, eager"]["target"], small["decode 0.6B, eager"]["passed"]) == (1.5, True)

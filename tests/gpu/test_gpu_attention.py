@@ -1,7 +1,4 @@
-"""The GPU attention kernels, compiled and run on a GPU; skipped without one.
-
-PYTHONPATH=backend python -m pytest tests/gpu        requires torch, triton, numpy and pytest
-"""
+"""The GPU attention kernels, compiled and run on a GPU; skipped without one."""
 
 from __future__ import annotations
 
@@ -154,7 +151,6 @@ def test_auto_selects_it() -> None:
 
 
 def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
-    pytest.importorskip("msgspec")
     from checkpoints import VOCAB, greedy_reference, make_checkpoint
     from offline import make_core, run, tokens
 

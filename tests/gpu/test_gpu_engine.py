@@ -12,7 +12,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
-pytest.importorskip("msgspec")
 
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from offline import make_core, run, tokens

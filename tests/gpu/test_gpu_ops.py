@@ -1,7 +1,4 @@
-"""The kernels of the small operations, compiled and run on a GPU; skipped without one.
-
-PYTHONPATH=backend python -m pytest tests/gpu        requires torch, triton, numpy and pytest
-"""
+"""The kernels of the small operations, compiled and run on a GPU; skipped without one."""
 
 from __future__ import annotations
 

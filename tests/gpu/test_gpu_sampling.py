@@ -1,7 +1,4 @@
-"""Sampling on a GPU gives the CPU's tokens and never waits for the device.  Skipped without a GPU.
-
-PYTHONPATH=backend python -m pytest tests/gpu        needs torch, triton, numpy and pytest
-"""
+"""Sampling on a GPU gives the CPU's tokens and never waits for the device.  Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -1,0 +1,194 @@
+"""Models with random weights on the device, engines and runners on them, and what one step must read and multiply."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gpu_rows import Run
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.loading import checkpoint
+from inflight.loading.errors import LoadError
+from inflight.runner.pipeline import make_runner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["NotBuilt", "Work", "engine", "graphs_built", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
+
+_IDS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=0)
+_TOY = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, **_IDS)  # fmt: skip
+
+
+def llama_8b(run: Run) -> PreTrainedConfig:
+    """Llama 3 8B, or a toy."""
+    real = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
+                tie_word_embeddings=False, **_IDS)  # fmt: skip
+    return LlamaConfig(**(_TOY if run.tiny else real))
+
+
+def qwen3_06b(run: Run) -> PreTrainedConfig:
+    """Qwen3 0.6B, or a toy."""
+    real = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+                tie_word_embeddings=True, **_IDS)  # fmt: skip
+    return Qwen3Config(**(_TOY if run.tiny else real))
+
+
+def words(config: PreTrainedConfig) -> str:
+    """ "8.0B": the number of parameters."""
+    size = Work(config, 2).weights + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return f"{size / 1e9:.1f}B" if size > 1e8 else f"{size / 1e3:.0f}K"
+
+
+class NotBuilt(RuntimeError):
+    """This version of the engine has no such option, or not this value of it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the steps of a decoder of the llama family cost at least.
+
+    Attributes:
+        itemsize: bytes of a weight and of a number of KV.
+    """
+
+    config: PreTrainedConfig
+    itemsize: int
+
+    @property
+    def weights(self) -> int:
+        """Weights that every token is multiplied with: linear layers and output head."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+        return c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + self._head
+
+    @property
+    def _head(self) -> int:
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV per token."""
+        c = self.config
+        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.itemsize
+
+    def decode_bytes(self, rows: int, context: int) -> int:
+        """Bytes that a decode step reads: each weight once, and the KV of every row."""
+        return self.weights * self.itemsize + rows * context * self.kv_bytes
+
+    def decode_flops(self, rows: int, context: int) -> int:
+        return 2 * rows * self.weights + rows * context * self._flops_per_pair
+
+    def prefill_flops(self, tokens: int) -> int:
+        """Of a prompt in one step, causal, with the logits of the last token only."""
+        pairs = tokens * (tokens + 1) // 2
+        return 2 * tokens * (self.weights - self._head) + 2 * self._head + pairs * self._flops_per_pair
+
+    @property
+    def _flops_per_pair(self) -> int:
+        """Of a query and a key, over all layers and heads."""
+        return 4 * self.config.num_hidden_layers * self.config.num_attention_heads * self.config.head_dim
+
+
+@torch.no_grad()
+def random_model(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+    """A model whose weights are made on the device: linear layers N(0, 1 / inputs), embeddings N(0, 0.02^2)."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(1.0)  # norms
+        else:
+            parameter.normal_(0, 0.02 if "embed" in name else parameter.shape[1] ** -0.5)
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _random_weights(device: torch.device) -> Iterator[None]:
+    """While it lasts, the loader makes random weights on the device: 16 GB are not written to disk and read again."""
+
+    def from_pretrained(path: str, *, config: Any, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
+        return random_model(config, dtype, attn_implementation, device), {"mismatched_keys": [], "missing_keys": []}
+
+    original = checkpoint.AutoModelForCausalLM
+    checkpoint.AutoModelForCausalLM = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        checkpoint.AutoModelForCausalLM = original  # type: ignore[misc]
+
+
+@contextmanager
+def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[EngineCore]:
+    """An engine on random weights; its memory is free afterwards.
+
+    Args:
+        options: of model.json, beside model, device and dtype.
+
+    Raises:
+        NotBuilt: see there.
+        ConfigError, LoadError: the engine does not take these options here.
+    """
+    device = torch.device(run.device)
+    _free(device)  # what a failed engine before this one held until its exception was handled
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
+                      enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
+        if "load_format" in EngineConfig.__struct_fields__:
+            values["load_format"], weights = "dummy", nullcontext()
+        else:
+            weights = _random_weights(device)
+        if unknown := [f"{key}={value!r}" for key, value in options.items() if not _known(key, value)]:
+            raise NotBuilt(", ".join(unknown))
+        engine_config = EngineConfig.from_dict(values)
+        with weights:
+            core = EngineCore(engine_config, make_runner(engine_config))
+    try:
+        yield core
+    finally:
+        del core.runner, core
+        _free(device)
+
+
+def _free(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the card."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _known(key: str, value: Any) -> bool:
+    """Whether this version of the engine has the option, with this value."""
+    try:
+        EngineConfig.from_dict({"model": "", key: value})
+    except ConfigError:
+        return False
+    return True
+
+
+def refused(error: Exception, name: str, shape: str) -> dict[str, Any]:
+    """The row of what raised `error`, with a status of "not built", "refused" (at load, by name) or "failed"."""
+    if isinstance(error, NotBuilt):
+        return dict(name=name, shape=shape, status="not built", why=f"the engine does not know {error}")
+    status = "refused" if isinstance(error, (ConfigError, LoadError)) else "failed"
+    reason = (str(error).splitlines() or [""])[0]
+    return dict(name=name, shape=shape, status=status, why=f"{type(error).__name__}: {reason}")
+
+
+def graphs_built() -> bool:
+    """Whether the runner captures CUDA graphs unless `enforce_eager` is set."""
+    return find_spec("inflight.runner.graphs") is not None
