@@ -77,7 +77,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the record there as JSON")
     parser.add_argument("command", nargs="+", metavar="SCRIPT [ARG ...]", help="in bench/, after --")
     args = parser.parse_args()
-    figures = {name: re.compile(pattern, re.MULTILINE) for name, _, pattern in (entry.partition("=") for entry in args.figure)}
+    figures = {
+        name: re.compile(pattern, re.MULTILINE) for name, _, pattern in (entry.partition("=") for entry in args.figure)
+    }
     commits = {
         "base": git("rev-parse", "--short", args.base).strip(),
         "new": git("rev-parse", "--short", "HEAD").strip(),
