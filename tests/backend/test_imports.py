@@ -36,7 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},
     "engine.logprobs": _STATE,
+    "engine.failed_step": {"engine.kv_pool", *_STATE},
     "engine.scheduler": {
+        "engine.failed_step",
         "engine.holding",
         "engine.kv_pool",
         "engine.logprobs",

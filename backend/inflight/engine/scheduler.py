@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.engine.failed_step import lost_requests
 from inflight.engine.holding import HeldRequests
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.logprobs import add_logprobs
@@ -137,7 +138,7 @@ class Scheduler:
         """
         rows = self._in_flight.popleft() if out.slots else []
         if step.failure:
-            self._lose(out, rows, step.failure)
+            self.failed += [(request, step.failure) for request in lost_requests(out, rows, self.running, self.pool)]
         news: list[SequenceDelta] = []
         request_ids: list[int] = []
         indices: list[int] = []
@@ -415,23 +416,6 @@ class Scheduler:
             out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
 
     # -- taking a step in ------------------------------------------------------------------
-
-    def _lose(self, out: SchedulerOutput, rows: list[Request], why: str) -> None:
-        """A step was not computed: give up its requests, and those that share blocks which it was to compute.
-
-        Whoever shares them was admitted to the step that was launched ahead, or is a row of this one.
-        """
-        lost: set[int] = set()
-        for request, computed in zip(rows, out.num_computed_tokens):
-            lost.update(self.pool.forget(request, computed))
-            request.num_computed_tokens = min(request.num_computed_tokens, computed)
-        for request in self.running:
-            shared = next((index for index, block in enumerate(request.block_ids) if block in lost), None)
-            if shared is not None:
-                rows.append(request)
-                request.num_computed_tokens = min(request.num_computed_tokens, shared * self.pool.block_size)
-                self.pool.forget(request, request.num_computed_tokens)
-        self.failed += [(request, why) for request in dict.fromkeys(rows) if request.status is not _FINISHED]
 
     def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
         """Append the tokens of a row with drafts, up to the one that ends the request; take back the rest."""
