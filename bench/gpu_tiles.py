@@ -20,7 +20,7 @@ SHORTLIST = {
     # Shipped: 168 registers in 4 warps, 3 programs.  Eight warps share the rows of 256 numbers.
     "decode 64 x 2K d256": (Tile(0, 32, 8, 3),),
     # Shipped: 128 x 64, 8 warps, one program on an SM.  128 x 128 with 2 stages has fewer and larger products, and
-    # takes all registers; of 64 x 64 with 4 warps two fit, so that the softmax of one overlaps the products of the other.
+    # takes all registers.  Of 64 x 64 with 4 warps two fit: the softmax of one overlaps the products of the other.
     "prefill 8K": (Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
     "prefill 8K d64": (Tile(128, 128, 8, 2),),
     # Shipped: 128 x 32.  Larger tiles, at the price of spilling 64 bytes.
