@@ -6,22 +6,24 @@ from inflight.kernels.gpu.gpu_attention_configs import Tile
 
 __all__ = ["SHORTLIST", "all_tiles"]
 
-# The timed batch -> tiles worth comparing with the shipped one on a Hopper card (132 SMs, 227 KiB of shared memory and
-# 64 Ki registers each).  A stage of a decode is 2 * block_n * head size * bytes per number; programs of an SM and
-# stages together should keep at least 64 KiB in flight.
+# The timed batch -> tiles worth comparing with the shipped one on a Hopper card, whose SMs have 227 KiB of shared
+# memory and 64 Ki registers.  A decode reads at full speed if the programs of an SM have about 64 KiB in flight: few
+# large programs with many stages, or many small ones.  Numbers are what the compiler for sm_90 reports (--compile).
 SHORTLIST = {
-    # 3 programs of 64 KiB rather than 2 of 96; 3 of smaller tiles, which waste less of a short context; 1 of 192 KiB,
-    # in which 8 warps wait for one another half as often.
+    # Shipped: 64 keys, 3 stages, 70 KiB, 3 programs on an SM.  Four of 38 KiB with one stage less; four of 53 KiB
+    # whose smaller tiles waste less of a short context; one of 136 KiB with twice the warps.
     "decode 64 x 2K": (Tile(0, 64, 4, 2), Tile(0, 32, 4, 4), Tile(0, 128, 8, 3)),
-    # Half the bytes per key: twice the keys for the same bytes in flight, or more stages for the conversion.
+    # Shipped: 38 KiB, 3 programs by their registers, so half the bytes in flight: larger tiles, or two more stages.
     "decode 64 x 4K fp8": (Tile(0, 128, 4, 3), Tile(0, 64, 4, 5)),
+    # Shipped: 70 KiB, 3 programs.  Five of 38 KiB; four of 52 KiB.
     "decode 64 x 2K d64": (Tile(0, 128, 4, 2), Tile(0, 64, 4, 4)),
-    "decode 64 x 2K d256": (Tile(0, 32, 4, 2),),
-    # 128 x 128 with two warp groups has the fewest bytes per product, and the accumulators (128 x 128 and the scores,
-    # float32) leave 100 registers of each of 256 threads; 64 x 64 runs twice on an SM, so that the softmax of one
-    # program overlaps the products of the other.
+    # Shipped: 168 registers in 4 warps, 3 programs.  Eight warps share the rows of 256 numbers.
+    "decode 64 x 2K d256": (Tile(0, 32, 8, 3),),
+    # Shipped: 128 x 64, 8 warps, one program on an SM.  128 x 128 with 2 stages has fewer and larger products, and
+    # takes all registers.  Of 64 x 64 with 4 warps two fit: the softmax of one overlaps the products of the other.
     "prefill 8K": (Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
     "prefill 8K d64": (Tile(128, 128, 8, 2),),
+    # Shipped: 128 x 32.  Larger tiles, at the price of spilling 64 bytes.
     "prefill 4K d256": (Tile(128, 64, 8, 2),),
 }
 
