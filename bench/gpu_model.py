@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.loading import checkpoint
 from inflight.loading.errors import LoadError
 from inflight.runner.pipeline import make_runner
 
@@ -117,21 +115,6 @@ def random_model(config: Any, dtype: torch.dtype, attention: str, device: torch.
 
 
 @contextmanager
-def _random_weights(device: torch.device) -> Iterator[None]:
-    """While it lasts, the loader makes random weights on the device: 16 GB are not written to disk and read again."""
-
-    def from_pretrained(path: str, *, config: Any, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
-        return random_model(config, dtype, attn_implementation, device), {"mismatched_keys": [], "missing_keys": []}
-
-    original = checkpoint.AutoModelForCausalLM
-    checkpoint.AutoModelForCausalLM = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        checkpoint.AutoModelForCausalLM = original  # type: ignore[misc]
-
-
-@contextmanager
 def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[EngineCore]:
     """An engine on random weights; its memory is free afterwards.
 
@@ -147,16 +130,11 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
-                      enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
-        if "load_format" in EngineConfig.__struct_fields__:
-            values["load_format"], weights = "dummy", nullcontext()
-        else:
-            weights = _random_weights(device)
+                      load_format="dummy", enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
         if unknown := [f"{key}={value!r}" for key, value in options.items() if not _known(key, value)]:
             raise NotBuilt(", ".join(unknown))
         engine_config = EngineConfig.from_dict(values)
-        with weights:
-            core = EngineCore(engine_config, make_runner(engine_config))
+        core = EngineCore(engine_config, make_runner(engine_config))
     try:
         yield core
     finally:

@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -68,7 +68,8 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     """What the value could have been: the values of a `Literal`, or the keys of a nested object."""
     if "enum" in error:
-        return get_args(hint)
+        literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+        return get_args(literals[0]) if literals else ()
     return get_args(hint)[1].__struct_fields__ if "unknown field" in error else ()
 
 
