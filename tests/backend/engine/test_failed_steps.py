@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from drafters import KINDS, HashDrafter
 from engine_rig import Info, PagedHashRunner, add, expected_output, make_core
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -191,12 +192,19 @@ arrivals = st.tuples(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(loads, st.lists(arrivals, min_size=1, max_size=10), st.sets(st.integers(0, 60)), st.sampled_from([64, 100, 256]))
+@given(
+    loads,
+    st.lists(arrivals, min_size=1, max_size=10),
+    st.sets(st.integers(0, 60)),
+    st.sampled_from([64, 100, 256]),
+    st.one_of(st.none(), st.builds(HashDrafter, st.sampled_from(KINDS), st.integers(1, 9))),
+)
 def test_whatever_fails_the_others_get_exactly_their_tokens(
-    options: dict[str, Any], load: list[Any], failing: set[int], slots: int
+    options: dict[str, Any], load: list[Any], failing: set[int], slots: int, drafter: HashDrafter | None
 ) -> None:
     info = Info(num_blocks=slots // options["block_size"], num_host_blocks=20)
     core, seen = failing_core(failing, info, swap_space="1MiB", **options), Seen()
+    core.scheduler.policies.drafter = drafter
     expected: dict[tuple[int, int], tuple[list[int], str]] = {}
     aborts: dict[int, int] = {}
     step = 0

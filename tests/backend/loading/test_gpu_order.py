@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
     prompts = [[1, 2, 3], list(range(50)), [7] * 20]
     deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 3)
     assert [tokens(deltas[index, 0]) for index in range(3)] == greedy_reference(checkpoint, prompts, [12] * 3)
+
+
+def test_with_the_gpu_kernels_in_the_interpreter(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They read and write the few blocks of the first pool, as often as the largest step names them."""
+    pytest.importorskip("triton")
+    from inflight.kernels.gpu.gpu_attention_configs import SCRATCH_BYTES
+    from inflight.kernels.gpu.gpu_ops import GpuOps
+
+    monkeypatch.setattr(loader, "accelerate", lambda model, device, passes, int8: use_ops(model, GpuOps(), passes))
+    card.total = 400 * MIB
+    options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
+    with caplog.at_level(logging.INFO):
+        core = make_core(checkpoint, max_num_batched_tokens=40, **options)
+    workspaces = re.search(r"workspaces ([0-9.]+) MiB", caplog.text)
+    assert workspaces is not None
+    assert float(workspaces[1]) >= SCRATCH_BYTES / MIB
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    deltas = run(core, [[1, 2, 3]], [params])
+    assert [tokens(deltas[0, 0])] == greedy_reference(checkpoint, [[1, 2, 3]], [4])
 
 
 def test_merged_weights_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu import library
-from inflight.loading import loader, native_decoder
+from inflight.loading import checks, native_decoder
 from inflight.loading.loader import LoadedModel, LoadError, load
 from inflight.loading.native_decoder import NativeDecoder
 from inflight.loading.packed_linear import PackedLinear
@@ -157,7 +157,7 @@ def test_int8_keys_and_values_in_the_native_decoder(llama: str) -> None:
 def test_int8_weights_that_change_logits_too_much_are_rejected(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="requires a CPU and native_forward"):
         loaded(llama, quantization="int8", native_forward=False)
-    monkeypatch.setattr(loader, "_INT8_TOLERANCE", 1e-4)
+    monkeypatch.setattr(checks, "_INT8_TOLERANCE", 1e-4)
     with pytest.raises(
         LoadError, match=r'quantization="int8" is not supported: LlamaForCausalLM computes other logits'
     ):
