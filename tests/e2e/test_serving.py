@@ -229,11 +229,16 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def test_a_killed_engine_fails_its_streams_and_the_next_request_finds_a_new_one(serving):
     with GrpcStream(serving.grpc_address, "tiny") as stream:
-        victims = [str(index) for index in range(192)]  # enough that they do not all finish first
-        for victim in victims:
-            long_request(stream, victim)
+        victims = [str(index) for index in range(192)]
+        long_request(stream, "0")
         stream.wait_chunks("0", 2)
-        for engine in engine_processes(serving):  # of both models
+        engines = engine_processes(serving)  # of both models
+        for engine in engines:
+            engine.suspend()  # none of the others can finish before it dies
+        for victim in victims[1:]:
+            long_request(stream, victim)
+        time.sleep(1)  # until the frontend has sent some of them to the engine
+        for engine in engines:
             os.kill(engine.pid, signal.SIGKILL)
         for victim in victims:
             stream.wait(victim, timeout=90)
