@@ -98,7 +98,9 @@ class GrpcStream:
             self.events.get(timeout=timeout)
 
     def wait_chunks(self, request_id: str, count: int, timeout: float = 60.0) -> None:
-        while len(self.answers[request_id].chunks) < count:
+        """Wait for so many responses, or for the end: a busy server puts several tokens into one."""
+        answer = self.answers[request_id]
+        while len(answer.chunks) < count and not (answer.finals or answer.error):
             self.events.get(timeout=timeout)
 
     def close(self, cancel: bool = False) -> None:
