@@ -12,6 +12,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import ParsedRequest
@@ -21,8 +22,6 @@ from inflight.frontend.text import Tokenizer
 from inflight.runner.pipeline import make_runner
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
-
-_HELD_POLL_SECONDS = 0.002  # between two looks at requests that all wait for something outside the engine
 
 
 @dataclass
@@ -198,7 +197,7 @@ class LLM:
         """One step of the engine; returns the ids of the requests that it advanced."""
         message = self.core.step()
         if self.core.only_holds:
-            time.sleep(_HELD_POLL_SECONDS)
+            time.sleep(HELD_POLL_SECONDS)
         advanced: set[int] = set()
         for delta in message.deltas:
             request = self._open[delta.request_id]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -53,9 +54,6 @@ def _step_trace(core: EngineCore, question: DumpTrace) -> bytes:
 # Who answers which question.  A handler runs between two steps and returns plain data; a ValueError
 # says what is wrong with the question.
 _HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {DumpTrace: _step_trace}
-
-
-_HELD_POLL_SECONDS = 0.002  # between two looks at requests that all wait for something outside the engine
 
 
 def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
@@ -134,7 +132,7 @@ def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine
 def _step(connection: Connection, core: EngineCore) -> None:
     message = core.step()
     if core.only_holds and not message.stats.batch_size and not message.failed:
-        time.sleep(_HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
+        time.sleep(HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
         return
     start = time.monotonic()
     _send(connection, message)

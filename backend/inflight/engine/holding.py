@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from inflight.engine.policies.base import NotYet
 from inflight.engine.request import Request
 
-__all__ = ["HeldRequests"]
+__all__ = ["HELD_POLL_SECONDS", "HeldRequests"]
+
+# Between two looks at requests that all wait for something outside of the engine (`EngineCore.only_holds`).
+HELD_POLL_SECONDS = 0.002
 
 
 class HeldRequests:
