@@ -17,7 +17,8 @@ _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
-    "config": set(),
+    "vllm_options": set(),
+    "config": {"vllm_options"},
     "engine.sampling_params": set(),
     "engine.messages": {"engine.sampling_params"},
     "engine.step": {"engine.sampling_params", "engine.messages"},
@@ -80,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
-TORCH_FREE = ("config", "engine", "frontend", "model")
+TORCH_FREE = ("config", "vllm_options", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:
