@@ -134,7 +134,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             RAM on a CPU, and what `gpu_memory_utilization` leaves on a GPU.
         kv_cache_dtype: storage type of the KV pool: "auto" is the model's dtype; "int8" takes half the bytes of
             bfloat16, so the pool holds twice the tokens; so does "fp8" (e4m3), on GPUs of compute capability
-            8.9 and up. A kernel without support for it is rejected at load.
+            8.9 and up. A kernel without support for it is rejected at load. The scales of "fp8" are the
+            checkpoint's if it has them, else they are calibrated at load with random tokens.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
         watermark: share of the KV blocks that admission keeps free for the running requests, so that a new one
             does not cause a preemption at once. It never blocks a request that would run alone.

@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels"},
     "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
     "kernels.gpu": {"kernels.gpu", "attention.base"},
+    "kernels.gpu.gpu_ops": {"kernels.gpu", "ops.base"},
     "kernels.gpu.gpu_math": {"sampling"},
     "kernels.gpu.gpu_penalties": {"sampling"},
     "kernels.gpu.gpu_sampler": {"kernels.gpu.gpu_math", "sampling"},

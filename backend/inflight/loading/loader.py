@@ -28,6 +28,7 @@ from inflight.loading.acceleration import CannotQuantize, accelerate
 from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
 from inflight.loading.errors import LoadError
+from inflight.loading.kv_scales import kv_scales
 from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
@@ -178,7 +179,8 @@ def load(config: EngineConfig) -> LoadedModel:
     ]
     backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
-    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages)
+    scales = kv_scales(config, model, probed, text_config, length)
+    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
     info = CheckpointInfo(
         max_model_len=length,
         vocab_size=int(text_config.vocab_size),

@@ -8,11 +8,28 @@ a whole decoder is one native call: `loading/native_decoder.py`.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["FusedOps"]
+__all__ = ["E4M3_MAX", "MIN_SCALE", "FusedOps", "QuantizedRows"]
+
+E4M3_MAX = 448.0  # the largest number in float8_e4m3fn
+MIN_SCALE = 1e-12  # of a row of zeros; its reciprocal is finite
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows in eight bits, each with its own scale: the input of a linear layer whose weights are fp8.
+
+    Attributes:
+        values: float8_e4m3fn [T, H], contiguous; row / scale, rounded to nearest.
+        scales: float32 [T]; the row's largest absolute value / E4M3_MAX, and at least MIN_SCALE.
+    """
+
+    values: Tensor
+    scales: Tensor
 
 
 class FusedOps(Protocol):
@@ -38,3 +55,6 @@ class FusedOps(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu(left half) * right half."""
+
+    def quantize_rows(self, x: Tensor) -> QuantizedRows:
+        """x [T, H], each row with its own scale."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.ops.base import E4M3_MAX, MIN_SCALE, QuantizedRows
+
 __all__ = ["ReferenceOps"]
 
 
@@ -42,3 +44,9 @@ class ReferenceOps:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+    def quantize_rows(self, x: Tensor) -> QuantizedRows:
+        """See `FusedOps.quantize_rows`."""
+        wide = x.float()
+        scales = (wide.abs().amax(-1) / E4M3_MAX).clamp_min(MIN_SCALE)
+        return QuantizedRows((wide / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales)

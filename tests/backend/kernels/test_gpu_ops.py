@@ -12,6 +12,7 @@ from inflight.kernels.gpu.launch import can_launch
 from inflight.ops.reference import ReferenceOps
 from inflight.ops.selection import select_ops
 
+pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels, reference = GpuOps(), ReferenceOps()
@@ -34,13 +35,6 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     tolerance = max(torch.finfo(got.dtype).eps, 1e-6)
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=1e-6)
-
-
-def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    if DEVICE == "cpu" and got.dtype == torch.bfloat16:
-        assert_close(got, expected)  # the interpreter truncates to bfloat16, where a GPU rounds
-    else:
-        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +63,7 @@ def test_add_rms_norm(shape, dtype):
     weight, expected = random(shape[-1], dtype=dtype, seed=2), residual.clone()
     out = kernels.add_rms_norm(x, residual, weight, 1e-5)
     reference.add_rms_norm(x, expected, weight, 1e-5)
-    assert_same_bits(residual, expected)
+    assert torch.equal(residual, expected)
     assert_close(out, reference.rms_norm(residual, weight, 1e-5))
 
 
@@ -86,7 +80,7 @@ def test_rotary_is_bitwise_equal(heads, size, rotated, dtype):
     for ops, rows in ((kernels, merged), (reference, expected)):
         query, key, _ = rows.view(tokens, -1, size).split((query_heads, key_heads, key_heads), dim=1)
         ops.rotary(query, key, cos, sin)
-    assert_same_bits(merged, expected)
+    assert torch.equal(merged, expected)
     assert not torch.equal(merged[:, :rotated], random(tokens, rotated, dtype=dtype))
 
 
@@ -112,6 +106,32 @@ def test_silu_and_mul(shape, dtype):
 def test_silu_does_not_overflow():
     gate_up = torch.tensor([[-1e4, 1e4, -89.0, 2.0, 2.0, 2.0]], device=DEVICE)
     assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 96), (3, 5000)], ids=str)
+def test_quantized_rows_are_bitwise_equal(shape, dtype):
+    sizes = 2.0 ** (torch.arange(shape[0], device=DEVICE) % 12 - 6)
+    x = random(*shape, dtype=dtype) * sizes.to(dtype)[:, None]
+    got, expected = kernels.quantize_rows(poisoned(x, 16, 8)), reference.quantize_rows(x)
+    assert got.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(got.scales, expected.scales)
+    assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert (got.values.float().abs().amax(-1) == 448).all(), "the whole range is used"
+    error = (got.values.float() * got.scales[:, None] - x.float()).abs()
+    assert (error <= torch.maximum(x.abs() * 2**-4, got.scales[:, None] * 2**-9)).all()
+
+
+def test_quantized_rows_at_the_limits():
+    """Zeros stay zeros, numbers too small for a scale round to zero, NaN stays NaN."""
+    x = torch.zeros(4, 32, device=DEVICE)
+    x[1, 3], x[2, 5], x[3, 7] = 1e-30, torch.finfo(torch.float32).max, torch.nan
+    for ops in (kernels, reference):
+        rows = ops.quantize_rows(x)
+        assert (rows.values[:2].float() == 0).all() and (rows.scales[:2] == 1e-12).all()
+        assert rows.values[2, 5].float() == 448
+        assert rows.values[3, 7].isnan()
+    assert kernels.quantize_rows(x[:0]).values.shape == (0, 32)
 
 
 def test_no_tokens():

@@ -34,6 +34,8 @@ with target(arch) as compiled:
         ops.add_rms_norm(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
         ops.rotary(query, key, angles, angles)
         ops.silu_and_mul(torch.empty(tokens, 6144, dtype=dtype))
+        if arch >= 89:
+            ops.quantize_rows(hidden)
         columns = torch.zeros(6, tokens, dtype=torch.int64)
         for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
             metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
@@ -55,7 +57,10 @@ def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, voca
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(kernel["kernel"] for kernel in kernels) == sorted([*ONCE, "rms_norm_kernel", "rms_norm_kernel"])
+    quantizing = ["quantize_rows_kernel"] if arch >= 89 else []
+    assert sorted(kernel["kernel"] for kernel in kernels) == sorted(
+        [*ONCE, "rms_norm_kernel", "rms_norm_kernel", *quantizing]
+    )
     for kernel in kernels:
         if kernel["kernel"] == "choose_kernel":
             # Two programs of 512 threads share a multiprocessor's registers and shared memory.

@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.ops.base import E4M3_MAX, MIN_SCALE, QuantizedRows
+
 __all__ = ["GpuOps"]
 
 # Elements per program; wider rows take one program each.
 _TILE = 2048
 _MAX_WIDTH = 2**16
+_E4M3_MAX, _MIN_SCALE = tl.constexpr(E4M3_MAX), tl.constexpr(MIN_SCALE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -142,6 +145,34 @@ def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl
     tl.store(out_ptr + row * WIDTH + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
 
 
+@triton.jit
+def _store_quantized(values_ptr, scales_ptr, x, rows, columns, inside, num_rows, WIDTH: tl.constexpr):
+    """Store float32 rows [ROWS, BLOCK], which are zero outside; a quotient rounds to E4M3_MAX or less."""
+    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), _E4M3_MAX), _MIN_SCALE)
+    tl.store(scales_ptr + rows, scales, mask=rows < num_rows)
+    values = tl.div_rn(x, scales[:, None]).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + rows[:, None] * WIDTH + columns[None, :], values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_rows_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    num_rows,
+    x_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of ROWS rows of WIDTH <= BLOCK elements."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    _store_quantized(values_ptr, scales_ptr, x, rows, columns, inside, num_rows, WIDTH)
+
+
 class GpuOps:
     """`FusedOps` on a GPU; with the Triton language's interpreter, on any tensors.
 
@@ -242,6 +273,27 @@ class GpuOps:
                 enable_fp_fusion=False,
             )
         return out
+
+    def quantize_rows(self, x: Tensor) -> QuantizedRows:
+        """See `FusedOps.quantize_rows`; requires compute capability 8.9."""
+        num_rows, width = x.shape
+        values = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        rows, block, warps = _row_tiles(width)
+        if num_rows:
+            quantize_rows_kernel[(triton.cdiv(num_rows, rows),)](
+                x,
+                values,
+                scales,
+                num_rows,
+                _stride(x, 0),
+                WIDTH=width,
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
+        return QuantizedRows(values, scales)
 
 
 def _row_tiles(width: int) -> tuple[int, int, int]:
