@@ -61,6 +61,11 @@ def to_int(value: Any) -> int:
     return int(value)
 
 
+def to_count(value: Any) -> int | None:
+    """An integer; true is 1, as vllm_backend has it, and false is none: Triton's OpenAI frontend sends it."""
+    return (1 if value else None) if isinstance(value, bool) else to_int(value)
+
+
 def to_float(value: Any) -> float:
     """A finite number from 1, 0.5 or "0.5"."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(number := float(value)):
@@ -159,8 +164,8 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ignore_eos": _BOOL,
     "max_tokens": _INT,
     "min_tokens": _INT,
-    "logprobs": _INT,
-    "prompt_logprobs": _INT,
+    "logprobs": (to_count, "an integer"),
+    "prompt_logprobs": (to_count, "an integer"),
     "seed": _INT,
     "skip_special_tokens": _BOOL,
     "detokenize": _BOOL,
@@ -253,6 +258,8 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
         else:
             converted = _convert(key, name, value)
+            if converted is None:
+                continue
             if name == "stop":
                 converted = list(dict.fromkeys([*found.get(name, []), *converted]))
             found[name] = converted

@@ -448,6 +448,11 @@ def test_output_kind_is_vllms(kind: Any, stream: bool, expected: tuple[bool, boo
     assert request.prepend_text == ("" if stream else "the list")
 
 
+def test_logprobs_may_be_a_boolean_as_tritons_openai_frontend_sends_it() -> None:
+    assert (sampled({"logprobs": False}).logprobs, sampled({"logprobs": True}).logprobs) == (None, 1)
+    assert not parse({"logprobs": False}).shows_logprobs
+
+
 def test_max_logprobs_is_a_limit_that_model_json_sets() -> None:
     assert sampled({"logprobs": 100}).logprobs == 100
     with pytest.raises(RequestError, match="logprobs=21 is more than the 20 allowed"):
