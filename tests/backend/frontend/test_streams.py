@@ -601,3 +601,46 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
         assert TOKENIZER.decode(fed[k]).startswith(shown)
     assert rig.streams._open_sequences == 0
     assert not rig.errors
+
+
+two_sequences = st.lists(
+    st.tuples(st.sampled_from(["token", "finish", "settle", "cancel"]), st.integers(0, 1)), max_size=24
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans())
+def test_separate_and_cumulative_responses_lose_nothing(
+    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool
+) -> None:
+    """Each of two sequences gets its tokens, in order, and its end at most once, however the steps are cut."""
+    rig = Rig(sweep_seconds=0.001)
+    fed: list[list[int]] = [[], []]
+    ended = [False, False]
+    try:
+        options = {"n": 2, "separate": True, "cumulative": cumulative, "stop": ["st of"] if stop else []}
+        client = rig.open("return_token_ids", "return_finish_reason", stream=stream, **options)
+        for move, index in moves:
+            if move == "settle":
+                rig.settle()
+            elif move == "cancel":
+                client.cancelled = True
+            elif not ended[index]:
+                fed[index].append(IDS[len(fed[index]) % len(IDS)])
+                ended[index] = move == "finish"
+                rig.step(SequenceDelta(1, index, fed[index][-1:], "length" if ended[index] else None))
+        rig.settle()
+    finally:
+        rig.streams.stop("over")
+    assert client.finals == 1
+    for index in range(2):
+        own = [r for r in client.responses if r["sequence_index"].tolist() == [index]]
+        parts = [response["token_ids"].tolist() for response in own]
+        got = (parts or [[]])[-1] if cumulative else [token for part in parts for token in part]
+        assert fed[index][: len(got)] == got
+        ends = [response["finish_reason"][0] for response in own if response["finish_reason"][0] != b"None"]
+        assert len(ends) <= 1
+        if client.error is None:
+            assert len(ends) == 1
+            assert ends == [b"stop"] or got == fed[index]
+    assert not rig.errors
