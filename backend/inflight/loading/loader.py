@@ -28,6 +28,7 @@ from inflight.loading.acceleration import CannotQuantize, accelerate
 from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
 from inflight.loading.errors import LoadError
+from inflight.loading.keeps_logits import KeepsLogits
 from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
@@ -173,9 +174,8 @@ def load(config: EngineConfig) -> LoadedModel:
     used_before = meter.used() if meter is not None else 0
     model = load_weights(config, hf_config, dtype, device)
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    probed = [
-        (module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in probe(model, text_config, length, device)
-    ]
+    found = probe(model, text_config, length, device)
+    probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
     backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages)
@@ -197,6 +197,9 @@ def load(config: EngineConfig) -> LoadedModel:
     lengths = lengths_that_fit(length, num_blocks, config.block_size)
     check = _load_check(model, text_config.model_type, loaded, lengths)
     loaded.model = _checked_forward(model, config, check, device)
+    if loaded.model is model and not found.keeps_logits:
+        _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
+        loaded.model = KeepsLogits(model)
     if meter is not None:
         loaded._sizing = _Sizing(meter, used_before, _weight_bytes(model), num_blocks, check)
     else:
