@@ -18,7 +18,6 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import loader, weights
-from inflight.loading.checks import lengths_that_fit
 from inflight.loading.loader import LoadError, load
 from inflight.runner import memory
 
@@ -153,15 +152,6 @@ def test_available_memory_and_its_format():
     assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
     assert memory.format_bytes(512) == "512 B"
     assert memory.format_bytes(3 * 2**30) == "3.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "block_size", "fit"),
-    [(64, 16, [7, 12]), (2, 16, [7, 12]), (2, 8, [7, 8]), (3, 4, [4, 4]), (1, 16, [12])],
-)
-def test_the_check_at_load_stays_within_the_pool(num_blocks, block_size, fit):
-    assert lengths_that_fit(64, num_blocks, block_size) == fit
-    assert len(fit) * -(-max(fit) // block_size) <= num_blocks
 
 
 def test_a_pool_of_one_block(llama):
