@@ -54,6 +54,7 @@ class ModelRunner:
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        self.rotary = loaded.rotary
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -114,6 +115,8 @@ class ModelRunner:
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
+        if self.rotary is not None:
+            self.rotary.step(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
 
