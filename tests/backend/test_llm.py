@@ -72,6 +72,8 @@ def test_n_logprobs_and_defaults(llm):
     result = llm.generate(PROMPTS[0], params)[0]
     assert len({output.text for output in result.outputs}) == 3
     assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    one = llm.generate(PROMPTS[0], SamplingParams(seed=1, max_tokens=1, prompt_logprobs=1))[0]
+    assert result.prompt_logprobs == one.prompt_logprobs
     for output in result.outputs:
         assert len(output.logprobs) == len(output.token_ids)
         assert output.cumulative_logprob == pytest.approx(sum(entry[0][1] for entry in output.logprobs))

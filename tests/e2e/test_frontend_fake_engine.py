@@ -217,6 +217,14 @@ def test_generate_with_logprobs(fake: TritonServer) -> None:
     assert json.loads(answer["prompt_logprobs"])[0] is None
 
 
+def test_several_sequences_have_the_prompts_logprobs_once(fake: TritonServer) -> None:
+    body = {"text_input": PROMPT, "parameters": {"n": 3, "prompt_logprobs": 0, "max_tokens": 2}}
+    answer = generate(fake, **body, exclude_input_in_output=True)
+    assert [row is None for row in json.loads(answer["prompt_logprobs"])] == [
+        index == 0 for index in range(len(TOKENIZER.encode(PROMPT)))
+    ]
+
+
 def test_generate_stream(fake: TritonServer) -> None:
     pauses = {"tenant": "delay=0.05", "max_tokens": 16}  # a frontend without a core would send several at once
     status, answer = post(fake, "generate_stream", {"text_input": PROMPT, "stream": True, "parameters": pauses})
