@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inflight.kernels.gpu.launch import can_launch
+
 __all__ = ["DeviceState", "Line", "StepInputTensors", "StepSize", "make_inputs", "put_tokens"]
 
 
@@ -114,10 +116,60 @@ def make_inputs(
 
     Args:
         lines: int32 [len(Line), size.rows + 1 or more].
-        new_blocks, new_tokens: int32, row after row.
+        new_blocks, new_tokens: int32, row after row; entries behind the last row's are ignored.
     """
+    if can_launch(lines.device):
+        from inflight.kernels.gpu import gpu_step_inputs
+
+        gpu_step_inputs.make_inputs(size, lines, new_blocks, new_tokens, state, out)
+        return
+    slots = lines[Line.SLOT, : size.rows].long()
+    _take(new_tokens, lines, Line.TOKENS_START, Line.FIRST_TOKEN, slots, state.token_ids)
+    _take(new_blocks, lines, Line.BLOCKS_START, Line.FIRST_BLOCK, slots, state.block_table)
+    out.block_table[: size.rows] = state.block_table[slots]
+    seq_lens, void = lines[Line.SEQ_LEN, : size.rows].long(), len(state.token_ids) - 1
+
+    row, real, behind = _rows_of(lines, Line.QUERY_START, size.rows, size.tokens)
+    position = torch.where(real, seq_lens[row] - behind, 0)
+    slot = torch.where(real, slots[row], void)
+    block = state.block_table[slot, position // state.block_size].long()
+    out.input_ids[: size.tokens] = torch.where(real, state.token_ids[slot, position], 0)
+    out.positions[: size.tokens] = position
+    out.slot_mapping[: size.tokens] = torch.where(real, block * state.block_size + position % state.block_size, -1)
+
+    row, real, behind = _rows_of(lines, Line.LOGITS_START, size.rows, size.logits)
+    ends = lines[Line.QUERY_START, 1 : size.rows + 1].long()
+    out.logits_indices[: size.logits] = torch.where(real, ends[row] - behind, 0)
+    width = state.token_ids.shape[1]
+    sample = slots[row] * width + seq_lens[row] - behind + 1
+    out.sample_indices[: size.logits] = torch.where(real, sample, void * width)
 
 
 def put_tokens(token_ids: Tensor, sample_indices: Tensor, sampled: Tensor) -> None:
     """Write sampled tokens, int64 [N], to `DeviceState.token_ids`, flat at int64 [N] `sample_indices`."""
-    token_ids.view(-1).index_copy_(0, sample_indices, sampled.to(torch.int32))
+    if can_launch(token_ids.device):
+        from inflight.kernels.gpu import gpu_step_inputs
+
+        gpu_step_inputs.put_tokens(token_ids, sample_indices, sampled)
+        return
+    token_ids.view(-1)[sample_indices] = sampled.to(torch.int32)
+
+
+def _rows_of(lines: Tensor, starts: Line, rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The row of each of `count` entries, whether it has one, and how far it is before the row's end; 1 is the last."""
+    entry = torch.arange(count, dtype=torch.int32, device=lines.device)
+    ends = lines[starts, 1 : rows + 1].contiguous()
+    row = torch.searchsorted(ends, entry, right=True)
+    real, row = row < rows, row.clamp(max=rows - 1)
+    return row, real, (ends[row] - entry).long()
+
+
+def _take(values: Tensor, lines: Tensor, starts: Line, first: Line, slots: Tensor, table: Tensor) -> None:
+    """Write each row's part of `values` to its slot's line of `table`, from its place `first` on."""
+    if not len(values):
+        return
+    rows = len(slots)
+    row, real, behind = _rows_of(lines, starts, rows, len(values))
+    counts = (lines[starts, 1 : rows + 1] - lines[starts, :rows]).long()
+    place = lines[first, :rows].long()[row] + counts[row] - behind
+    table[torch.where(real, slots[row], len(table) - 1), torch.where(real, place, 0)] = values

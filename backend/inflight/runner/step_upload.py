@@ -18,15 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "StepUpload"]
+__all__ = ["ALIGNMENT", "StepUpload", "upload_bytes"]
 
 ALIGNMENT = 16  # bytes; kernels are compiled for pointers that are multiples of it
+# Bytes for a row (lines, a new block), for a token that yields logits (sampling columns), and for all else.
+_ROW_BYTES, _LOGITS_BYTES, _OTHER_BYTES = 40, 56, 2**18
 
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
 }
+
+
+def upload_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
+    """A capacity that all usual steps fit in; what does not is copied apart."""
+    size = max_num_seqs * _ROW_BYTES + max_num_tokens * _LOGITS_BYTES + _OTHER_BYTES
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class StepUpload:
