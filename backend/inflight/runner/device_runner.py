@@ -213,6 +213,7 @@ class DeviceRunner:
 
     def _take_in(self, out: SchedulerOutput) -> None:
         self.state.apply(out)
+        self.rows.apply(out)
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
         for row in out.new_rows:
