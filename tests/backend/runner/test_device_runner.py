@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
+from checkpoints import ARCHITECTURES, make_checkpoint
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
