@@ -74,7 +74,8 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if can_launch(logits.device):
         from inflight.kernels.gpu import gpu_sampler
 
-        return gpu_sampler.choose(logits, metadata)
+        assert metadata.columns is not None
+        return gpu_sampler.choose(logits, metadata.columns)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
         token_ids[greedy] = argmax(logits[greedy])
