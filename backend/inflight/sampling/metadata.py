@@ -102,11 +102,12 @@ class SamplingMetadata:
     Attributes:
         num_rows: R.
         vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
-        greedy_rows: int64[g], rows that take the argmax; None if all rows do.
+        greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where the GPU kernel
+            draws all of them.
         columns: int64[COLUMN_LINES, R] on the device, one column per row, in any order.  Lines: row of
             the logits; the row's two int32 keys (`noise.row_keys`), the first in the low half; top_k;
-            then inverse temperature, top_p and min_p as the bits of float64; `Kind`.  None if all
-            rows are greedy.
+            then inverse temperature, top_p and min_p as the bits of float64; `Kind`.  May be None
+            if all rows are greedy.
         random_groups: the random rows once more, grouped by how they are drawn; empty where the
             GPU kernel draws all of them.
         edits: changes to the logits, in order of application.

@@ -68,14 +68,13 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if metadata.edits:
         logits = edit_logits(logits, metadata)
+    if metadata.columns is not None and can_launch(logits.device):
+        from inflight.kernels.gpu import gpu_sampler
+
+        return gpu_sampler.choose(logits, metadata.columns)
     greedy = metadata.greedy_rows
     if greedy is None:
         return argmax(logits)
-    if can_launch(logits.device):
-        from inflight.kernels.gpu import gpu_sampler
-
-        assert metadata.columns is not None
-        return gpu_sampler.choose(logits, metadata.columns)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
         token_ids[greedy] = argmax(logits[greedy])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
@@ -109,6 +110,7 @@ class SamplingTable:
         slots: np.ndarray | Sequence[int],
         positions: np.ndarray | Sequence[int],
         token_ids: np.ndarray | None = None,
+        columns: Tensor | None = None,
     ) -> SamplingMetadata:
         """Describe one sampling call: row i of the logits belongs to `slots[i]`.
 
@@ -122,6 +124,8 @@ class SamplingTable:
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
                 `set_row`; those after it are drafts and may be others in the next call.
+            columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
+                logits have C rows, of which only the first R belong to a slot.
 
         Raises:
             ValueError: `token_ids` is None but a row needs it.
@@ -130,6 +134,8 @@ class SamplingTable:
         flags = self._flags[slots]
         needed = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
         metadata = SamplingMetadata.all_greedy(len(slots))
+        if columns is not None:
+            metadata.num_rows, metadata.columns = columns.shape[1], columns
         if not needed:
             return metadata
         metadata.vocab_size = self.vocab_size
@@ -166,16 +172,20 @@ class SamplingTable:
         np.minimum(self._bucket[slots], int(Kind.TOP_K), out=columns[6])
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
+        if self._has_gpu_kernel and metadata.columns is not None:
+            return
         bucket = self._bucket[slots]
         order = np.argsort(bucket, kind="stable")
         # One array of 8-byte values, so that one copy brings everything to the device.
         packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
         self.fill_columns(packed, slots[order], positions[order], order)
-        metadata.columns = uploaded = upload(packed, self.device)
-        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
-        metadata.greedy_rows = uploaded[0, : sizes[0]]
+        uploaded = upload(packed, self.device)
+        if metadata.columns is None:
+            metadata.columns = uploaded
         if self._has_gpu_kernel:
             return
+        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
+        metadata.greedy_rows = uploaded[0, : sizes[0]]
         top_k, top_p, min_p = packed[2], packed[4].view(np.float64), packed[5].view(np.float64)
         end = int(sizes[0])
         for index in range(1, _NUM_BUCKETS):
