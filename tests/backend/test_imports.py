@@ -73,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.graphs": {"runner", "attention.base", "loading.memory_plan", "config", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
     "runner.pipeline": {"runner", "config", *_DATA},
     "loading": {"loading", "attention", "ops", "kernels.cpu", "config", *_BELOW_LOADING, *_DATA},

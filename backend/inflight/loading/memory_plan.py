@@ -5,6 +5,7 @@ The functions that plan a pool are pure: they know only what they are given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from inflight.config import EngineConfig, parse_bytes
 from inflight.loading.errors import LoadError
 from inflight.runner.memory import available_memory, format_bytes
 
-__all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
+__all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "graph_bytes", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
 
 # Share of the free RAM that the KV pool takes on a CPU unless `kv_cache_memory` is set.  The system provides
 # pages when they are first written, so this is a limit rather than a cost.
@@ -128,6 +129,16 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         unused=room - pool - headroom,
         num_blocks=num_blocks,
     )
+
+
+def graph_bytes(measured: Sequence[int], count: int) -> int:
+    """What `count` captured graphs take, of which the largest take `measured`, in order of their capture.
+
+    The first fills a memory pool that the others find their tensors' memory in.  They add what a graph itself takes,
+    its kernels with their arguments, which hardly depends on the number of rows.
+    """
+    first, *others = (max(0, size) for size in measured)
+    return first + (count - 1) * (others[0] if others else 0)
 
 
 class _Budget(NamedTuple):
