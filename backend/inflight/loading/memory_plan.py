@@ -102,10 +102,12 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
     left = int(memory.total * config.gpu_memory_utilization) - taken - HEADROOM
     source = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_bytes(memory.total)}, less "
-        f"{format_bytes(memory.used)} in use, {format_bytes(memory.step + memory.graphs)} for steps and "
-        f"{format_bytes(HEADROOM)} of headroom"
+        f"{format_bytes(memory.used)} in use, {format_bytes(memory.step)} for steps, {format_bytes(memory.graphs)} for "
+        f"CUDA graphs and {format_bytes(HEADROOM)} of headroom"
     )
     advice = "raise gpu_memory_utilization, lower max_num_batched_tokens"
+    if memory.graphs:
+        advice += ", set enforce_eager to true"
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, _Budget(max(0, left), source, advice))
     pool, room = num_blocks * bytes_per_block, memory.total - taken
     if pool > room:  # only a configured size can be
@@ -113,7 +115,7 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         limit = repr(f"{room // 2**20}MiB") if key == "kv_cache_memory" else str(room // bytes_per_block)
         raise LoadError(
             f"{key}={getattr(config, key)!r} is a KV pool of {format_bytes(pool)}, but the device has "
-            f"{format_bytes(max(0, room))} left besides weights and steps; set it to at most {limit}"
+            f"{format_bytes(max(0, room))} left besides weights, steps and graphs; set it to at most {limit}"
         )
     headroom = min(HEADROOM, room - pool)
     others = min(memory.used_before, memory.used - memory.weights)  # less, if another process left meanwhile
