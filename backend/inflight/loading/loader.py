@@ -43,7 +43,7 @@ from inflight.loading.probe import probe
 from inflight.runner.memory import DeviceMeter, available_memory, meter_of
 from inflight.runner.swap import HostCache, host_cache_of
 
-__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
+__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def load(config: EngineConfig) -> LoadedModel:
         ConfigError: an option that contradicts the checkpoint.
     """
     start = time.perf_counter()
-    device = _device(config.device)
+    device = device_of(config.device)
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
@@ -227,7 +227,12 @@ def load(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that the option `device` stands for.
+
+    Raises:
+        LoadError: there is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise LoadError('device="cuda", but torch finds no CUDA device; install a CUDA build of torch or use "cpu"')
     if name == "auto":

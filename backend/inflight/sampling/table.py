@@ -12,7 +12,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
-from inflight.sampling.rules import RULES, LogitsRule, RowBatch
+from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
 from inflight.sampling.upload import upload
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
@@ -66,6 +66,7 @@ class SamplingTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self._rules = [(_FIRST_RULE << i, rule(max_num_seqs, vocab_size, self.device)) for i, rule in enumerate(rules)]
+        self._reading_rules = sum(flag for flag, rule in self._rules if rule.reads_tokens)
 
     def set_row(
         self, slot: int, params: SamplingParams, seed: int, eos_token_ids: Sequence[int], num_prompt_tokens: int
@@ -110,6 +111,8 @@ class SamplingTable:
         slots: np.ndarray | Sequence[int],
         positions: np.ndarray | Sequence[int],
         token_ids: np.ndarray | None = None,
+        put: Put | None = None,
+        history: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> SamplingMetadata:
         """Describe one sampling call: row i of the logits belongs to `slots[i]`.
@@ -124,6 +127,8 @@ class SamplingTable:
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
                 `set_row`; those after it are drafts and may be others in the next call.
+            put: brings the rules' arrays to the device; by default each at once.
+            history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
             columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
                 logits have C rows, of which only the first R belong to a slot.
 
@@ -146,7 +151,17 @@ class SamplingTable:
             rows = np.flatnonzero(flags & _LOGPROBS)
             metadata.logprobs = dict(zip(rows.tolist(), self._logprobs[slots[rows]].tolist()))
         if needed >= _FIRST_RULE:
-            self._add_edits(metadata, flags, slots, positions, token_ids)
+            batch = RowBatch(
+                rows=np.arange(len(slots)),
+                slots=slots,
+                positions=positions,
+                first_positions=_first_positions(slots, positions),
+                num_prompt_tokens=self._num_prompt_tokens[slots],
+                token_ids=_NO_TOKENS if token_ids is None else token_ids,
+                put=put or self._put,
+                history=history,
+            )
+            self._add_edits(metadata, flags, batch, has_tokens=token_ids is not None)
         return metadata
 
     def fill_columns(
@@ -170,6 +185,13 @@ class SamplingTable:
         columns[4] = self._top_p[slots].view(np.int64)
         columns[5] = self._min_p[slots].view(np.int64)
         np.minimum(self._bucket[slots], int(Kind.TOP_K), out=columns[6])
+
+    def reads_tokens(self, slots: np.ndarray) -> bool:
+        """Whether `select` for int64 `slots` needs `token_ids`."""
+        return bool((self._flags[slots] & self._reading_rules).any())
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return upload(array, self.device)
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
         if self._has_gpu_kernel and metadata.columns is not None:
@@ -208,27 +230,12 @@ class SamplingTable:
                 )
             )
 
-    def _add_edits(
-        self,
-        metadata: SamplingMetadata,
-        flags: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray | None,
-    ) -> None:
-        batch = RowBatch(
-            rows=np.arange(len(slots)),
-            slots=slots,
-            positions=positions,
-            first_positions=_first_positions(slots, positions),
-            num_prompt_tokens=self._num_prompt_tokens[slots],
-            token_ids=_NO_TOKENS if token_ids is None else token_ids,
-        )
+    def _add_edits(self, metadata: SamplingMetadata, flags: np.ndarray, batch: RowBatch, has_tokens: bool) -> None:
         for flag, rule in self._rules:
             rows = np.flatnonzero(flags & flag)
             if not len(rows):
                 continue
-            if rule.reads_tokens and token_ids is None:
+            if rule.reads_tokens and not has_tokens:
                 raise ValueError(
                     f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: "
                     "pass the array that holds the tokens of all slots"

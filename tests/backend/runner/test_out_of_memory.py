@@ -116,7 +116,7 @@ def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
 
     monkeypatch.setattr(core.runner, "forward", out_of_memory_with_tensors)
     monkeypatch.setattr(
-        "inflight.runner.model_runner.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
+        "inflight.runner.memory.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
     )
     _, failed = serve(core, {1: [1, 2, 3]})
     assert list(failed) == [1]
