@@ -20,10 +20,10 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,24 @@ from inflight.config import EngineConfig
 from inflight.loading.memory_plan import graph_bytes
 from inflight.runner.memory import DeviceMeter, format_bytes
 
-__all__ = ["Capturer", "DecodeGraphs", "Graph", "Launch", "bucket_sizes", "decode_graphs"]
+__all__ = ["Capturer", "DecodeGraphs", "Graph", "Launch", "Padding", "bucket_sizes", "decode_graphs"]
 
 _log = logging.getLogger(__name__)
 
 # Launches a step and returns its outputs.
 Launch = Callable[[], tuple[Tensor, ...]]
+
+
+class Padding(NamedTuple):
+    """A step of nothing but padding.
+
+    Attributes:
+        key: of all steps that differ from this one in the contents of tensors only.
+    """
+
+    key: Hashable
+    launch: Launch
+
 
 # Up to so many rows, buckets are so far apart.  The time of a decode hardly grows with its rows while weights are most
 # of what it reads, so up to 7 rows of padding cost little.  For up to 256 rows vLLM captures the same 35 sizes.
@@ -77,23 +89,29 @@ class DecodeGraphs:
 
     Args:
         sizes: rows of the buckets, increasing.
-        padding: bucket -> launches a step of nothing but padding, with the tensors that the bucket's steps have.
+        padding: makes a step of as many rows as a bucket has, whose tensors have their contents once it returns.
     """
 
-    def __init__(self, sizes: Sequence[int], padding: Callable[[int], Launch], capturer: Capturer | None) -> None:
+    def __init__(self, sizes: Sequence[int], padding: Callable[[int], Padding], capturer: Capturer | None) -> None:
         self._sizes = list(sizes)
         self._padding = padding
         self._capturer = capturer
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[Hashable, Graph] = {}
 
     def bucket(self, rows: int) -> int | None:
-        """The bucket for a decode step of `rows` rows; None if the step is to be launched eagerly."""
+        """The bucket for a decode step of `rows` rows; None if no graph has room for it."""
         index = bisect_left(self._sizes, rows)
         return self._sizes[index] if self._graphs and index < len(self._sizes) else None
 
-    def replay(self, bucket: int) -> tuple[Tensor, ...]:
-        """Queue the bucket's step on the current stream; its outputs hold until the next replay."""
-        graph = self._graphs[bucket]
+    def replay(self, key: Hashable) -> tuple[Tensor, ...] | None:
+        """Queue the step that was captured with `key` on the current stream; None if there is none.
+
+        Returns:
+            The step's outputs, which hold until the next replay.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            return None
         graph.replay()
         return graph.outputs
 
@@ -137,14 +155,15 @@ class DecodeGraphs:
     def _warm_up(self, sizes: Sequence[int]) -> None:
         assert self._capturer is not None
         for size in reversed(sizes):
-            self._capturer.warm_up(self._padding(size))
+            self._capturer.warm_up(self._padding(size).launch)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         assert self._capturer is not None
         beside = next(iter(self._graphs.values()), None)
         with _collector_off():
             for size in reversed(sizes):
-                self._graphs[size] = graph = self._capturer.capture(self._padding(size), beside)
+                key, launch = self._padding(size)
+                self._graphs[key] = graph = self._capturer.capture(launch, beside)
                 beside = beside or graph
 
     def _run_eagerly(self, error: Exception) -> None:
@@ -173,12 +192,12 @@ class CudaCapturer:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             launch()
-        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)  # the next warm-up may find the same buffers
 
     def capture(self, launch: Launch, beside: Graph | None) -> Graph:
         assert beside is None or isinstance(beside, _CudaGraph)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # what is queued is not part of it
         with torch.cuda.stream(self._stream):
             pool = None if beside is None else beside.graph.pool()
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -247,7 +266,7 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 
 def decode_graphs(
-    config: EngineConfig, backend: AttentionBackend, device: torch.device, padding: Callable[[int], Launch]
+    config: EngineConfig, backend: AttentionBackend, device: torch.device, padding: Callable[[int], Padding]
 ) -> DecodeGraphs:
     """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`."""
     capturer = capturer_of(device)

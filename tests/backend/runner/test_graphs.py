@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
 from inflight.runner import graphs
-from inflight.runner.graphs import DecodeGraphs, bucket_sizes, decode_graphs
+from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs
 from inflight.runner.memory import DeviceMeter
 
 MIB = 2**20
@@ -36,9 +36,9 @@ class ToyRunner:
         self.weights = torch.tensor(2.0)
         self.fails: Callable[[int], None] = lambda bucket: None
 
-    def padding(self, bucket: int) -> Callable[[], tuple[Tensor, ...]]:
+    def padding(self, bucket: int) -> Padding:
         self.slots.fill_(len(self.state) - 1)
-        return lambda: self.step(bucket)
+        return Padding(bucket, lambda: self.step(bucket))
 
     def step(self, rows: int) -> tuple[Tensor, ...]:
         self.fails(rows)
@@ -53,6 +53,12 @@ def captured(max_rows: int, runner: ToyRunner | None = None) -> tuple[ToyRunner,
     made = DecodeGraphs(bucket_sizes(max_rows), runner.padding, capturer)
     made.capture(meter())
     return runner, made, capturer
+
+
+def replayed(made: DecodeGraphs, bucket: int | None) -> Tensor:
+    outputs = made.replay(bucket)
+    assert outputs is not None
+    return outputs[0]
 
 
 def meter() -> Any:
@@ -78,7 +84,7 @@ def test_the_bucket_of_a_step_is_the_smallest_that_has_room(max_rows: int, data:
     assert sizes == sorted(set(sizes))
     rows = data.draw(st.integers(1, max_rows))
     capturer: Any = SimpleNamespace(warm_up=lambda launch: None, capture=lambda launch, beside: object())
-    made = DecodeGraphs(sizes, lambda bucket: tuple, capturer)
+    made = DecodeGraphs(sizes, lambda bucket: Padding(bucket, tuple), capturer)
     assert made.bucket(rows) is None, "nothing is captured yet"
     made.capture(meter())
     bucket = made.bucket(rows)
@@ -95,7 +101,8 @@ def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
     runner.slots[:3] = torch.tensor([7, 2, 11])
     bucket = made.bucket(3)
     assert bucket == 4
-    (out,) = made.replay(bucket)
+    out = replayed(made, bucket)
+    assert made.replay("another key") is None
     assert out[:3].tolist() == [15.0, 5.0, 23.0]
     expected = before.clone()
     expected[[7, 2, 11]] = torch.tensor([15.0, 5.0, 23.0])
@@ -105,7 +112,7 @@ def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
 def test_the_outputs_of_a_graph_are_void_after_another_replay() -> None:
     runner, made, _ = captured(4)
     runner.slots[0] = 1
-    (out,) = made.replay(1)
+    out = replayed(made, 1)
     assert out.tolist() == [3.0]
     made.replay(2)
     assert out.isnan().all()
@@ -123,7 +130,7 @@ def test_a_replay_fails_if_a_tensor_has_moved(name: str) -> None:
 def test_a_tensor_that_moved_but_is_alive_has_no_effect() -> None:
     runner, made, _ = captured(4)
     old, runner.slots = runner.slots, torch.tensor([1, 2, 4, 4])
-    (out,) = made.replay(2)
+    out = replayed(made, 2)
     assert out.tolist() != [3.0, 5.0]
     assert (old == 4).all()
 
@@ -138,7 +145,7 @@ def test_a_kernel_reads_its_tensors_at_each_replay() -> None:
     runner.step = lambda rows: (add_on_the_host(runner.state, runner.slots[:rows]),)  # type: ignore[method-assign]
     _, made, _ = captured(2, runner)
     runner.slots[:] = torch.tensor([1, 0])
-    assert made.replay(2)[0].tolist() == [1.5, 0.5]
+    assert replayed(made, 2).tolist() == [1.5, 0.5]
 
 
 def reads_a_tensor(bucket: int) -> None:
