@@ -80,19 +80,16 @@ class DeviceStep:
 
 @dataclass(slots=True)
 class _Buffers:
-    """One place of the ring: pinned memory, and when the device passed the step that it was used for.
+    """One place of the ring, in pinned memory.
 
     Attributes:
         upload: uint8; what `StepUpload` copies from.
         token_ids: int64 [max_num_batched_tokens]; what the step sampled.
-        owner: the ticket that nobody has read yet.
+        owner: the step that uses it, until the device has ended it and its tokens were read.
     """
 
     upload: Tensor
     token_ids: Tensor
-    started: DeviceEvent
-    forward_end: DeviceEvent
-    ended: DeviceEvent
     owner: _Ticket | None = None
 
 
@@ -103,6 +100,7 @@ class _Ticket:
     Attributes:
         launched: seconds, when its launch began.
         admissions: int64 [N]; how many requests the slot of each logit had had.
+        started, forward_end, ended: when the device came there.
         sampled, prompt_logprobs: what the device makes, once its work was launched.
         result: once the step was read.
     """
@@ -112,6 +110,9 @@ class _Ticket:
     buffers: _Buffers
     launched: float
     admissions: np.ndarray
+    started: DeviceEvent
+    forward_end: DeviceEvent
+    ended: DeviceEvent
     failure: str = ""
     sampled: SamplerOutput | None = None
     prompt_logprobs: PendingPromptLogprobs = field(default_factory=lambda: PendingPromptLogprobs({}, []))
@@ -182,11 +183,12 @@ class DeviceRunner:
             self.num_collected_first += 1
             self._read_all()
         buffers = self._next_buffers()
-        ticket = _Ticket(out, rows, buffers, launched, self._admissions[rows.slot_of_logits])
+        started, forward_end, ended = (self.queue.event() for _ in range(3))
+        admissions = self._admissions[rows.slot_of_logits]
+        ticket = buffers.owner = _Ticket(out, rows, buffers, launched, admissions, started, forward_end, ended)
         _, ticket.failure = attempt(lambda: self._launch(ticket), self.device)
         if ticket.failure:
-            self.queue.submit(buffers.ended.record)
-        buffers.owner = ticket
+            self.queue.submit(ticket.ended.record)
         self._in_flight.append(ticket)
         return ticket
 
@@ -250,6 +252,7 @@ class DeviceRunner:
 
     def _take_in(self, out: SchedulerOutput) -> None:
         self.state.apply(out)
+        self.rows.apply(out)
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
         for row in out.new_rows:
@@ -301,20 +304,19 @@ class DeviceRunner:
     def _run(self, step: DeviceStep, ticket: _Ticket) -> None:
         """The step's work on the device."""
         buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
-        buffers.started.record()
+        ticket.started.record()
         step.upload.copy()
         logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
-        buffers.forward_end.record()
+        ticket.forward_end.record()
         if num_logits:
             ticket.sampled = sampled or self.finish_step(step, logits)
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
         ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids)
-        buffers.ended.record()
+        ticket.ended.record()
 
     def _new_buffers(self, num_bytes: int, max_num_tokens: int) -> _Buffers:
         token_ids = self.queue.host_buffer(8 * max_num_tokens).view(torch.int64)
-        started, forward_end, ended = (self.queue.event() for _ in range(3))
-        return _Buffers(self.queue.host_buffer(num_bytes), token_ids, started, forward_end, ended)
+        return _Buffers(self.queue.host_buffer(num_bytes), token_ids)
 
     def _next_buffers(self) -> _Buffers:
         """The place of the ring whose turn it is; the device has passed the step that it was used for."""
@@ -338,7 +340,7 @@ class DeviceRunner:
         step = StepOutput(failure=ticket.failure) if ticket.failure else self._output(ticket)
         step.started, step.ended = started, ended
         if not ticket.failure:
-            step.forward_end = started + ticket.buffers.started.elapsed_time(ticket.buffers.forward_end) / 1e3
+            step.forward_end = started + ticket.started.elapsed_time(ticket.forward_end) / 1e3
         ticket.result = step
         ticket.buffers.owner = None
         self._in_flight.remove(ticket)
@@ -357,11 +359,10 @@ class DeviceRunner:
 
     def _wait(self, ticket: _Ticket) -> tuple[float, float]:
         """When the device began the step and when it ended it, by the host's clock, in seconds."""
-        buffers = ticket.buffers
-        was_over = buffers.ended.query()
-        buffers.ended.synchronize()
+        was_over = ticket.ended.query()
+        ticket.ended.synchronize()
         ended = time.monotonic()
-        seconds = 0.0 if ticket.failure else buffers.started.elapsed_time(buffers.ended) / 1e3
+        seconds = 0.0 if ticket.failure else ticket.started.elapsed_time(ticket.ended) / 1e3
         if was_over:  # nobody saw it end
             ended = min(ended, max(self._last_end, ticket.launched) + seconds)
         self._last_end = ended

@@ -60,7 +60,7 @@ class RowWriter:
     """Writes the rows of steps for the device, and remembers which blocks of each slot it has.
 
     Args:
-        state: the host's batch state; `apply` of a step comes before its rows are written.
+        state: the host's batch state; its `apply` and this one's of a step come before the step's rows are written.
         max_num_seqs: the void slot's number.
     """
 
@@ -68,6 +68,13 @@ class RowWriter:
         self._state = state
         self._void_slot = max_num_seqs
         self._num_sent = np.zeros(max_num_seqs, dtype=np.int64)  # leading blocks of each slot that the device has
+
+    def apply(self, out: SchedulerOutput) -> None:
+        """Forget the blocks that the step takes from slots."""
+        for slot, num_blocks in out.num_kept_blocks.items():
+            self._num_sent[slot] = min(self._num_sent[slot], num_blocks)
+        for row in out.new_rows:
+            self._num_sent[row.slot] = 0
 
     def write(
         self, out: SchedulerOutput, rows: StepRows, size: StepSize, upload: StepUpload
@@ -78,7 +85,6 @@ class RowWriter:
             The lines on the host, whose tokens `write_tokens` fills in, and lines and new blocks as `make_inputs`
             takes them.  For equal sizes these have equal addresses if no row gains two blocks.
         """
-        self._forget(out)
         num_rows, first = len(rows.slots), self._num_sent[rows.slots]
         stride = -(-(size.rows + 1) // _LINE_MULTIPLE) * _LINE_MULTIPLE
         lines, lines_tensor = upload.reserve((len(Line), stride), np.int32)
@@ -121,12 +127,6 @@ class RowWriter:
     def sent(self, rows: StepRows) -> None:
         """What was written is on its way to the device; without this call the next step brings it again."""
         self._num_sent[rows.slots] = self._state.num_blocks[rows.slots]
-
-    def _forget(self, out: SchedulerOutput) -> None:
-        for slot, num_blocks in out.num_kept_blocks.items():
-            self._num_sent[slot] = min(self._num_sent[slot], num_blocks)
-        for row in out.new_rows:
-            self._num_sent[row.slot] = 0
 
 
 def _write_starts(line: np.ndarray, counts: np.ndarray) -> None:
