@@ -77,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.graphs": {"runner", "attention.base", "loading.memory_plan", "config", *_DATA},
     "runner.device_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
     "runner.step_inputs": {"kernels.gpu"},
     "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},

@@ -19,7 +19,7 @@ import torch
 from gpu_target import target
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
-from inflight.sampling.metadata import SamplingMetadata
+from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.rules.penalties import PenalisedTokens
 
 arch, dtype, vocab_size = json.loads(sys.argv[1])
@@ -36,10 +36,9 @@ with target(arch) as compiled:
         ops.silu_and_mul(torch.empty(tokens, 6144, dtype=dtype))
         if arch >= 89:
             ops.quantize_rows(hidden)
-        columns = torch.zeros(6, tokens, dtype=torch.int64)
-        for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
-            metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
-            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), metadata)
+        columns = torch.zeros(COLUMN_LINES, tokens + 7, dtype=torch.int64)
+        for part in (columns, columns[:, :tokens], columns[:, 1 : tokens + 1]):
+            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), part)
         index, of_row = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
         penalised = PenalisedTokens(index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
         gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalised)
