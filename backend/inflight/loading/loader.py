@@ -200,7 +200,7 @@ def load(config: EngineConfig) -> LoadedModel:
         num_blocks = info.num_blocks
     lengths = lengths_that_fit(length, num_blocks, config.block_size)
     check = _load_check(model, text_config.model_type, loaded, lengths)
-    loaded.model = _checked_forward(model, config, check, device)
+    loaded.model = _checked_forward(model, config, check, device, length)
     if meter is not None:
         loaded._sizing = _Sizing(meter, used_before, _weight_bytes(model), num_blocks, check)
     else:
@@ -230,7 +230,9 @@ def _load_check(model: nn.Module, model_type: str, loaded: LoadedModel, lengths:
     return LoadCheck(model_type, loaded.backend, expected, allowed, config.block_size, device)
 
 
-def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device) -> Any:
+def _checked_forward(
+    model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
+) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
     int8 = config.quantization == "int8"
     if int8 and (device.type != "cpu" or not config.native_forward):
@@ -238,7 +240,7 @@ def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, d
     forward = model
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, int8)
+            forward = accelerate(model, device, check.passes, max_model_len, int8)
         except CannotQuantize as why:
             raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
     _require(check, forward)

@@ -10,12 +10,18 @@ bitwise equal to those of `ReferenceOps`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.ops.base import E4M3_MAX, MIN_SCALE, QuantizedRows
+from inflight.attention.base import AttentionMetadata, LayerAttention
+from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
+from inflight.kernels.gpu.gpu_rotate_and_write import rotate_and_write
+from inflight.ops.base import E4M3_MAX, MIN_SCALE, Angles, HeadNorms, QuantizedRows
+from inflight.ops.reference import rotate_and_write_in_parts
 
 __all__ = ["GpuOps"]
 
@@ -61,18 +67,19 @@ def add_rms_norm_kernel(
     x_stride,
     residual_stride,
     eps,
+    factor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """residual += x, rounded; returns the norm of the rounded sum, as two separate steps would."""
+    """residual += factor * x, rounded; returns the norm of the rounded sum, as two separate steps would."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     places = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
     residual = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    rounded = (residual + x).to(residual_ptr.dtype.element_ty)
+    rounded = (residual + x * factor).to(residual_ptr.dtype.element_ty)
     tl.store(places, rounded, mask=inside)
     total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
@@ -206,7 +213,7 @@ class GpuOps:
             )
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
         """See `FusedOps.add_rms_norm`; the norm is in the dtype of `residual`."""
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
         num_rows, width = x.shape
@@ -221,6 +228,7 @@ class GpuOps:
                 _stride(x, 0),
                 _stride(residual, 0),
                 eps,
+                factor,
                 WIDTH=width,
                 ROWS=rows,
                 BLOCK=block,
@@ -256,6 +264,18 @@ class GpuOps:
                 num_warps=4,
                 enable_fp_fusion=False,
             )
+
+    def rotate_and_write(
+        self, qkv: Tensor, layer: LayerAttention, batch: Any, norms: HeadNorms | None, angles: Angles | None
+    ) -> Tensor:
+        """See `FusedOps.rotate_and_write`; one launch where the cache is a GPU's, or else several."""
+        metadata = batch if isinstance(batch, AttentionMetadata) else getattr(batch, "metadata", None)
+        cache = layer.cache
+        if not isinstance(cache, GpuKVCache) or not isinstance(metadata, AttentionMetadata):
+            return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
+        if cache.key_scale is not None and not getattr(cache, "scaled", True):  # `write` sets the scales
+            return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
+        return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
