@@ -1,35 +1,43 @@
 """Triton's entry point: `TritonPythonModel` of the `inflight` backend.
 
 Triton runs this file in its stub process.  The package is the folder that holds this file, which may
-have been copied to Triton's backends folder without being installed.
+have been copied to Triton's backends folder without being installed, and under any name: a repository
+that says `backend: "vllm"` finds it as `backends/vllm`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-_PARENT = str(Path(__file__).resolve().parent.parent)
-if _PARENT not in sys.path:
-    sys.path.insert(0, _PARENT)
+if "inflight" not in sys.modules:
+    # Not through sys.path: the name of the folder may be that of another package.
+    _FOLDER = Path(__file__).resolve().parent
+    _SPEC = importlib.util.spec_from_file_location(
+        "inflight", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
+    )
+    assert _SPEC is not None and _SPEC.loader is not None
+    sys.modules["inflight"] = importlib.util.module_from_spec(_SPEC)
+    _SPEC.loader.exec_module(sys.modules["inflight"])
 
-import triton_python_backend_utils as pb_utils  # noqa: E402
+import triton_python_backend_utils as pb_utils
 
-from inflight.config import EngineConfig  # noqa: E402
-from inflight.frontend import control  # noqa: E402
-from inflight.frontend import triton_bridge as bridge  # noqa: E402
-from inflight.frontend.chat import ChatTemplate  # noqa: E402
-from inflight.frontend.contract import RequestParser  # noqa: E402
-from inflight.frontend.errors import RequestError  # noqa: E402
-from inflight.frontend.metrics import NoMetrics  # noqa: E402
-from inflight.frontend.placement import placement  # noqa: E402
-from inflight.frontend.streams import Streams  # noqa: E402
-from inflight.frontend.supervisor import Supervisor  # noqa: E402
-from inflight.frontend.text import Tokenizer  # noqa: E402
+from inflight.config import EngineConfig
+from inflight.frontend import control
+from inflight.frontend import triton_bridge as bridge
+from inflight.frontend.chat import ChatTemplate
+from inflight.frontend.contract import RequestParser
+from inflight.frontend.errors import RequestError
+from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.placement import placement
+from inflight.frontend.streams import Streams
+from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.text import Tokenizer
 
 
 class TritonPythonModel:
@@ -51,7 +59,9 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
             os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
-        source, revision = config.tokenizer_source, config.revision
+        if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
+            os.environ["HF_HUB_CACHE"] = config.download_dir
+        source, revision = config.tokenizer_source, config.tokenizer_source_revision
         tokenizer = Tokenizer.load(source, revision=revision, trust_remote_code=config.trust_remote_code)
         chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
 

@@ -25,20 +25,16 @@ from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.acceleration import CannotQuantize, accelerate
-from inflight.loading.checkpoint import (
-    check_weights_fit,
-    dtype_of,
-    eos_token_ids,
-    load_weights,
-    max_model_len,
-    read_config,
-)
+from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
 from inflight.loading.errors import LoadError
+from inflight.loading.kv_scales import kv_scales
 from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.probe import probe
+from inflight.loading.quantized import loader_of
+from inflight.loading.weights import check_weights_fit
 from inflight.runner.memory import DeviceMeter, available_memory, meter_of
 from inflight.runner.swap import HostCache, host_cache_of
 
@@ -172,6 +168,7 @@ def load(config: EngineConfig) -> LoadedModel:
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
+    load_weights = loader_of(config, hf_config)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -182,7 +179,8 @@ def load(config: EngineConfig) -> LoadedModel:
     ]
     backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
-    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages)
+    scales = kv_scales(config, model, probed, text_config, length)
+    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
     info = CheckpointInfo(
         max_model_len=length,
         vocab_size=int(text_config.vocab_size),

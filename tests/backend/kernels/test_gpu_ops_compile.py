@@ -27,7 +27,6 @@ from inflight.sampling.rules.penalties import PenalisedTokens
 def layer_and_batch(tokens, kv_dtype):
     spec = LayerSpec(16, 8, 128, 128, 1.0, kv_cache_dtype=kv_dtype)
     cache = gpu_kv_cache.new_cache(4, 16, spec, dtype, torch.device("cpu"))
-    cache.scaled = True
     slots = torch.zeros(tokens + 3, dtype=torch.int64)[3:]  # at any place of a step's packed buffer
     metadata = AttentionMetadata(slots, slots, slots, slots, [], [], 1, 1, 16)
     return LayerAttention(spec, None, cache), metadata

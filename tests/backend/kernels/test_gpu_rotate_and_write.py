@@ -53,7 +53,6 @@ def layer_of(spec: LayerSpec, dtype: torch.dtype) -> LayerAttention:
     if cache.key_scale is not None:
         cache.key_scale = torch.linspace(0.01, 0.02, spec.num_kv_heads, device=DEVICE)
         cache.value_scale = torch.linspace(0.001, 0.03, spec.num_kv_heads, device=DEVICE)  # the first ones saturate
-        cache.scaled = True
     return LayerAttention(spec, backend, cache)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import checkpoint, loader, probe
+from inflight.loading import loader, probe, weights
 from inflight.loading.checks import lengths_that_fit
 from inflight.loading.loader import LoadError, load
 from inflight.runner import memory
@@ -142,7 +142,7 @@ def test_a_pool_that_is_too_small_is_rejected_with_the_missing_amount(llama, mon
     with pytest.raises(LoadError, match="set max_model_len to at most 48"):
         load(config(llama, num_gpu_blocks_override=3))
     assert load(config(llama, num_gpu_blocks_override=3, max_model_len=48)).info.num_blocks == 3
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(weights, "available_memory", lambda device: 1000)
     with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B free"):
         load(config(llama))
 

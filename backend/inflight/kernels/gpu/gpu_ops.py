@@ -273,8 +273,6 @@ class GpuOps:
         cache = layer.cache
         if not isinstance(cache, GpuKVCache) or not isinstance(metadata, AttentionMetadata):
             return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
-        if cache.key_scale is not None and not getattr(cache, "scaled", True):  # `write` sets the scales
-            return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
         return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
