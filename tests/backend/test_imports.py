@@ -64,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
     "kernels.gpu": {"kernels.gpu", "attention.base"},
     "kernels.gpu.gpu_ops": {"kernels.gpu", "attention.base", "ops.base", "ops.reference"},
+    "kernels.gpu.gpu_ops_kernels": {"ops.base"},
     "kernels.gpu.gpu_rotate_and_write": {"kernels.gpu", "attention.base", "ops.base"},
     "kernels.gpu.gpu_math": {"sampling"},
     "kernels.gpu.gpu_penalties": {"sampling"},

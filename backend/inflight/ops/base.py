@@ -92,6 +92,14 @@ class FusedOps(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
         """residual [T, H] += factor * x [T, H] in place, rounded to its dtype; returns the `rms_norm` of that."""
 
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+        """`quantize_rows` of `rms_norm` of x [T, H]: the norm is rounded to its dtype first."""
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+    ) -> QuantizedRows:
+        """`quantize_rows` of `add_rms_norm`."""
+
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate query [T, Hq, D] and key [T, Hkv, D] in place by cos, sin [T, R], R <= D.
 
@@ -118,6 +126,9 @@ class FusedOps(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu(left half) * right half."""
+
+    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
+        """`quantize_rows` of `silu_and_mul`."""
 
     def quantize_rows(self, x: Tensor) -> QuantizedRows:
         """x [T, H], each row with its own scale."""

@@ -34,6 +34,16 @@ class ReferenceOps:
         residual.copy_(residual.float() + x.float() * factor)
         return self.rms_norm(residual, weight, eps)
 
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+        """See `FusedOps.rms_norm_quantized`."""
+        return self.quantize_rows(self.rms_norm(x, weight, eps))
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+    ) -> QuantizedRows:
+        """See `FusedOps.add_rms_norm_quantized`."""
+        return self.quantize_rows(self.add_rms_norm(x, residual, weight, eps, factor))
+
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `FusedOps.rotary`."""
         cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
@@ -53,6 +63,10 @@ class ReferenceOps:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
+        """See `FusedOps.silu_and_mul_quantized`."""
+        return self.quantize_rows(self.silu_and_mul(gate_up))
 
     def quantize_rows(self, x: Tensor) -> QuantizedRows:
         """See `FusedOps.quantize_rows`."""

@@ -50,6 +50,9 @@ with target(arch) as compiled:
         ops.rotate_and_write(qkv, *layer_and_batch(tokens, None), norms, angles)
         if arch >= 89:
             ops.quantize_rows(hidden)
+            ops.rms_norm_quantized(hidden, torch.empty(1024, dtype=dtype), 1e-6)
+            ops.add_rms_norm_quantized(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
+            ops.silu_and_mul_quantized(torch.empty(tokens, 6144, dtype=dtype))
             ops.rotate_and_write(qkv, *layer_and_batch(tokens, torch.float8_e4m3fn), None, angles)
         columns = torch.zeros(6, tokens, dtype=torch.int64)
         for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
@@ -68,9 +71,19 @@ ONCE = [
     "rotate_and_write_kernel",
     "silu_and_mul_kernel",
 ]
+# Results in e4m3, which has no conversion before compute capability 8.9; an fp8 pool.
+QUANTIZING = [
+    "add_rms_norm_kernel",
+    "quantize_rows_kernel",
+    "rms_norm_kernel",
+    "rotate_and_write_kernel",
+    "silu_and_mul_quantized_kernel",
+]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936)])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936), (100, "bfloat16", 128256)]
+)
 def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
     """rms_norm has two shapes in a model.  The first step compiles everything."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
@@ -79,7 +92,7 @@ def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, voca
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    quantizing = ["quantize_rows_kernel", "rotate_and_write_kernel"] if arch >= 89 else []
+    quantizing = QUANTIZING if arch >= 89 else []
     assert sorted(kernel["kernel"] for kernel in kernels) == sorted(
         [*ONCE, "rms_norm_kernel", "rms_norm_kernel", *quantizing]
     )
