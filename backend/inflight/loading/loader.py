@@ -232,7 +232,7 @@ def load(config: EngineConfig) -> LoadedModel:
         num_blocks = info.num_blocks
     found_cases = that_fit(found_cases, num_blocks, config.block_size)
     check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
-    loaded.model = _checked_forward(model, config, check, device)
+    loaded.model = _checked_forward(model, config, check, device, length)
     if loaded.model is model and not found.keeps_logits:
         _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
         loaded.model = KeepsLogits(model)
@@ -307,7 +307,9 @@ def _reference(model: nn.Module, model_type: str, found: list[Case], device: tor
         ) from error
 
 
-def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device) -> Any:
+def _checked_forward(
+    model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
+) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
     int8 = config.quantization == "int8"
     if int8 and (device.type != "cpu" or not config.native_forward):
@@ -315,7 +317,7 @@ def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, d
     forward = model
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, int8)
+            forward = accelerate(model, device, check.passes, max_model_len, int8)
         except CannotQuantize as why:
             raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
     _require(check, forward)
