@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from inflight.attention.base import AttentionBackend, KVCache, LayerAttention, LayerSpec
+from inflight.loading.kv_scales import KVScales
 
 __all__ = ["PagedLayers"]
 
@@ -22,6 +23,7 @@ class PagedLayers:
         writes_pages: write the pool when it is allocated.  Otherwise the first write to each page waits for the
             system to provide it: with huge pages on a virtual machine tens of milliseconds every few thousand
             tokens, which no step budget accounts for.
+        scales: of each layer's keys and values, if the pool is fp8; every pool that is allocated uses these tensors.
 
     Attributes:
         bytes_per_block: of one KV block in all layers.
@@ -36,6 +38,7 @@ class PagedLayers:
         dtype: torch.dtype,
         device: torch.device,
         writes_pages: bool = False,
+        scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.bytes_per_block = block_size * sum(spec.bytes_per_token(dtype) for _, spec in layers)
         self.caches: list[KVCache] = []
@@ -45,6 +48,7 @@ class PagedLayers:
         self._dtype = dtype
         self._device = device
         self._writes_pages = writes_pages
+        self._scales = scales
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate a pool of `num_blocks`, in place of the present one.
@@ -52,11 +56,13 @@ class PagedLayers:
         Whatever holds a module's `LayerAttention` sees the new cache; an address of the old one is void.
         """
         self.caches = []
-        for module, spec in self._layers:
+        for index, (module, spec) in enumerate(self._layers):
             cache = self._backend.new_cache(num_blocks, self._block_size, spec, self._dtype, self._device)
             if self._writes_pages:
                 cache.key.zero_()
                 cache.value.zero_()
+            if self._scales is not None:
+                cache.key_scale, cache.value_scale = self._scales[index]
             self.caches.append(cache)
             attached = getattr(module, "inflight", None)
             if isinstance(attached, LayerAttention):
