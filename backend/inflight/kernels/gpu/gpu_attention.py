@@ -291,6 +291,7 @@ def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile
         HAS_SINKS=spec.has_sinks,
         HAS_SCALES=spec.kv_cache_dtype is not None,
         ONE_LOOP=dtype == torch.float32,  # its products are unrolled: three loops would be 5000 instructions
+        LATE=tile.late,
         DOT=dot,
     )
     return _Layer(spec, geometry, shapes, attend, running)
