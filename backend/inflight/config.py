@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
             the time to the first token tells nobody what another tenant asked.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
-            language; "triton" is an older spelling of it.
+            language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
