@@ -276,7 +276,8 @@ class DeviceRunner:
         if num_logits:
             ticket.sampled = self.finish_step(step, logits)
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
-        ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids)
+        if step.asked.tops:  # the entries outlive the upload, which the next step overwrites
+            ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
         ticket.ended.record()
 
     def _new_buffers(self, num_bytes: int, max_num_tokens: int) -> _Buffers:
