@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from inflight.loading.loader import LoadedModel, load
 from inflight.runner.batch_state import BatchState
 from inflight.runner.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.runner.forward_pass import ForwardPass
+from inflight.runner.graphs import Padding, decode_graphs
 from inflight.runner.memory import attempt
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
@@ -33,6 +34,7 @@ from inflight.runner.step_output import step_output
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload, upload_bytes
 from inflight.sampling import Sampler, SamplerOutput, SamplingMetadata, SamplingTable
+from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.rules import DEVICE_RULES
 
 __all__ = ["DeviceRunner", "DeviceStep"]
@@ -66,6 +68,14 @@ class DeviceStep:
     asked: AskedPositions
     asked_indices: Tensor
     next_token_ids: Tensor
+
+    @property
+    def graph_key(self) -> Hashable:
+        """Equal for steps whose graphs would be equal; None for a step with parts that no graph has."""
+        new_blocks, columns = self.new_blocks, self.sampling.columns
+        if len(self.new_tokens) or self.asked.counts or len(new_blocks) > self.size.rows or columns is None:
+            return None
+        return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
 
 
 @dataclass(slots=True)
@@ -135,6 +145,7 @@ class DeviceRunner:
         self.device = device = loaded.device
         self.queue = queue or queue_of(device)
         self.host_cache = loaded.host_cache
+        self.rotary = loaded.rotary
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
         self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
@@ -153,7 +164,8 @@ class DeviceRunner:
         self._in_flight: deque[_Ticket] = deque()
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
-        loaded.allocate(lambda out: self.collect(self.launch(out)))
+        self.graphs = decode_graphs(config, self.backend, device, self._padding)
+        loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
 
     @torch.inference_mode()
@@ -167,6 +179,9 @@ class DeviceRunner:
         if host_cache is not None:
             self.queue.submit(lambda: host_cache.swap(out))
         self._take_in(out)
+        rotary = self.rotary
+        if rotary is not None:
+            self.queue.submit(lambda: rotary.step(out))
         rows = StepRows.of(out)
         if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
             self.num_collected_first += 1
@@ -188,12 +203,20 @@ class DeviceRunner:
         return ticket.result
 
     def size_of(self, rows: StepRows, out: SchedulerOutput) -> StepSize:
-        """With which sizes to launch a step: its own."""
-        return rows.size
+        """With which sizes to launch a step: those of its graph, or its own."""
+        size = rows.size
+        is_decode = size.tokens == size.rows and not out.new_rows
+        bucket = self.graphs.bucket(size.rows) if is_decode else None
+        return size if bucket is None else StepSize(bucket, bucket, bucket)
 
     def padding_step(self, size: StepSize) -> DeviceStep:
         """A step of `size` without rows; its upload must be copied before another step is launched."""
         return self._stage(SchedulerOutput(), StepRows.of(SchedulerOutput()), size, self._next_buffers().upload)
+
+    def _padding(self, bucket: int) -> Padding:
+        step = self.padding_step(StepSize(bucket, bucket, bucket))
+        step.upload.copy()
+        return Padding(step.graph_key, lambda: self._outputs(step))
 
     # -- on the device: tensors at fixed addresses and host ints only ------------------------
 
@@ -210,6 +233,24 @@ class DeviceRunner:
         sampled = self.sampler(logits, step.sampling)
         put_tokens(self.device_state.token_ids, self.inputs.sample_indices[: step.size.logits], sampled.token_ids)
         return sampled
+
+    def _outputs(self, step: DeviceStep) -> tuple[Tensor, Tensor]:
+        """What a graph contains: logits [size.logits, V], and a token for each as its column says."""
+        logits, _ = self.forward_step(step)
+        return logits, self.finish_step(step, logits).token_ids
+
+    def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], SamplerOutput | None] | None:
+        """The step by its graph, if it has one: what `forward_step` returns, and what was sampled.
+
+        What changes logits, and what returns them, differs from step to step and is in no graph.  Such a step is
+        sampled anew, from the graph's logits, and the token that the graph put is overwritten.
+        """
+        outputs = self.graphs.replay(step.graph_key)
+        if outputs is None:
+            return None
+        logits, token_ids = outputs
+        plain = not (step.sampling.edits or step.sampling.logprobs)
+        return logits, (), SamplerOutput(token_ids, [], None) if plain else None
 
     # -- launch --------------------------------------------------------------------------------
 
@@ -231,13 +272,11 @@ class DeviceRunner:
         """Write all that the host says about a step to `host`, pinned."""
         upload = StepUpload(host, self._upload)
         lines, device_lines, new_blocks = self.rows.write(out, rows, size, upload)
-        sampling = self.table.select(
-            rows.slot_of_logits,
-            rows.position_of_logits + 1,
-            self.state.token_ids,
-            put=upload.put,
-            history=self.device_state.token_ids,
-        )
+        slots, positions = rows.slot_of_logits, rows.position_of_logits + 1
+        columns, device_columns = upload.reserve((COLUMN_LINES, size.logits), np.int64)
+        self.table.fill_columns(columns, slots, positions)
+        history = self.device_state.token_ids
+        sampling = self.table.select(slots, positions, self.state.token_ids, upload.put, history, device_columns)
         starts = lines[Line.QUERY_START, : size.rows + 1].tolist()
         asked = self.prompt_logprobs.asked(out, starts)
         asked_indices, next_token_ids = upload.put(asked.indices), upload.put(asked.next_token_ids)
@@ -271,10 +310,10 @@ class DeviceRunner:
         buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
         ticket.started.record()
         step.upload.copy()
-        logits, more = self.forward_step(step)
+        logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
         ticket.forward_end.record()
         if num_logits:
-            ticket.sampled = self.finish_step(step, logits)
+            ticket.sampled = sampled or self.finish_step(step, logits)
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
         if step.asked.tops:  # the entries outlive the upload, which the next step overwrites
             ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
@@ -317,7 +356,7 @@ class DeviceRunner:
         token_ids = ticket.buffers.token_ids[: len(slots)].numpy().copy()
         # A slot that has a new request has that one's tokens.
         same = ticket.admissions == self._admissions[slots]
-        self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, token_ids[same])
+        self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, np.maximum(token_ids[same], 0))
         logprobs = {} if ticket.sampled is None else ticket.sampled.logprobs
         step = step_output(ticket.out, rows.row_of_logits, token_ids, logprobs)
         step.prompt_logprobs = ticket.prompt_logprobs.entries()

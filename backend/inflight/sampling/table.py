@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
-from inflight.sampling.metadata import RandomGroup, SampleRow, SamplingMetadata
+from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
 from inflight.sampling.upload import upload
@@ -26,7 +26,7 @@ _RANDOM, _LOGPROBS, _FIRST_RULE = 1, 2, 4
 # How a random slot is drawn: from the whole vocabulary, plain or narrowed by top_p or min_p, or
 # from its top_k tokens.  Rows of a bucket are drawn together; there are several top_k buckets so
 # that a row with a large k does not widen the candidates of all the others.
-_FULL, _NARROWED = 1, 2
+_FULL, _NARROWED = int(Kind.RANDOM), int(Kind.NARROWED)
 _TOP_K_BUCKETS = (64, 1024, 2**31)
 _NUM_BUCKETS = _NARROWED + 1 + len(_TOP_K_BUCKETS)
 
@@ -90,7 +90,7 @@ class SamplingTable:
             self._set_random(slot, params, seed)
         if params.logprobs is not None:
             flags |= _LOGPROBS
-            self._logprobs[slot] = params.logprobs
+            self._logprobs[slot] = self.vocab_size if params.logprobs == -1 else params.logprobs
         for flag, rule in self._rules:
             if rule.set_row(slot, params, eos_token_ids):
                 flags |= flag
@@ -113,6 +113,7 @@ class SamplingTable:
         token_ids: np.ndarray | None = None,
         put: Put | None = None,
         history: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> SamplingMetadata:
         """Describe one sampling call: row i of the logits belongs to `slots[i]`.
 
@@ -128,6 +129,8 @@ class SamplingTable:
                 `set_row`; those after it are drafts and may be others in the next call.
             put: brings the rules' arrays to the device; by default each at once.
             history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
+            columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
+                logits have C rows, of which only the first R belong to a slot.
 
         Raises:
             ValueError: `token_ids` is None but a row needs it.
@@ -136,6 +139,8 @@ class SamplingTable:
         flags = self._flags[slots]
         needed = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
         metadata = SamplingMetadata.all_greedy(len(slots))
+        if columns is not None:
+            metadata.num_rows, metadata.columns = columns.shape[1], columns
         if not needed:
             return metadata
         metadata.vocab_size = self.vocab_size
@@ -159,6 +164,28 @@ class SamplingTable:
             self._add_edits(metadata, flags, batch, has_tokens=token_ids is not None)
         return metadata
 
+    def fill_columns(
+        self, columns: np.ndarray, slots: np.ndarray, positions: np.ndarray, rows: np.ndarray | None = None
+    ) -> None:
+        """Describe R rows to the GPU kernel.
+
+        Args:
+            columns: int64[COLUMN_LINES, C >= R] on the host, overwritten; see `SamplingMetadata.columns`.  The
+                columns behind the R rows become padding.
+            slots, positions: int64[R], as for `select`.
+            rows: int64[R], rows of the logits; 0, 1, 2 ... by default.
+        """
+        count = len(slots)
+        columns[:, count:] = int(Kind.PADDING)
+        columns = columns[:, :count]
+        columns[0] = np.arange(count) if rows is None else rows
+        columns[1] = row_keys(self._origin[slots], positions).T.copy().view(np.int64)[:, 0]
+        columns[2] = self._top_k[slots]
+        columns[3] = self._inverse_temperature[slots].view(np.int64)
+        columns[4] = self._top_p[slots].view(np.int64)
+        columns[5] = self._min_p[slots].view(np.int64)
+        np.minimum(self._bucket[slots], int(Kind.TOP_K), out=columns[6])
+
     def reads_tokens(self, slots: np.ndarray) -> bool:
         """Whether `select` for int64 `slots` needs `token_ids`."""
         return bool((self._flags[slots] & self._reading_rules).any())
@@ -167,31 +194,29 @@ class SamplingTable:
         return upload(array, self.device)
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
+        if self._has_gpu_kernel and metadata.columns is not None:
+            return
         bucket = self._bucket[slots]
         order = np.argsort(bucket, kind="stable")
-        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
-        by_bucket = slots[order]
         # One array of 8-byte values, so that one copy brings everything to the device.
-        packed = np.empty((6, len(slots)), dtype=np.int64)
-        packed[0] = order
-        packed[1] = row_keys(self._origin[by_bucket], positions[order]).T.copy().view(np.int64)[:, 0]
-        packed[2] = top_k = self._top_k[by_bucket]
-        top_p, min_p = self._top_p[by_bucket], self._min_p[by_bucket]
-        packed[3:] = np.stack([self._inverse_temperature[by_bucket], top_p, min_p]).view(np.int64)
-        metadata.columns = uploaded = upload(packed, self.device)
-        ends = np.cumsum(sizes)
-        metadata.first_columns = int(ends[0]), int(ends[_FULL]), int(ends[_NARROWED])
-        metadata.greedy_rows = uploaded[0, : ends[0]]
+        packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
+        self.fill_columns(packed, slots[order], positions[order], order)
+        uploaded = upload(packed, self.device)
+        if metadata.columns is None:
+            metadata.columns = uploaded
         if self._has_gpu_kernel:
             return
-        end = int(ends[0])
+        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
+        metadata.greedy_rows = uploaded[0, : sizes[0]]
+        top_k, top_p, min_p = packed[2], packed[4].view(np.float64), packed[5].view(np.float64)
+        end = int(sizes[0])
         for index in range(1, _NUM_BUCKETS):
             start, end = end, end + int(sizes[index])
             if start == end:
                 continue
             part, rows = uploaded[:, start:end], order[start:end]
             keys = part[1].contiguous().view(torch.int32).view(-1, 2)
-            reals = part[3:].view(torch.float64).unsqueeze(-1)
+            reals = part[3:6].view(torch.float64).unsqueeze(-1)
             metadata.random_groups.append(
                 RandomGroup(
                     rows=part[0],

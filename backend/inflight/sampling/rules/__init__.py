@@ -6,6 +6,7 @@ it below.  Nothing else in `sampling/` knows a rule by name.
 
 from __future__ import annotations
 
+from inflight.sampling.rules.allowed_tokens import AllowedTokens
 from inflight.sampling.rules.bad_words import BadWords
 from inflight.sampling.rules.base import LogitsEdit, LogitsRule, Put, RowBatch
 from inflight.sampling.rules.device_penalties import DevicePenalties
@@ -17,6 +18,7 @@ __all__ = ["DEVICE_RULES", "RULES", "LogitsEdit", "LogitsRule", "Put", "RowBatch
 
 # In order of application, which is vLLM's.
 RULES: tuple[type[LogitsRule], ...] = (
+    AllowedTokens,
     LogitBias,
     MinTokens,
     BadWords,
