@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, make_checkpoint
+from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
@@ -42,9 +42,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def any_params(index: int) -> SamplingParams:
+    """Every rule alone and with others."""
+    if index % 9 < 8:
+        return mixed_params(index)
+    allowed = list(range(index % 7, VOCAB, 5))
+    return SamplingParams(seed=index, max_tokens=20, allowed_token_ids=allowed, frequency_penalty=0.5, ignore_eos=True)
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: str) -> dict[tuple[int, int], list[int]]:
-    deltas = run(make_core(checkpoint), random_prompts(48), [mixed_params(index) for index in range(48)])
+    deltas = run(make_core(checkpoint), random_prompts(48), [any_params(index) for index in range(48)])
     return {key: tokens(of_sequence) for key, of_sequence in deltas.items()}
 
 
@@ -54,7 +62,7 @@ def test_every_rule_gives_the_tokens_of_the_model_runner(checkpoint, expected, o
     core = make_device_core(checkpoint, **OPTIONS[options])
     if wrong:
         core.scheduler.policies.drafter = Replayer(expected, wrong)
-    params = [mixed_params(index) for index in range(48)]
+    params = [any_params(index) for index in range(48)]
     deltas = run(core, random_prompts(48), params, stagger=int(options == "chunks"))
     assert {key: tokens(of_sequence) for key, of_sequence in deltas.items()} == expected
     if "num_gpu_blocks_override" in OPTIONS[options]:
