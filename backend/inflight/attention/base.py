@@ -6,7 +6,7 @@ the layer's KV cache on the attention module, and passes both to an `AttentionBa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -90,10 +90,14 @@ class KVCache:
         key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout.  A backend may
             use another layout after the first dimension: only its `write` and `attend` read it.
         value: the same with value_head_size.
+        key_scale, value_scale: float32 [num_kv_heads] if the pool is fp8: stored = actual / scale.  Set when the
+            pool is allocated, and the same ever after.
     """
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = field(default=None, kw_only=True)
+    value_scale: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)

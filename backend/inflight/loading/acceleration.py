@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
 from inflight.loading.fused_modules import fuse_modules
 from inflight.loading.native_decoder import native_decoder
 from inflight.loading.packed_linear import pack_linears
@@ -29,22 +30,27 @@ class CannotQuantize(RuntimeError):
     """The model cannot run with weights in int8; the message says why."""
 
 
-def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], bool], int8: bool = False) -> Any:
+def accelerate(
+    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, int8: bool = False
+) -> Any:
     """What to call instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; if not, the change is undone and logged.
+        num_positions: positions that requests can have.
         int8: store the weights of linear layers in int8, on a CPU.
 
     Returns:
         A callable with the arguments and the result of `model`; `model` itself may be changed.
 
     Raises:
-        CannotQuantize: with `int8`, if no forward pass runs and passes.
+        CannotQuantize: with `int8`, if a layer has too many inputs, or no forward pass runs and passes.
     """
     if device.type != "cpu":
-        return use_ops(model, select_ops(device), passes)
+        return use_ops(model, select_ops(device), passes, num_positions)
     name = type(model).__name__
+    if int8:
+        _check_int8(model)
     native = native_decoder(model, int8)
     if isinstance(native, str):
         _log.info("%s runs through transformers: %s", name, native)
@@ -65,9 +71,19 @@ def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], b
     return model
 
 
-def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool]) -> nn.Module:
+def _check_int8(model: nn.Module) -> None:
+    """Raise CannotQuantize if the sums of products of a layer would overflow."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.in_features > MAX_INT8_INPUTS:
+            raise CannotQuantize(
+                f"{name} has {module.in_features} inputs, and sums of more than {MAX_INT8_INPUTS} products of bytes "
+                "overflow 32 bits"
+            )
+
+
+def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:
     """`model`, with `ops` in its modules, unless that makes its logits wrong."""
-    undo = fuse_modules(model, ops)
+    undo = fuse_modules(model, ops, num_positions)
     if undo is not None and not _passes(model, passes):
         undo()
         name = type(model).__name__

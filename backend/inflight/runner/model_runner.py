@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class ModelRunner:
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        self.rotary = loaded.rotary
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -100,6 +102,8 @@ class ModelRunner:
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
+        if self.rotary is not None:
+            self.rotary.step(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
 
@@ -112,5 +116,5 @@ class ModelRunner:
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
         sampled = result.token_ids.cpu().numpy()
-        self.state.put_tokens(slots, positions, sampled)
+        self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them
         return step_output(out, rows, sampled, result.logprobs)

@@ -18,6 +18,8 @@ __all__ = ["AskedPositions", "PendingPromptLogprobs", "PromptLogprobs"]
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
+_ALL = 2**31 - 1  # more than any vocabulary has
+
 
 @dataclass(slots=True)
 class AskedPositions:
@@ -70,8 +72,8 @@ class PromptLogprobs:
         """Take the wishes of the rows that enter."""
         for row in out.new_rows:
             self._tops.pop(row.slot, None)
-            if row.params.prompt_logprobs is not None:
-                self._tops[row.slot] = row.params.prompt_logprobs
+            if (top := row.params.prompt_logprobs) is not None:
+                self._tops[row.slot] = _ALL if top == -1 else top
 
     def asked(self, out: SchedulerOutput, starts: Sequence[int]) -> AskedPositions:
         """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more.

@@ -146,13 +146,16 @@ def make_inputs(
 
 
 def put_tokens(token_ids: Tensor, sample_indices: Tensor, sampled: Tensor) -> None:
-    """Write sampled tokens, int64 [N], to `DeviceState.token_ids`, flat at int64 [N] `sample_indices`."""
+    """Write sampled tokens, int64 [N], to `DeviceState.token_ids`, flat at int64 [N] `sample_indices`.
+
+    A row without a token has a negative one, for which 0 is written: a step launched ahead may embed it.
+    """
     if can_launch(token_ids.device):
         from inflight.kernels.gpu import gpu_step_inputs
 
         gpu_step_inputs.put_tokens(token_ids, sample_indices, sampled)
         return
-    token_ids.view(-1)[sample_indices] = sampled.to(torch.int32)
+    token_ids.view(-1)[sample_indices] = sampled.clamp(min=0).to(torch.int32)
 
 
 def _rows_of(lines: Tensor, starts: Line, rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.sampling import fail_unusable_rows
 
 __all__ = ["step_output"]
 
@@ -19,7 +20,7 @@ def step_output(
 
     Args:
         row_of_logits: int64 [N]; a row with k drafts has k + 1 consecutive logits.
-        sampled: int64 [N]; the target's choice at each.
+        sampled: int64 [N]; the target's choice at each, negative where its logits are not finite.
         logprobs: of the N, those that were asked for.
     """
     token_ids = np.full(len(out.slots), -1, dtype=np.int64)
@@ -35,6 +36,7 @@ def step_output(
         entries = step.logprobs.setdefault(row, [])
         if len(entries) < len(step.token_runs.get(row, (0,))):
             entries.append(entry)
+    fail_unusable_rows(step, sampled, row_of_logits)
     return step
 
 

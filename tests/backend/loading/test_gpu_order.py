@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import loader, memory_plan
+from inflight.loading import kv_scales, loader, memory_plan
 from inflight.loading.acceleration import use_ops
 from inflight.loading.errors import LoadError
 from inflight.loading.largest_step import largest_step
+from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
 from inflight.runner.memory import DeviceMeter
@@ -36,16 +37,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_checkpoint("llama", tmp_path_factory.mktemp("order"), vocab_size=4001)
 
 
+def fused_by(ops: FusedOps) -> Callable[..., Any]:
+    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
+    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A card of 40 MiB with another process on it; without headroom, so that the plan must be right."""
     fake = FakeCuda(40 * MIB, OTHERS)
-    load_weights = loader.load_weights
+    loader_of = loader.loader_of
     monkeypatch.setattr(loader, "meter_of", lambda device: DeviceMeter(device, fake))
-    monkeypatch.setattr(loader, "load_weights", lambda *args: fake.count_weights(load_weights(*args)))
-    monkeypatch.setattr(
-        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
-    )
+    monkeypatch.setattr(loader, "loader_of", lambda *found: lambda *args: fake.count_weights(loader_of(*found)(*args)))
+    monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(memory_plan, "HEADROOM", 0)
     with fake:
         yield fake
@@ -105,7 +109,7 @@ def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
         core = gpu_core(checkpoint, block_size=4)
     model = core.runner.model
     attention = model.model.layers[0].self_attn
-    assert "forward" in vars(model.model.layers[0]), "merged"
+    assert "forward" in vars(model.model), "merged"
     assert len(attention.inflight.cache.key) == core.info.num_blocks > 1000
     assert "pool" in caplog.text
     assert f"{core.info.num_blocks} KV blocks" in caplog.text
@@ -122,7 +126,7 @@ def test_with_the_gpu_kernels_in_the_interpreter(
     from inflight.kernels.gpu.gpu_attention_configs import SCRATCH_BYTES
     from inflight.kernels.gpu.gpu_ops import GpuOps
 
-    monkeypatch.setattr(loader, "accelerate", lambda model, device, passes, int8: use_ops(model, GpuOps(), passes))
+    monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
     card.total = 400 * MIB
     options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
     with caplog.at_level(logging.INFO):
@@ -133,6 +137,25 @@ def test_with_the_gpu_kernels_in_the_interpreter(
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     deltas = run(core, [[1, 2, 3]], [params])
     assert [tokens(deltas[0, 0])] == greedy_reference(checkpoint, [[1, 2, 3]], [4])
+
+
+def test_fp8_scales_are_those_of_the_calibration_in_the_real_pool(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    seen: list[Any] = []
+    calibrated = kv_scales.calibrated
+    monkeypatch.setattr(kv_scales, "calibrated", lambda *args: seen.extend(calibrated(*args)) or list(seen))
+    card.total = 400 * MIB
+    options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
+    core = make_core(checkpoint, max_num_batched_tokens=40, kv_cache_dtype="fp8", check_on_load=False, **options)
+    caches = [layer.self_attn.inflight.cache for layer in core.runner.model.model.layers]
+    assert len(caches[0].key) == core.info.num_blocks
+    assert core.info.num_blocks > 2
+    for cache, scales in zip(caches, seen):
+        assert cache.key_scale is scales.key
+        assert cache.value_scale is scales.value
+        assert not torch.equal(scales.key, torch.ones(2))
 
 
 def test_merged_weights_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,11 +103,12 @@ def step_inputs_kernel(
 
 @triton.jit(do_not_specialize=["num_samples"])
 def put_tokens_kernel(token_ids, sample_indices, sampled, num_samples, BLOCK: tl.constexpr):
-    """`token_ids`, flat, takes BLOCK of the int64 `sampled`."""
+    """`token_ids`, flat, takes BLOCK of the int64 `sampled`; 0 for those that are negative."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < num_samples
     place = tl.load(sample_indices + i, mask=here, other=0)
-    tl.store(token_ids + place, tl.load(sampled + i, mask=here, other=0).to(tl.int32), mask=here)
+    token = tl.maximum(tl.load(sampled + i, mask=here, other=0), 0)
+    tl.store(token_ids + place, token.to(tl.int32), mask=here)
 
 
 def make_inputs(size: Any, lines: Tensor, new_blocks: Tensor, new_tokens: Tensor, state: Any, out: Any) -> None:

@@ -96,7 +96,7 @@ class DevicePenalties:
                 batch.positions,
             ]
         ).astype(np.int32)
-        strengths = batch.put(self._strengths[:, batch.slots])
+        strengths = batch.put(np.ascontiguousarray(self._strengths[:, batch.slots]))
         return CountedRows(self._table, self._num_rows, batch.history, rows, batch.put(rows), strengths)
 
 
@@ -134,7 +134,7 @@ class CountedRows:
         num_rows: count rows in use.
         history: int32 [slots, n] on the device.
         rows, device_rows: int32 [8, r], see `CountedRow`, on the host and on the device.
-        strengths: float32 [3, r] on the device, repetition, frequency and presence penalty.
+        strengths: float32 [3, r] on the device, contiguous; repetition, frequency and presence penalty.
     """
 
     table: TokenTable
