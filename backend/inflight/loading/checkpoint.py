@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import ConfigError, EngineConfig
 from inflight.loading.errors import LoadError
+from inflight.loading.fp8_checkpoint import bytes_saved, load_fp8, quant_method
+from inflight.loading.fp8_linear import placed
 from inflight.runner.memory import available_memory, format_bytes
 
 __all__ = ["check_weights_fit", "dtype_of", "eos_token_ids", "load_weights", "max_model_len", "read_config"]
@@ -90,6 +93,9 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
             need = sum(parameter.nbytes for parameter in model.parameters())
         else:
             need = sum(map(_num_weights, files)) * dtype.itemsize
+            if files:
+                on_meta = partial(_from_config, config, hf_config, dtype, torch.device("meta"))
+                need -= bytes_saved(config, hf_config, dtype, device, on_meta)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{config.model!r}: a .safetensors file is damaged or incomplete; download it again") from error
     free = available_memory(device)
@@ -114,6 +120,8 @@ def load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
     """
     if config.load_format == "dummy":
         return _dummy_weights(config, hf_config, dtype, device)
+    if quant_method(hf_config) is not None:
+        return load_fp8(config, hf_config, dtype, device, load_weights)
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -138,7 +146,7 @@ def load_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
     if report["missing_keys"]:  # transformers initialises them randomly
         missing = sorted(report["missing_keys"])
         raise LoadError(f"{where}: {len(missing)} weights are in none of its files, such as {missing[0]}")
-    return model.to(device).eval().requires_grad_(False)
+    return placed(config, hf_config, model, device).eval().requires_grad_(False)
 
 
 def _dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -146,7 +154,8 @@ def _dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, dev
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        return _from_config(config, hf_config, dtype, device).eval().requires_grad_(False)
+        model = _from_config(config, hf_config, dtype, device)
+        return placed(config, hf_config, model, device).eval().requires_grad_(False)
 
 
 def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

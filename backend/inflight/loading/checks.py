@@ -36,7 +36,10 @@ _TOLERANCE = {
     torch.int8: 0.1,
     torch.float8_e4m3fn: 0.25,
 }
-_INT8_TOLERANCE = 0.25  # with weights and activations in int8
+# The same with linear layers in eight bits.  In int8 they are compared with plain ones; in fp8 with the same ones under
+# transformers' attention: inputs on the edge between two roundings differ (2 to 13%, measured on two layers of every
+# architecture and on 32 layers of large random weights).
+_WEIGHTS_TOLERANCE = {None: 0.0, "int8": 0.25, "fp8": 0.3}
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ def num_check_blocks(block_size: int) -> int:
     return len(_LENGTHS) * -(-max(_LENGTHS) // block_size)
 
 
-def tolerance(dtype: torch.dtype, kv_dtype: torch.dtype | None, int8: bool) -> float:
-    """Largest relative error of a right forward pass; `int8` is about its weights."""
-    return max(_TOLERANCE[dtype], _TOLERANCE[kv_dtype or dtype], _INT8_TOLERANCE if int8 else 0.0)
+def tolerance(dtype: torch.dtype, kv_dtype: torch.dtype | None, weights: str | None) -> float:
+    """Largest relative error of a right forward pass; `weights` is "int8", "fp8", or None for weights in `dtype`."""
+    return max(_TOLERANCE[dtype], _TOLERANCE[kv_dtype or dtype], _WEIGHTS_TOLERANCE[weights])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from inflight.loading.checkpoint import (
 )
 from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
 from inflight.loading.errors import LoadError
+from inflight.loading.fp8_linear import check_device, weights_in
 from inflight.loading.kv_scales import kv_scales
 from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
@@ -173,6 +174,7 @@ def load(config: EngineConfig) -> LoadedModel:
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
+    check_device(config, device, dtype)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -228,7 +230,7 @@ def _load_check(model: nn.Module, model_type: str, loaded: LoadedModel, lengths:
     """Made before anything of `model` is replaced: computes what transformers' attention does."""
     config, device = loaded.config, loaded.device
     expected = reference(model, loaded.info.vocab_size, lengths, device) if config.check_on_load else None
-    allowed = tolerance(loaded.dtype, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
+    allowed = tolerance(loaded.dtype, KV_DTYPES[config.kv_cache_dtype], weights_in(config, model))
     return LoadCheck(model_type, loaded.backend, expected, allowed, config.block_size, device)
 
 

@@ -18,6 +18,7 @@ class TensorFiles:
 
     Attributes:
         dtypes: of all tensors, by name, as the files' headers spell them: "BF16", "F8_E4M3".
+        shapes: of the same.
     """
 
     def __init__(self, model: str, revision: str | None = None) -> None:
@@ -25,11 +26,13 @@ class TensorFiles:
         if not folder.is_dir():
             folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
         self.dtypes: dict[str, str] = {}
+        self.shapes: dict[str, list[int]] = {}
         self._files: dict[str, Path] = {}
         for file in _files_of(folder):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    self.dtypes[name] = tensors.get_slice(name).get_dtype()
+                    part = tensors.get_slice(name)
+                    self.dtypes[name], self.shapes[name] = part.get_dtype(), part.get_shape()
                     self._files[name] = file
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
