@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fp8_checkpoints import SCHEMES, compress, compressed_tensors, set_quantization
+from fp8_twins import fp8_twins
 from offline import make_core, run, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,7 +20,7 @@ from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading import checkpoint, fp8_linear
+from inflight.loading import checkpoint
 from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear
 from inflight.loading.loader import load
@@ -28,9 +30,10 @@ PROMPTS = [[7, 3, 9, 100, 5] * 4, [1, 2, 3]]
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu() -> Iterator[None]:
     """As if this CPU had fp8 products: the twin computes them."""
-    monkeypatch.setattr(fp8_linear, "unsupported", lambda device, dtype: None)
+    with fp8_twins():
+        yield
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from fake_cuda import FakeCuda
+from fp8_twins import fp8_twins
 from offline import make_core, run, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,9 +31,10 @@ OPS = ReferenceOps()
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu() -> Iterator[None]:
     """As if this CPU had fp8 products: the twin computes them."""
-    monkeypatch.setattr(fp8_linear, "unsupported", lambda device, dtype: None)
+    with fp8_twins():
+        yield
 
 
 def plain_linear(inputs: int = 64, outputs: int = 48, dtype: torch.dtype = torch.float32, bias: bool = True) -> Any:
