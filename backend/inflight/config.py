@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from inflight.vllm_options import translated
+
 __all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
 
@@ -104,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         model: directory of a Hugging Face checkpoint, or a hub id.
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
+        tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
+        download_dir: folder in which the hub's files are cached; `None` takes the hub library's own.
         trust_remote_code: let the checkpoint run its own Python code while loading.
         load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones on the device from config.json
             alone, the same ones each time, for benchmarks.
@@ -164,6 +168,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
             small model, 4 or 8 leaves more of it to the engine.
         default_max_tokens: `max_tokens` of a request that does not set it.
+        max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
+            which a request asks for with -1. vLLM's default is 20.
+        exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
+            as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
+        wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
+            and whose defaults are greedy. See docs/migrating.md.
         seed: base of the seeds of requests without one; `None` takes it from the OS.
         cpu_threads: intra-op threads of torch in the engine process; `None` uses all cores.
         chat_template: Jinja source that replaces the checkpoint's chat template.
@@ -188,6 +198,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     tokenizer: str | None = None
     revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
     trust_remote_code: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -221,6 +233,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: dict[str, TenantOptions] = {}
     stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
+    max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
+    exclude_input_in_output: bool | None = None
+    wire_format: Literal["vllm", "tensorrt_llm"] = "vllm"
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
@@ -258,9 +273,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def swap_bytes(self) -> int:
         """Host memory for swapped KV blocks, in bytes."""
-        if isinstance(self.swap_space, str):
+        if isinstance(self.swap_space, str) and not re.fullmatch(r"\s*[0-9.]+\s*", self.swap_space):
             return _bytes_of("swap_space", self.swap_space)
-        return int(self.swap_space * 2**30)
+        return int(float(self.swap_space) * 2**30)
 
     @property
     def num_traced_steps(self) -> int:
@@ -272,15 +287,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Directory or hub id that the tokenizer is loaded from."""
         return self.tokenizer or self.model
 
+    @property
+    def tokenizer_source_revision(self) -> str | None:
+        """Hub revision of `tokenizer_source`."""
+        return self.tokenizer_revision or self.revision
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model.json") -> EngineConfig:
-        """Build from decoded JSON.
+        """Build from decoded JSON; numbers and booleans may be strings.
+
+        vLLM's names, spellings and options without a choice are accepted too (`inflight.vllm_options`).
 
         Raises:
             ConfigError: an unknown key (with the nearest known one), a wrong type or a value out of range.
         """
         if not isinstance(values, dict):
             raise ConfigError(f"{source}: expected a JSON object, got {type(values).__name__}")
+        try:
+            values = translated(values)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
         known = cls.__struct_fields__
         for key in values:
             if key not in known:
@@ -291,7 +317,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if "model" not in values:
             raise ConfigError(f'{source}: "model" is missing; set it to a checkpoint directory or a hub id')
         try:
-            return msgspec.convert(values, cls, str_keys=True)
+            return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
             got = f"{at[1]}={values.get(at[1])!r}: " if at else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, TokenLogprobs
@@ -109,9 +109,11 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_dict({"model": model, "max_queue_size": 0, **options}, source="LLM()")
+        if self.config.download_dir is not None:
+            raise ConfigError("LLM(): download_dir is for Triton; set HF_HUB_CACHE before Python starts")
         self.tokenizer = Tokenizer.load(
             self.config.tokenizer_source,
-            revision=self.config.revision,
+            revision=self.config.tokenizer_source_revision,
             trust_remote_code=self.config.trust_remote_code,
         )
         self.core = EngineCore(self.config, make_runner(self.config))

@@ -17,11 +17,14 @@ _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
-    "config": set(),
+    "vllm_options": set(),
+    "config": {"vllm_options"},
+    "hub": set(),
     "engine.sampling_params": set(),
     "engine.messages": {"engine.sampling_params"},
     "engine.step": {"engine.sampling_params", "engine.messages"},
     "engine.request": {"engine.sampling_params"},
+    "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.drafting": _STATE,
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
@@ -46,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         *_STATE,
     },
     "engine.step_trace": _STATE,
-    "engine.intake": {"engine.kv_pool", *_STATE},
+    "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
     "engine.core": {
         "config",
         "engine.intake",
@@ -76,12 +79,22 @@ ALLOWED: dict[str, set[str]] = {
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
     "runner.pipeline": {"runner", "config", *_DATA},
-    "loading": {"loading", "attention", "ops", "kernels.cpu", "config", *_BELOW_LOADING, *_DATA},
-    "frontend": {"frontend", "config", "engine.messages", "engine.sampling_params"},
+    "loading": {
+        "loading",
+        "attention",
+        "ops",
+        "kernels.cpu",
+        "config",
+        "hub",
+        "engine.rope_choice",
+        *_BELOW_LOADING,
+        *_DATA,
+    },
+    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
-TORCH_FREE = ("config", "engine", "frontend", "model")
+TORCH_FREE = ("config", "vllm_options", "hub", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:

@@ -11,33 +11,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file", "read_text"]
+from inflight.hub import CheckpointFileError, checkpoint_file
+
+__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "read_text"]
 
 _REPLACEMENT = "\ufffd"
 _PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
 _MAX_PENDING = 16  # tokens without text that are kept
 
 
-class TokenizerError(ValueError):
+class TokenizerError(CheckpointFileError):
     """The checkpoint's tokenizer cannot be used; the message says why."""
-
-
-def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path | None:
-    """Path of one file of a checkpoint directory or hub repository; None if it has no such file."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(source, name, revision=revision))
-    except LocalEntryNotFoundError as error:  # offline and not cached: the hub may have it
-        raise TokenizerError(f"{source}: cannot get {name} from the hub: {error}") from None
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise TokenizerError(f"{source}: no such directory, and the hub says: {error}") from None
 
 
 def read_text(path: Path) -> str:

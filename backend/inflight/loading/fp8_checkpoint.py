@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import msgspec
@@ -27,12 +27,13 @@ from transformers.utils import logging as transformers_logging
 from inflight.config import EngineConfig
 from inflight.loading import fp8_linear
 from inflight.loading.errors import LoadError
-from inflight.loading.fp8_linear import Fp8Linear, decoder_linears, replace_linears
+from inflight.loading.fp8_linear import Fp8Linear, replace_linears
 from inflight.loading.tensor_files import TensorFiles
+from inflight.loading.weights import pretrained
 from inflight.ops.base import FusedOps
 from inflight.ops.selection import select_ops
 
-__all__ = ["METHODS", "bytes_saved", "load_fp8", "quant_method"]
+__all__ = ["METHODS", "load_fp8"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,23 +49,12 @@ _STRATEGIES: dict[str, tuple[str | None, ...]] = {
     "input_activations": ("tensor", "token", "group", None),
     "output_activations": ("tensor", None),
 }
-
-# (config, transformers' configuration, dtype, device) -> the model on the device
-Loader = Callable[[EngineConfig, Any, torch.dtype, torch.device], nn.Module]
-
-
-def quant_method(hf_config: Any) -> str | None:
-    """`quant_method` of config.json, if it is one of METHODS."""
-    values = _quantization(hf_config)
-    method = None if values is None else str(values.get("quant_method"))
-    return method if method in METHODS else None
+# Tensors that the model's class has no place for: scales of weights, and those of inputs, which are not used.
+_SCALE = re.compile(r"\.(weight_scale(_inv)?|input_scale(_ub)?)$")
 
 
-def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, load: Loader) -> nn.Module:
+def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model of a checkpoint in fp8, on `device`.
-
-    Args:
-        load: reads a checkpoint whose weights are plain numbers; tensors without a place in the model are left out.
 
     Raises:
         LoadError: what its configuration or its files contain is not supported, by name.
@@ -77,8 +67,9 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
     for part in (plain, plain.get_text_config(decoder=True)):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    plainly = msgspec.structs.replace(config, quantization=None)
     with _quietly():  # transformers warns that it finds no place for the scales
-        model = load(msgspec.structs.replace(config, quantization=None), plain, dtype, torch.device("cpu"))
+        model = pretrained(plainly, plain, dtype, torch.device("cpu"), read_elsewhere=_SCALE)
     files = TensorFiles(config.model, config.revision)
     try:
         scales = _scales_of(model, files)
@@ -98,29 +89,6 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
     for name in scales.keys() - set(names):
         place.dequantise(model.get_submodule(name), name)  # type: ignore[arg-type]
     return model.to(device)
-
-
-def bytes_saved(
-    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, on_meta: Callable[[], nn.Module]
-) -> int:
-    """Bytes that weights in fp8 take less on `device` than in `dtype`: the checkpoint's, or those quantised on load.
-
-    Args:
-        on_meta: makes the model without its weights.
-    """
-    if fp8_linear.unsupported(device, dtype) is not None or config.load_format == "dummy":
-        return 0
-    values = _quantization(hf_config)
-    if quant_method(hf_config) is not None and values is not None and _unquantised_inputs(values) is None:
-        files = TensorFiles(config.model, config.revision)
-        sizes = [prod(files.shapes[name]) for name, kind in files.dtypes.items() if kind == _E4M3]
-    elif config.quantization == "fp8":
-        num_layers = hf_config.get_text_config(decoder=True).num_hidden_layers
-        linears = decoder_linears(on_meta(), num_layers).values()
-        sizes = [linear.weight.numel() for linear in linears if fp8_linear.fits(linear)]
-    else:
-        return 0
-    return sum(sizes) * (dtype.itemsize - 1)
 
 
 def _quantization(hf_config: Any) -> dict[str, Any] | None:

@@ -31,7 +31,6 @@ __all__ = [
     "quantize_linears",
     "replace_linears",
     "unsupported",
-    "weights_in",
 ]
 
 _log = logging.getLogger(__name__)
@@ -117,20 +116,17 @@ class Fp8Linear(nn.Module):
         return cls(weight, scale, bias, first.dtype, first._ops)
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        """x [..., K] or its rows quantised -> [..., N]."""
+        """x [..., K] or its rows quantised -> [..., N].  An x of another dtype than the layer's is not quantised."""
         if isinstance(x, QuantizedRows):
             return product(x, self.weight, self.weight_scale, self.bias, self.dtype)
+        if x.dtype != self.dtype:  # float32: the check at load asks for what the weights mean, without rounding
+            return F.linear(x, self.weight.to(x.dtype) * self.weight_scale[:, None], self.bias)
         rows = self._ops.quantize_rows(x.reshape(-1, self.in_features))
         out = product(rows, self.weight, self.weight_scale, self.bias, self.dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
-
-
-def weights_in(config: EngineConfig, model: nn.Module) -> str | None:
-    """In what the weights of linear layers are: "int8" (or will be), "fp8", or None for the model's dtype."""
-    return "fp8" if any(isinstance(module, Fp8Linear) for module in model.modules()) else config.quantization
 
 
 def product(x: QuantizedRows, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -154,8 +150,9 @@ def product(x: QuantizedRows, weight: Tensor, weight_scale: Tensor, bias: Tensor
     )
 
 
-def decoder_linears(model: nn.Module, num_layers: int) -> dict[str, nn.Linear]:
-    """The linear layers of the `num_layers` decoder layers, by name, but for routers of experts."""
+def decoder_linears(model: nn.Module, hf_config: Any) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder layers, by name, but for routers of experts."""
+    num_layers = hf_config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[str, nn.Linear] = {}
     for prefix, layers in lists:
@@ -181,11 +178,10 @@ def placed(config: EngineConfig, hf_config: Any, model: nn.Module, device: torch
     """
     if config.quantization != "fp8":
         return model.to(device)
-    num_layers = hf_config.get_text_config(decoder=True).num_hidden_layers
-    return quantize_linears(model, num_layers, device, config.check_on_load)
+    return quantize_linears(model, hf_config, device, config.check_on_load)
 
 
-def quantize_linears(model: nn.Module, num_layers: int, device: torch.device, verify: bool) -> nn.Module:
+def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
     """Quantise the linear layers of the decoder layers, and move everything to `device`.
 
     A weight is freed as soon as it is quantised: `device` takes no more than the result and one layer.
@@ -196,7 +192,7 @@ def quantize_linears(model: nn.Module, num_layers: int, device: torch.device, ve
     Raises:
         LoadError: there is nothing to quantise, or a product is wrong on this device.
     """
-    found = decoder_linears(model, num_layers)
+    found = decoder_linears(model, hf_config)
     names = [name for name, linear in found.items() if fits(linear)]
     if not names:
         raise LoadError(

@@ -15,12 +15,13 @@ from fp8_twins import fp8_twins
 from offline import make_core, run, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading import checkpoint
+from inflight.loading import weights
 from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear
 from inflight.loading.loader import load
@@ -142,7 +143,7 @@ def test_weights_count_as_they_are_stored(path: str, room: bool, on_cpu: None, m
     compress(path, "per channel")
     tensors = load_file(Path(path) / "model.safetensors")
     need = sum(tensor.numel() * (1 if tensor.itemsize == 1 else 4) for tensor in tensors.values())
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: need if room else need - 1)
+    monkeypatch.setattr(weights, "available_memory", lambda device: need if room else need - 1)
     if room:
         load_model(path)
     else:
@@ -226,8 +227,9 @@ def test_experts_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_layers_that_the_model_does_not_have_are_left_out(path: str) -> None:
+def test_layers_that_the_models_class_ignores_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those that predict further tokens."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     compress(path, "per channel")
     rewrite(path, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32).to(E4M3)}))
     load_model(path)

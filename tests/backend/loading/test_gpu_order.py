@@ -39,9 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A card of 40 MiB with another process on it; without headroom, so that the plan must be right."""
     fake = FakeCuda(40 * MIB, OTHERS)
-    load_weights = loader.load_weights
+    loader_of = loader.loader_of
     monkeypatch.setattr(loader, "meter_of", lambda device: DeviceMeter(device, fake))
-    monkeypatch.setattr(loader, "load_weights", lambda *args: fake.count_weights(load_weights(*args)))
+    monkeypatch.setattr(loader, "loader_of", lambda *found: lambda *args: fake.count_weights(loader_of(*found)(*args)))
     monkeypatch.setattr(
         loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
     )
