@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
-from inflight.ops.base import FusedOps
+from inflight.ops.base import Angles, FusedOps, HeadNorms, projection_sizes
 from inflight.ops.reference import ReferenceOps
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "gated_mlp",
     "rms_norm",
     "rotary",
+    "same",
 ]
 
 Forward = Callable[..., Any]
@@ -55,8 +56,12 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H] or [T, heads, H]."""
+        """x [T, H]."""
         return ops.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps) -> Tensor:
+        """The norm of residual [T, H] += factor * x [T, H]."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
@@ -128,36 +133,27 @@ class Attention:
 
     Attributes:
         layer: the module's paged attention.
+        norms: None if it has none.
         rotary: whether query and key are rotated.
     """
 
     layer: LayerAttention
     qkv: Projection
     output: nn.Linear
-    query_norm: RmsNorm | None
-    key_norm: RmsNorm | None
+    norms: HeadNorms | None
     rotary: bool
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H], cos and sin [T, R] -> [T, H]; in a forward context."""
-        layer, spec = self.layer, self.layer.spec
-        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        parts = self.qkv(x).split(_projection_sizes(spec), dim=-1)
-        query, key, value = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads))
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query, ops), self.key_norm(key, ops)
-        if self.rotary:
-            ops.rotary(query, key, cos, sin)
-        batch = current_batch()
-        layer.backend.write(key, value, layer.cache, batch)
-        return self.output(layer.backend.attend(query, layer.cache, batch, spec, None).flatten(1))
+    def __call__(self, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+        """x [T, H] -> [T, H]; in a forward context."""
+        layer, batch = self.layer, current_batch()
+        query = ops.rotate_and_write(self.qkv(x), layer, batch, self.norms, angles if self.rotary else None)
+        return self.output(layer.backend.attend(query, layer.cache, batch, layer.spec, None).flatten(1))
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
 
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
-            cos, sin = position_embeddings
-            return self(hidden_states[0], cos[0], sin[0], ops)[None], None
+            return self(hidden_states[0], _angles(position_embeddings), ops)[None], None
 
         return forward
 
@@ -172,21 +168,26 @@ class DecoderLayer:
     mlp: GatedMlp
     residual_factor: float
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H], cos and sin [T, R]; updates x in place and returns it."""
-        out = self._scaled(self.attention(self.input_norm(x, ops), cos, sin, ops))
-        normed = ops.add_rms_norm(out, x, self.post_norm.weight, self.post_norm.eps)
-        return x.add_(self._scaled(self.mlp(normed, ops)))
+    def __call__(self, normed: Tensor, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+        """All but the input norm and the last sum, which is computed together with the norm that follows it.
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.residual_factor == 1.0 else x * self.residual_factor
+        Args:
+            normed: [T, H], the input norm of x.
+            x: [T, H]; attention is added in place.
+
+        Returns:
+            The MLP's output [T, H], to be added to x.
+        """
+        out = self.attention(normed, angles, ops)
+        return self.mlp(self.post_norm.of_sum(out, x, self.residual_factor, ops), ops)
 
     def as_forward(self, ops: FusedOps) -> Forward:
-        """A replacement of the module's `forward`."""
+        """A replacement of the module's `forward`; updates its input in place."""
 
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-            cos, sin = position_embeddings
-            return self(hidden_states[0], cos[0], sin[0], ops)[None]
+            x = hidden_states[0]
+            out = self(self.input_norm(x, ops), x, _angles(position_embeddings), ops)
+            return x.add_(out if self.residual_factor == 1.0 else out * self.residual_factor)[None]
 
         return forward
 
@@ -244,19 +245,14 @@ def attention(module: Any) -> Attention:
     names = ["qkv_proj"] if "qkv_proj" in children else ["q_proj", "k_proj", "v_proj"]
     _expect_children(module, children, *names, "o_proj")
     linears, output = [_linear(children[name]) for name in names], _linear(children["o_proj"])
-    sizes = _projection_sizes(spec)
+    sizes = projection_sizes(spec)
     expected = [*(sizes if len(linears) == 3 else [sum(sizes)]), spec.num_heads * spec.value_head_size]
     if [*(linear.out_features for linear in linears), output.in_features] != expected:
         raise NotRecognised(f"{_name(module)} has projections of other sizes than its heads")
     if output.out_features != linears[0].in_features:
         raise NotRecognised(f"{_name(module)} has an output projection to another size than its input's")
-    query_norm, key_norm = (None if norm is None else rms_norm(norm) for norm in norms)
-    if (query_norm is None) != (key_norm is None):
-        raise NotRecognised(f"{_name(module)} has a norm for one of query and key only")
-    if any(norm is not None and len(norm.weight) != spec.key_head_size for norm in (query_norm, key_norm)):
-        raise NotRecognised(f"{_name(module)} has norms over more than a head")
     rotates = bool(getattr(module, "use_rope", True))
-    return Attention(layer, Projection(tuple(linears)), output, query_norm, key_norm, rotates)
+    return Attention(layer, Projection(tuple(linears)), output, _head_norms(module, *norms), rotates)
 
 
 def decoder_layer(module: nn.Module) -> DecoderLayer:
@@ -297,7 +293,7 @@ def check(module: nn.Module, part: RmsNorm | GatedMlp | Attention | DecoderLayer
         expected, results = _run(module, part), _run(forward, part)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # other arguments, or other shapes
         raise NotRecognised(f"{_name(module)} cannot be called as {_name(part)}: {error}") from error
-    if not all(map(_same, results, expected)):
+    if not all(map(same, results, expected)):
         raise NotRecognised(f"{_name(module)} computes something else than {_name(part)}")
 
 
@@ -325,6 +321,7 @@ class _Recorder:
     """An `AttentionBackend` that records its arguments; each token attends only to itself."""
 
     name = "recorder"
+    capturable = False
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -365,10 +362,23 @@ def _linear(module: Any) -> nn.Linear:
     return module
 
 
-def _projection_sizes(spec: LayerSpec) -> list[int]:
-    """Output features of the projections of query, key and value."""
-    keys, values = spec.num_kv_heads * spec.key_head_size, spec.num_kv_heads * spec.value_head_size
-    return [spec.num_heads * spec.key_head_size, keys, values]
+def _head_norms(module: Any, *norms: Any) -> HeadNorms | None:
+    if norms == (None, None):
+        return None
+    if None in norms:
+        raise NotRecognised(f"{_name(module)} has a norm for one of query and key only")
+    query_norm, key_norm = map(rms_norm, norms)
+    if {len(query_norm.weight), len(key_norm.weight)} != {module.inflight.spec.key_head_size}:
+        raise NotRecognised(f"{_name(module)} has norms over more than a head")
+    if query_norm.eps != key_norm.eps:
+        raise NotRecognised(f"{_name(module)} has norms that differ in eps")
+    return HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps)
+
+
+def _angles(position_embeddings: tuple[Tensor, Tensor]) -> Angles:
+    """transformers' cos and sin, each [1, T, R]."""
+    cos, sin = position_embeddings
+    return Angles(cos[0], sin[0], cos.shape[-1])
 
 
 def _merged(parts: list[Tensor]) -> Tensor:
@@ -381,7 +391,7 @@ def _merged(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def _same(result: Tensor, expected: Tensor) -> bool:
+def same(result: Tensor, expected: Tensor) -> bool:
     """Equal up to a few roundings of the dtype."""
     tolerance = 4 * torch.finfo(expected.dtype).eps
     return result.shape == expected.shape and bool((result - expected).norm() <= tolerance * expected.norm())

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import can_launch
+from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
 from inflight.ops.selection import select_ops
 
@@ -114,12 +115,43 @@ def test_quantized_rows_are_bitwise_equal(shape, dtype):
     sizes = 2.0 ** (torch.arange(shape[0], device=DEVICE) % 12 - 6)
     x = random(*shape, dtype=dtype) * sizes.to(dtype)[:, None]
     got, expected = kernels.quantize_rows(poisoned(x, 16, 8)), reference.quantize_rows(x)
-    assert got.values.dtype == torch.float8_e4m3fn
-    assert torch.equal(got.scales, expected.scales)
-    assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert_same_rows(got, expected)
     assert (got.values.float().abs().amax(-1) == 448).all(), "the whole range is used"
     error = (got.values.float() * got.scales[:, None] - x.float()).abs()
     assert (error <= torch.maximum(x.abs() * 2**-4, got.scales[:, None] * 2**-9)).all()
+
+
+def assert_same_rows(got: QuantizedRows, expected: QuantizedRows) -> None:
+    assert got.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(got.scales, expected.scales)
+    assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 96), (3, 5000)], ids=str)
+def test_quantized_results_are_those_of_two_steps(shape, dtype):
+    """Bitwise: a norm or a gate, rounded to its dtype, then quantised."""
+    x, weight = poisoned(random(*shape, dtype=dtype), 16, 8), random(shape[1], dtype=dtype, seed=1)
+    assert_same_rows(
+        kernels.rms_norm_quantized(x, weight, 1e-5), kernels.quantize_rows(kernels.rms_norm(x, weight, 1e-5))
+    )
+    sums = [random(*shape, dtype=dtype, seed=2) for _ in range(2)]
+    got = kernels.add_rms_norm_quantized(x, sums[0], weight, 1e-5, 0.22)
+    assert_same_rows(got, kernels.quantize_rows(kernels.add_rms_norm(x, sums[1], weight, 1e-5, 0.22)))
+    assert torch.equal(*sums)
+    gate_up = poisoned(random(shape[0], 2 * shape[1], dtype=dtype, seed=3) * 8, 8, 16)
+    assert_same_rows(kernels.silu_and_mul_quantized(gate_up), kernels.quantize_rows(kernels.silu_and_mul(gate_up)))
+
+
+def test_a_factor_of_what_is_added():
+    """Of the product, not of the sum; both in float32, rounded once."""
+    x, residual = random(5, 96, dtype=torch.bfloat16), random(5, 96, dtype=torch.bfloat16, seed=1)
+    weight, expected = torch.ones(96, device=DEVICE), residual.clone()
+    sums = (residual.float() + x.float() * 0.22).bfloat16()
+    kernels.add_rms_norm(x, residual, weight, 1e-5, 0.22)
+    reference.add_rms_norm(x, expected, weight, 1e-5, 0.22)
+    assert torch.equal(residual, sums)
+    assert torch.equal(expected, sums)
 
 
 def test_quantized_rows_at_the_limits():
@@ -139,6 +171,9 @@ def test_no_tokens():
     assert kernels.rms_norm(empty, weight, 1e-6).shape == (0, 64)
     assert kernels.add_rms_norm(empty, empty.clone(), weight, 1e-6).shape == (0, 64)
     assert kernels.silu_and_mul(empty).shape == (0, 32)
+    assert kernels.rms_norm_quantized(empty, weight, 1e-6).values.shape == (0, 64)
+    assert kernels.add_rms_norm_quantized(empty, empty.clone(), weight, 1e-6).scales.shape == (0,)
+    assert kernels.silu_and_mul_quantized(empty).values.shape == (0, 32)
     kernels.rotary(empty.view(0, 2, 32), empty.view(0, 2, 32), empty[:, :32], empty[:, :32])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from inflight.loading import kv_scales, loader, memory_plan
 from inflight.loading.acceleration import use_ops
 from inflight.loading.errors import LoadError
 from inflight.loading.largest_step import largest_step
+from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
 from inflight.runner.memory import DeviceMeter
@@ -35,6 +36,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_checkpoint("llama", tmp_path_factory.mktemp("order"), vocab_size=4001)
 
 
+def fused_by(ops: FusedOps) -> Callable[..., Any]:
+    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
+    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A card of 40 MiB with another process on it; without headroom, so that the plan must be right."""
@@ -42,9 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     loader_of = loader.loader_of
     monkeypatch.setattr(loader, "meter_of", lambda device: DeviceMeter(device, fake))
     monkeypatch.setattr(loader, "loader_of", lambda *found: lambda *args: fake.count_weights(loader_of(*found)(*args)))
-    monkeypatch.setattr(
-        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
-    )
+    monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(memory_plan, "HEADROOM", 0)
     with fake:
         yield fake
@@ -84,7 +88,7 @@ def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
         core = gpu_core(checkpoint, block_size=4)
     model = core.runner.model
     attention = model.model.layers[0].self_attn
-    assert "forward" in vars(model.model.layers[0]), "merged"
+    assert "forward" in vars(model.model), "merged"
     assert len(attention.inflight.cache.key) == core.info.num_blocks > 1000
     assert "pool" in caplog.text
     assert f"{core.info.num_blocks} KV blocks" in caplog.text
@@ -101,7 +105,7 @@ def test_with_the_gpu_kernels_in_the_interpreter(
     from inflight.kernels.gpu.gpu_attention_configs import SCRATCH_BYTES
     from inflight.kernels.gpu.gpu_ops import GpuOps
 
-    monkeypatch.setattr(loader, "accelerate", lambda model, device, passes, int8: use_ops(model, GpuOps(), passes))
+    monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
     card.total = 400 * MIB
     options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
     with caplog.at_level(logging.INFO):
