@@ -85,7 +85,11 @@ class TritonPythonModel:
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
+            log_info=lambda line: bridge.log("info", line),
         )
+        self._name = args["model_name"]
+        self._layout = bridge.output_layout(model_config)
+        self._checks_health = bridge.checks_health(model_config)
         self._metrics.start()
         self._streams.start()
         self._supervisor.connect(self._streams)
@@ -93,8 +97,10 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests; the streams' sender thread sends every response.  Never raises."""
         for request in requests:
-            responder = bridge.TritonResponder(request.get_response_sender())
+            responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             try:
+                if self._checks_health:
+                    self._check_health()
                 wire = bridge.read_request(request)
                 question = control.question_of(wire)
                 if question is not None:
@@ -109,6 +115,18 @@ class TritonPythonModel:
                 message = f"{type(error).__name__}: {error}"
                 bridge.log("error", f"while reading a request: {message}")
                 self._streams.reject(responder, RequestError("INTERNAL", message))
+
+    def _check_health(self) -> None:
+        """As vllm_backend does: unload a model whose engine is lost, so that its readiness says so.
+
+        Raises:
+            RequestError: UNAVAILABLE; the engine process cannot be restarted.
+        """
+        reason = self._supervisor.refusal
+        if reason is not None:
+            bridge.log("error", f"{self._name} is not healthy and will be unloaded: {reason}")
+            bridge.unload(self._name)
+            raise RequestError("UNAVAILABLE", f"Model is unavailable due to unhealthy engine: {reason}")
 
     def finalize(self) -> None:
         """End the engine process and the threads."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from inflight import vllm_options
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 
 
@@ -179,3 +182,9 @@ def test_the_tokenizers_revision_is_the_checkpoints_unless_set() -> None:
     revisions = {"revision": "a"}, {"revision": "a", "tokenizer_revision": "b"}, {}
     found = [EngineConfig.from_dict({"model": "x", **given}).tokenizer_source_revision for given in revisions]
     assert found == ["a", "b", None]
+
+
+def test_the_page_on_migrating_names_every_key_of_vllm() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    assert named >= {*vllm_options._FIXED, *vllm_options._WITHOUT_EFFECT, *vllm_options._RENAMED}

@@ -46,6 +46,7 @@ def _report() -> None:
         "name": __name__,
         "package": os.path.dirname(os.path.realpath(__file__)),
         "engine": "--fd" in sys.argv,
+        "hub cache": os.environ.get("HF_HUB_CACHE"),
         "others": [name for name in others if importlib.util.find_spec(name)],
     }
     with open(os.environ["IMPORT_REPORT"], "a", encoding="utf-8") as file:
@@ -81,7 +82,7 @@ def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
     (entry / "1").mkdir(parents=True)
     (entry / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n')
     options = json.loads((demo / "model.json").read_text()) | {"model": str(demo / "checkpoint")}
-    (entry / "1" / "model.json").write_text(json.dumps(options | VLLM_OPTIONS))
+    (entry / "1" / "model.json").write_text(json.dumps(options | VLLM_OPTIONS | {"download_dir": "/models"}))
     report = tmp_path / "report"
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -96,5 +97,6 @@ def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
     imports = [json.loads(line) for line in report.read_text().splitlines()]
     assert {line["engine"] for line in imports} == {False, True}, "both the stub and the engine process imported it"
     assert {line["name"] for line in imports} == {"inflight"}, "nobody took the folder for vLLM"
+    assert {line["hub cache"] for line in imports if line["engine"]} == {"/models"}
     assert {line["package"] for line in imports} == {str(copy.resolve())}
     assert [line["others"] for line in imports] == [[]] * len(imports)

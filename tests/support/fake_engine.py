@@ -79,25 +79,33 @@ class FakeSequence:
         given = request.output_token_ids[index] if request.output_token_ids else []
         assert given is not None
         self.done = self.start = len(given)
+        leads = index == next((k for k, ids in enumerate(request.output_token_ids) if ids is not None), 0)
+        wants_prompt = leads and request.params.prompt_logprobs is not None
+        prompt = request.prompt_token_ids
+        self.prompt_entries = [[], *([(p, -2.0, 3)] for p in prompt[1:])] if wants_prompt else None
 
     def step(self) -> SequenceDelta:
-        params, prompt = self.request.params, self.request.prompt_token_ids
+        """As the real engine's: a prompt's log probabilities come chunk by chunk, with the first sequence that runs."""
+        params, entries = self.request.params, self.prompt_entries
+        if entries is not None and len(entries) > 2:
+            self.prompt_entries = entries[2:]
+            return SequenceDelta(self.request.request_id, self.index, [], prompt_logprobs=entries[:2])
         run = self.tokens[self.done : self.done + int(self.orders.get("run", 1))]
         stop = next((k for k, token in enumerate(run) if token in params.stop_token_ids), None)
         run = run if stop is None else run[: stop + 1]
         first = self.done == self.start
         self.done += len(run)
         finish = "stop" if stop is not None else "length" if self.done == len(self.tokens) else None
-        entries = [[(token, -0.5, 1), (7, -1.5, 2)][: 1 + (params.logprobs or 0)] for token in run]
-        with_prompt = first and self.index == 0 and params.prompt_logprobs is not None
+        logprobs = [[(token, -0.5, 1), (7, -1.5, 2)][: 1 + (params.logprobs or 0)] for token in run]
+        self.prompt_entries, prompt_entries = None, self.prompt_entries
         return SequenceDelta(
             self.request.request_id,
             self.index,
             run,
             finish,
             None if stop is None else run[-1],
-            None if params.logprobs is None else entries,
-            [[], *([(p, -2.0, 3)] for p in prompt[1:])] if with_prompt else None,
+            None if params.logprobs is None else logprobs,
+            prompt_entries,
             0 if first else None,
         )
 

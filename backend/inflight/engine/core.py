@@ -176,11 +176,10 @@ class EngineCore:
         """End the requests that the scheduler cannot go on with, each with all its sequences."""
         failed = []
         lost, self.scheduler.failed = self.scheduler.failed, []
-        for request, reason in lost:
-            if request.request_id not in self._live:
-                continue  # it went with a sibling
-            self.abort(request.request_id)
-            failed.append(RequestFailed(request.request_id, "UNAVAILABLE", reason))
+        for failure in lost:
+            if failure.request_id in self._live:  # else it went with a sibling
+                self.abort(failure.request_id)
+                failed.append(failure)
         return failed
 
     def _queue_is_full(self, message: AddRequest) -> RequestFailed | None:

@@ -1,26 +1,47 @@
-"""What a step that was not computed takes along.  No torch."""
+"""What a step that was not computed, or not right, takes along.  No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request, Status
-from inflight.engine.step import SchedulerOutput
+from inflight.engine.step import SchedulerOutput, StepOutput
 
 __all__ = ["lost_requests"]
 
 
 def lost_requests(
-    out: SchedulerOutput, rows: Sequence[Request], running: Sequence[Request], pool: KVPool
-) -> list[Request]:
-    """The live requests that cannot go on: those of the step, and those that share blocks which it was to compute.
+    out: SchedulerOutput, step: StepOutput, rows: Sequence[Request], running: Sequence[Request], pool: KVPool
+) -> list[RequestFailed]:
+    """The live requests that cannot go on after a step, one entry for each sequence.
 
-    Whoever shares them was admitted to the step that was launched ahead, or is a row of this one.  What was
-    not computed leaves the prefix cache, and nobody counts it as computed.
+    A step that was not computed ends with UNAVAILABLE: the same request may succeed at once.  A row that failed
+    alone ends with INTERNAL: its KV is not to be trusted, and the same request would fail again.
 
     Args:
         rows: the requests of `out`, in its order.
+    """
+    lost: dict[Request, tuple[str, str]] = {}
+    if step.failure:
+        lost = dict.fromkeys(_with_the_step(out, rows, running, pool), ("UNAVAILABLE", step.failure))
+    for row, reason in step.row_failures.items():
+        request = rows[row]
+        lost[request] = ("INTERNAL", reason)
+        request.num_computed_tokens = 0  # none of it is published when its blocks go back
+        pool.forget(request, 0)
+    live = [request for request in lost if request.status is not Status.FINISHED]
+    return [RequestFailed(request.request_id, *lost[request]) for request in live]
+
+
+def _with_the_step(
+    out: SchedulerOutput, rows: Sequence[Request], running: Sequence[Request], pool: KVPool
+) -> list[Request]:
+    """The requests of a step that was not computed, and those that share blocks which it was to compute.
+
+    Whoever shares them was admitted to the step that was launched ahead, or is a row of this one.  What was
+    not computed leaves the prefix cache, and nobody counts it as computed.
     """
     lost = dict.fromkeys(rows)
     blocks: set[int] = set()
@@ -33,4 +54,4 @@ def lost_requests(
             lost[request] = None
             request.num_computed_tokens = min(request.num_computed_tokens, shared * pool.block_size)
             pool.forget(request, request.num_computed_tokens)
-    return [request for request in lost if request.status is not Status.FINISHED]
+    return list(lost)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
+from inflight.engine.rope_choice import RopeChoice
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -23,6 +26,7 @@ class ModelInfo(Protocol):
     num_blocks: int
     num_host_blocks: int
     swap_seconds_per_block: float
+    rope: RopeChoice | None
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -54,23 +58,28 @@ def make_sequences(
     """The n sequences of a request that `refusal` lets in, by index; those that had ended before are FINISHED.
 
     n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a salt of the
-    request's own.
+    request's own.  The first that runs computes the prompt, so that it alone has the prompt's log probabilities.
     """
     params = message.params
+    of_others = msgspec.structs.replace(params, prompt_logprobs=None)
     arrival = clock() if message.arrival is None else message.arrival
     outputs = message.output_token_ids or [[]] * params.n
+    salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
+    if info.rope is not None:
+        salt = info.rope.salted(salt, len(message.prompt_token_ids), params.max_tokens)
+    first = next(index for index, output in enumerate(outputs) if output is not None)
     return [
         Request(
             message.request_id,
             message.prompt_token_ids,
-            params,
+            params if index == first else of_others,
             output or (),
             index=index,
             arrival_time=arrival,
             priority=message.priority,
             tenant=message.tenant,
             deadline=message.deadline,
-            cache_salt=message.cache_salt if caches_prefixes else f"request {message.request_id}",
+            cache_salt=salt,
             caches_blocks=caches_prefixes or params.n > 1,
             seed=sequence_seed(params.seed or 0, index),
             stop_ids=_stop_ids(message, info),

@@ -113,7 +113,8 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
             the text.
         logprobs: one entry per new token, if requested.
         prompt_logprobs: entries for the prompt tokens computed in this step, in order; the first
-            token of a prompt has none, and its entry is an empty list.
+            token of a prompt has none, and its entry is an empty list.  Of the n sequences, the first that
+            runs has them.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
     """
 

@@ -16,7 +16,7 @@ from inflight.engine.failed_step import lost_requests
 from inflight.engine.holding import HeldRequests
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.logprobs import add_logprobs
-from inflight.engine.messages import SequenceDelta, TokenColumns
+from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.policies.base import NotYet, Policies
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
@@ -65,7 +65,7 @@ class Scheduler:
 
     Attributes:
         held: requests whose admission answered "not yet".
-        failed: requests that cannot go on, each with why, for the client; who ends them clears it.
+        failed: requests that cannot go on, maybe one for each sequence; who ends them clears it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Scheduler:
         self.waiting = self.policies.order
         self.running: list[Request] = []
         self.held = HeldRequests(limits.max_num_held, clock)
-        self.failed: list[tuple[Request, str]] = []
+        self.failed: list[RequestFailed] = []
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows: list[Request] = []  # of the step that is being made
@@ -137,8 +137,8 @@ class Scheduler:
             A full delta of each sequence with more news than a token, and the tokens of the others.
         """
         rows = self._in_flight.popleft() if out.slots else []
-        if step.failure:
-            self.failed += [(request, step.failure) for request in lost_requests(out, rows, self.running, self.pool)]
+        if step.failure or step.row_failures:
+            self.failed += lost_requests(out, step, rows, self.running, self.pool)
         news: list[SequenceDelta] = []
         request_ids: list[int] = []
         indices: list[int] = []
@@ -176,9 +176,9 @@ class Scheduler:
         ready, late = self.held.recall(admits)
         for request in reversed(ready):  # each goes to the front of the queue
             self.waiting.add_first(request)
-        self.failed += [
-            (request, f"the request waited too long for {reason}; try again later") for request, reason in late
-        ]
+        for request, reason in late:
+            text = f"the request waited too long for {reason}; try again later"
+            self.failed.append(RequestFailed(request.request_id, "UNAVAILABLE", text))
 
     def _hold(self, request: Request, answer: NotYet) -> bool:
         """Take a request out of the queue, so that others pass it; False where no more may be held."""

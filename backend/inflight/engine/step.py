@@ -89,6 +89,7 @@ class StepOutput(msgspec.Struct, array_like=True):
         ended: when the tokens were there.
         failure: why the step was not computed, in words for the clients of its requests; "" if it was.  Then only
             its copies to and from the host were made.
+        row_failures: row -> the same for a row that was computed and yields no token that could be meant.
     """
 
     token_ids: list[int] = []
@@ -99,3 +100,4 @@ class StepOutput(msgspec.Struct, array_like=True):
     forward_end: float | None = None
     ended: float = 0.0
     failure: str = ""
+    row_failures: dict[int, str] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
 from inflight.loading.fused_modules import fuse_modules
 from inflight.loading.native_decoder import native_decoder
 from inflight.loading.packed_linear import pack_linears
@@ -43,11 +44,13 @@ def accelerate(
         A callable with the arguments and the result of `model`; `model` itself may be changed.
 
     Raises:
-        CannotQuantize: with `int8`, if no forward pass runs and passes.
+        CannotQuantize: with `int8`, if a layer has too many inputs, or no forward pass runs and passes.
     """
     if device.type != "cpu":
         return use_ops(model, select_ops(device), passes, num_positions)
     name = type(model).__name__
+    if int8:
+        _check_int8(model)
     native = native_decoder(model, int8)
     if isinstance(native, str):
         _log.info("%s runs through transformers: %s", name, native)
@@ -66,6 +69,16 @@ def accelerate(
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones compute other logits", name)
     return model
+
+
+def _check_int8(model: nn.Module) -> None:
+    """Raise CannotQuantize if the sums of products of a layer would overflow."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.in_features > MAX_INT8_INPUTS:
+            raise CannotQuantize(
+                f"{name} has {module.in_features} inputs, and sums of more than {MAX_INT8_INPUTS} products of bytes "
+                "overflow 32 bits"
+            )
 
 
 def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:

@@ -51,16 +51,20 @@ def max_model_len(config: EngineConfig, text_config: Any) -> int:
     """
     positions = getattr(text_config, "max_position_embeddings", None)
     chunk = getattr(text_config, "attention_chunk_size", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    longest = positions
+    if positions is not None and rope.get("rope_type") == "dynamic":
+        longest = int(positions * rope.get("factor", 1.0))  # beyond `positions`, `loading/rotary.py` serves it
     kinds = set(getattr(text_config, "layer_types", None) or ())
     if "chunked_attention" in kinds and chunk is not None:
-        positions = min(positions or chunk, chunk)  # within one chunk, chunked attention is full attention
+        positions = longest = min(positions or chunk, chunk)  # within one chunk, chunked attention is full attention
     if config.max_model_len is None:
         if positions is None:
             raise ConfigError("the checkpoint has no max_position_embeddings; set max_model_len in model.json")
         return int(positions)
-    if positions is not None and config.max_model_len > positions:
+    if longest is not None and config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the checkpoint's {positions} positions; lower it"
+            f"max_model_len={config.max_model_len} exceeds the checkpoint's {longest} positions; lower it"
         )
     return config.max_model_len
 

@@ -90,8 +90,12 @@ def _angle_table(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor] 
         rotary(module)
     except NotRecognised:
         return None
+    # No request ever computes the token at the last position.  Where it is the first one beyond the limit of short
+    # sequences, a call with it changes the angles of all positions: so it is called alone, and first.
     positions = torch.arange(num_positions, device=weight.device)[None]
-    parts = [module(weight[:1], part) for part in positions.split(_TABLE_CHUNK, dim=1)]
+    last, others = positions[:, -1:], positions[:, :-1]
+    alone = module(weight[:1], last)
+    parts = [module(weight[:1], part) for part in others.split(_TABLE_CHUNK, dim=1) if part.numel()] + [alone]
     if not all(torch.equal(*table.chunk(2, dim=-1)) for part in parts for table in part):
         return None
     cos, sin = (torch.cat([table[0].chunk(2, dim=-1)[0] for table in tables]) for tables in zip(*parts))

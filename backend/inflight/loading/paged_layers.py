@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -67,3 +69,21 @@ class PagedLayers:
                 attached.cache = cache
             else:
                 module.inflight = LayerAttention(spec, self._backend, cache)  # type: ignore[assignment]
+
+    @contextmanager
+    def standing_in(self, backend: AttentionBackend, num_blocks: int, dtype: torch.dtype) -> Iterator[AttentionBackend]:
+        """Let another kernel with a small pool of its own compute the model's attention within the block.
+
+        Args:
+            dtype: of its keys and values.
+        """
+        attached = [module.inflight for module, _ in self._layers]
+        for module, spec in self._layers:
+            plain = replace(spec, kv_cache_dtype=None)
+            cache = backend.new_cache(num_blocks, self._block_size, plain, dtype, self._device)
+            module.inflight = LayerAttention(plain, backend, cache)  # type: ignore[assignment]
+        try:
+            yield backend
+        finally:
+            for (module, _), layer in zip(self._layers, attached):
+                module.inflight = layer

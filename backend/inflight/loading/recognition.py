@@ -268,11 +268,11 @@ def decoder_layer(module: nn.Module) -> DecoderLayer:
 def rotary(module: Any) -> Rotary:
     """Recognise and check a rotary embedding whose frequencies do not depend on the sequence's length."""
     kind = getattr(module, "rope_type", None)
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "dynamic"):  # the last two: within short lengths
         raise NotRecognised(f"{_name(module)} has a rotary embedding of type {kind}")
     frequencies = module.inv_freq.detach().float().contiguous()
     found = Rotary(frequencies, float(module.attention_scaling))
-    positions = torch.tensor([[0, 5, 40]], device=frequencies.device)
+    positions = torch.tensor([[0, 5, 11]], device=frequencies.device)
     angles = positions[..., None] * frequencies.repeat(2)
     expected = angles.cos() * found.scaling, angles.sin() * found.scaling
     tables = module(torch.zeros(1, device=frequencies.device), positions)

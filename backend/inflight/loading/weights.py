@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import EngineConfig
 from inflight.hub import snapshot
-from inflight.loading.errors import LoadError, in_one_line
+from inflight.loading.errors import LoadError, in_models_code, in_one_line
 from inflight.runner.memory import available_memory, format_bytes
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
@@ -33,7 +33,6 @@ _IGNORED = re.compile(
 )
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
-_LOAD_ERRORS = (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,19 @@ def _pickle_header(file: Path) -> dict[str, _Stored]:
 
 
 def pretrained(
-    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, **options: Any
+    config: EngineConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    read_elsewhere: re.Pattern[str] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """The model on `device`, with our attention implementation.
 
     Files in pickle's format are read with `weights_only`: they can contain tensors and nothing that runs.
 
     Args:
+        read_elsewhere: names of tensors that the caller reads; the caller then also knows what eight-bit codes mean.
         options: passed to `from_pretrained`.
 
     Raises:
@@ -139,9 +144,12 @@ def pretrained(
     )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # whatever the library, the model's code or a file raises
         raise _cannot_load(config, hf_config, error) from error
-    _check_report(config, hf_config, report, plain="quantization_config" not in options)
+    if read_elsewhere is not None:
+        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not read_elsewhere.search(name)}
+    plain = read_elsewhere is None and "quantization_config" not in options
+    _check_report(config, hf_config, report, plain)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -229,12 +237,14 @@ def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devic
                 trust_remote_code=config.trust_remote_code,
                 attn_implementation=IMPLEMENTATION,
             )
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # whatever the library or the model's code raises
         raise _cannot_load(config, hf_config, error) from error
 
 
 def _cannot_load(config: EngineConfig, hf_config: Any, error: Exception) -> LoadError:
     reason = in_one_line(error)
+    if isinstance(error, (TypeError, AttributeError, IndexError, KeyError, AssertionError)):  # says little by itself
+        reason = f"{type(error).__name__}: {reason}{in_models_code(error)}"
     if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
         reason = "its attention does not use transformers' AttentionInterface"
     return LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}")

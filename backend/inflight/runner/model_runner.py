@@ -18,7 +18,7 @@ from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.memory import free_cached_memory, out_of_memory
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.swap import HostCache
-from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling import Sampler, SamplingTable, fail_unusable_rows
 from inflight.sampling.upload import upload
 
 __all__ = ["ModelRunner"]
@@ -54,6 +54,7 @@ class ModelRunner:
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        self.rotary = loaded.rotary
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -114,6 +115,8 @@ class ModelRunner:
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
+        if self.rotary is not None:
+            self.rotary.step(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
 
@@ -127,7 +130,7 @@ class ModelRunner:
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
         sampled = result.token_ids.cpu().numpy()
-        self.state.put_tokens(slots, positions, sampled)
+        self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them
         token_ids[rows] = sampled
         step = StepOutput()
         for row, drafts in out.draft_token_ids.items():
@@ -140,6 +143,7 @@ class ModelRunner:
             entries = step.logprobs.setdefault(row, [])
             if len(entries) < len(step.token_runs.get(row, (0,))):
                 entries.append(entry)
+        fail_unusable_rows(step, sampled, rows)
         return step
 
 

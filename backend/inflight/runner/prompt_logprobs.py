@@ -17,6 +17,8 @@ from inflight.sampling.upload import upload
 
 __all__ = ["AskedPositions", "PromptLogprobs"]
 
+_ALL = 2**31 - 1  # more than any vocabulary has
+
 
 @dataclass(slots=True)
 class AskedPositions:
@@ -60,8 +62,8 @@ class PromptLogprobs:
         """Take the wishes of the rows that enter."""
         for row in out.new_rows:
             self._tops.pop(row.slot, None)
-            if row.params.prompt_logprobs is not None:
-                self._tops[row.slot] = row.params.prompt_logprobs
+            if (top := row.params.prompt_logprobs) is not None:
+                self._tops[row.slot] = _ALL if top == -1 else top
 
     def asked(self, out: SchedulerOutput, inputs: StepInputs) -> AskedPositions:
         """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more."""

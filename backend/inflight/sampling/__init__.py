@@ -45,7 +45,8 @@ raw logits.  In order of application:
 5. top_p: the smallest set that reaches p of what min_p and top_k left, at least one token.
 
 Equal logits are ordered by token id, lowest first, everywhere.  Fully masked rows still give
-a token of the vocabulary.
+a token of the vocabulary.  Rows with logits that are not numbers (NaN, +inf, nothing but -inf) give
+none, and their requests fail (`unusable.py`).
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ from inflight.sampling.logprobs import prompt_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.sampler import Sampler
 from inflight.sampling.table import SamplingTable, sampling_metadata
+from inflight.sampling.unusable import UNUSABLE_LOGITS, fail_unusable_rows
 
 __all__ = [
+    "UNUSABLE_LOGITS",
     "SampleRow",
     "Sampler",
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingTable",
+    "fail_unusable_rows",
     "prompt_logprobs",
     "sampling_metadata",
 ]

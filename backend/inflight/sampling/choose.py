@@ -17,14 +17,16 @@ _CHUNK_CPU = 2**17
 _CHUNK_GPU = 2**26
 
 
-def draw(logits: Tensor, group: RandomGroup) -> Tensor:
-    """int64[r]: one token per row of `group`; `logits` is [R, V]."""
+def draw(logits: Tensor, group: RandomGroup) -> tuple[Tensor, Tensor]:
+    """One token per row of `group`, int64[r], and the row's largest logit, [r]; `logits` is [R, V]."""
     if group.max_top_k:
         return _draw_from_candidates(logits, group)
     r = len(group.rows)
     step = max(1, (_CHUNK_CPU if logits.is_cpu else _CHUNK_GPU) // logits.shape[-1])
     parts = [_draw_from_vocabulary(logits, group, slice(i, min(i + step, r))) for i in range(0, r, step)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([tops for _, tops in parts])
 
 
 def _rows(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
@@ -45,9 +47,11 @@ def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
     return weights
 
 
-def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> Tensor:
+def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> tuple[Tensor, Tensor]:
     """Race the top_k most likely tokens, without those that min_p and top_p drop."""
-    values, ids = top_candidates(_rows(logits, group, slice(0, len(group.rows))), group.max_top_k)
+    rows = _rows(logits, group, slice(0, len(group.rows)))
+    values, ids = top_candidates(rows, group.max_top_k)
+    tops = values[:, 0].clone() if rows.is_cpu else rows.amax(-1)  # off a CPU some NaN rank last
     scaled = values * group.inverse_temperature
     weights = _weights(scaled, scaled[:, :1].clone(), group.min_p)
     weights.masked_fill_(torch.arange(weights.shape[-1], device=weights.device) >= group.top_k, 0.0)
@@ -56,23 +60,30 @@ def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> Tensor:
         weights[:, 1:].masked_fill_(mass[:, :-1] >= mass[:, -1:] * group.top_p, 0.0)
     hashes = token_hashes(logits.shape[-1], logits.device)[ids]
     winners = argmax(negative_exponential(hashes, group.keys).div_(weights))
-    return ids.gather(-1, winners.unsqueeze(-1)).squeeze(-1)
+    return ids.gather(-1, winners.unsqueeze(-1)).squeeze(-1), tops
 
 
-def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
+def _draw_from_vocabulary(logits: Tensor, group: RandomGroup, part: slice) -> tuple[Tensor, Tensor]:
     """Race the whole vocabulary, without what min_p and top_p drop."""
+    rows = _rows(logits, group, part)
+    tops = rows.amax(-1)
+    return _race_in_rows(rows, tops.unsqueeze(-1), group, part), tops
+
+
+def _race_in_rows(rows: Tensor, tops: Tensor, group: RandomGroup, part: slice) -> Tensor:
+    """int64[c]: a token for each of `rows[c, V]`, a part of the group; `tops` [c, 1] are the largest of each."""
     keys = group.keys[0][part], group.keys[1][part]
-    hashes = token_hashes(logits.shape[-1], logits.device)
-    scaled = _rows(logits, group, part) * group.inverse_temperature[part]
+    hashes = token_hashes(rows.shape[-1], rows.device)
+    temperature = group.inverse_temperature[part]
     min_p = None if group.min_p is None else group.min_p[part]
-    weights = _weights(scaled, scaled.amax(-1, keepdim=True), min_p)
+    weights = _weights(rows * temperature, tops * temperature, min_p)
     if group.top_p is None and min_p is None:
         return argmax(negative_exponential(hashes, keys).div_(weights))
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64)
     top_p = torch.ones_like(mass) if group.top_p is None else group.top_p[part]
     # Tokens at or below this weigh at most 1 - top_p together, so none is in the nucleus.
-    floor = mass * (1.0 - top_p) * (0.999 / logits.shape[-1])
-    shortlist = _shortlist(weights, floor.float()) if logits.is_cpu else None
+    floor = mass * (1.0 - top_p) * (0.999 / rows.shape[-1])
+    shortlist = _shortlist(weights, floor.float()) if rows.is_cpu else None
     if shortlist is None:
         return _race_in_nucleus(negative_exponential(hashes, keys).div_(weights), weights, mass * top_p)
     ids, padding = shortlist

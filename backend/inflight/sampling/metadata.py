@@ -37,7 +37,8 @@ class SampleRow:
 
 class SamplerOutput:
     """Attributes:
-    token_ids: int64[R] on the device of the logits; every entry is in [0, V).
+    token_ids: int64[R] on the device of the logits; every entry is in [0, V), or `unusable.NO_TOKEN` where the
+        row's logits are not finite.
     """
 
     __slots__ = ("_pending", "_rows", "token_ids")

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
-from inflight.sampling.candidates import argmax
+from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.rules import RULES
 from inflight.sampling.table import sampling_metadata
+from inflight.sampling.unusable import are_finite, mark_unusable
 from inflight.sampling.upload import upload
 
 __all__ = ["Sampler", "edit_logits"]
@@ -27,6 +28,8 @@ class Sampler:
     @torch.no_grad()
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose a token for each row of `logits[R, V]` (float32, bfloat16 or float16; left unchanged).
+
+        A row whose logits cannot be sampled from (`unusable.py`) gets `NO_TOKEN`.
 
         Raises:
             ValueError: `metadata` is for another number of rows or another vocabulary.
@@ -42,7 +45,8 @@ class Sampler:
             return SamplerOutput(token_ids, [], None)
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
         index = upload(np.array(rows), logits.device)
-        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], token_ids[index], tops))
+        chosen = token_ids[index].clamp_(min=0)
+        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops))
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Compile the GPU kernels for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
@@ -66,18 +70,23 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """int64[R].  A row is unusable by the model's own logits: a mask neither hides NaN nor is taken for it."""
+    of_model = logits
     if metadata.edits:
         logits = edit_logits(logits, metadata)
-    greedy = metadata.greedy_rows
+    greedy, suspect = metadata.greedy_rows, bool(metadata.edits)
     if greedy is None:
-        return argmax(logits)
+        tops, token_ids = largest(logits)
+        return mark_unusable(token_ids, largest(of_model)[0] if suspect else tops)
     if can_launch(logits.device):
         from inflight.kernels.gpu import gpu_sampler
 
-        return gpu_sampler.choose(logits, metadata)
+        return mark_unusable(gpu_sampler.choose(logits, metadata), of_model.amax(-1))
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
-        token_ids[greedy] = argmax(logits[greedy])
+        tops, token_ids[greedy] = largest(logits[greedy])
+        suspect |= not are_finite(tops)
     for group in metadata.random_groups:
-        token_ids[group.rows] = draw(logits, group)
-    return token_ids
+        token_ids[group.rows], tops = draw(logits, group)
+        suspect |= not are_finite(tops)
+    return mark_unusable(token_ids, largest(of_model)[0]) if suspect else token_ids

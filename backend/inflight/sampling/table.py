@@ -88,7 +88,7 @@ class SamplingTable:
             self._set_random(slot, params, seed)
         if params.logprobs is not None:
             flags |= _LOGPROBS
-            self._logprobs[slot] = params.logprobs
+            self._logprobs[slot] = self.vocab_size if params.logprobs == -1 else params.logprobs
         for flag, rule in self._rules:
             if rule.set_row(slot, params, eos_token_ids):
                 flags |= flag

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.linear import PackedWeight, linear
+from inflight.kernels.cpu.linear import MAX_INT8_INPUTS, PackedWeight, linear
+from inflight.loading.acceleration import CannotQuantize, accelerate
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -171,3 +172,42 @@ def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
     packed = PackedWeight([weight], int8=True)
     assert not packed.is_int8
     assert torch.equal(packed.unpack()[0], weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 37, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_not_finite_stays_so_in_int8(isa: str, dtype: torch.dtype, place: int, value: float) -> None:
+    weight = PackedWeight([random(75, 132, dtype=dtype)], int8=True)
+    x = random(3, 132, dtype=dtype, seed=1)
+    expected = linear(x, weight)
+    x[1, place] = value
+    result = linear(x, weight)
+    assert result[1].isnan().all()
+    assert torch.equal(result[[0, 2]], expected[[0, 2]])
+
+
+def test_a_weight_that_is_nan_stays_so_in_int8(isa: str) -> None:
+    plain = random(5, 64, dtype=torch.float32)
+    plain[2, 7] = float("nan")
+    result = linear(random(3, 64, dtype=torch.float32, seed=1), PackedWeight([plain], int8=True))
+    assert result.isnan().sum(0).tolist() == [0, 0, 3, 0, 0]
+
+
+def test_the_longest_int8_products_do_not_overflow(isa: str) -> None:
+    """All bytes are 127 or -127, so that the sums are as large as they get."""
+    size = MAX_INT8_INPUTS // 4 * 4
+    assert size * 127**2 < 2**31 <= (size + 4) * 127**2
+    weight = torch.ones(2, size)
+    weight[1] = -1.0
+    result = linear(torch.stack([torch.ones(size), -torch.ones(size)]), PackedWeight([weight], int8=True))
+    assert torch.allclose(result, torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * size, rtol=1e-6)
+
+
+def test_longer_int8_products_are_refused_by_name() -> None:
+    size = MAX_INT8_INPUTS + 4
+    with pytest.raises(ValueError, match=f"at most {MAX_INT8_INPUTS} input features, not {size}"):
+        PackedWeight([torch.zeros(1, size)], int8=True)
+    model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
+    with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
+        accelerate(model, torch.device("cpu"), lambda forward: True, int8=True)

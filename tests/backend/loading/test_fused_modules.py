@@ -12,6 +12,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 
 from inflight.config import EngineConfig
 from inflight.loading.acceleration import use_ops
+from inflight.loading.check_cases import cases
 from inflight.loading.checks import Reference, reference, relative_error
 from inflight.loading.fused_modules import fuse_modules
 from inflight.loading.loader import LoadedModel, load
@@ -24,7 +25,8 @@ def prepared(model_type: str, folder: Path, **options: Any) -> tuple[LoadedModel
     torch.set_num_threads(1)
     config = dict(model=make_checkpoint(model_type, folder), device="cpu", dtype="float32", kv_cache_memory="16MiB")
     loaded = load(EngineConfig.from_dict({**config, "native_forward": False, "block_size": 16, **options}))
-    return loaded, reference(loaded.model, loaded.info.vocab_size, [7, 12], CPU)
+    found = cases(loaded.info.vocab_size, loaded.info.max_model_len, [], None, 0)
+    return loaded, reference(loaded.model, found, CPU)
 
 
 def error(loaded: LoadedModel, expected: Reference) -> float:

@@ -42,7 +42,7 @@ def layer(product: str = "aten.mm", first: bool = False) -> list[str]:
     ]
 
 
-BEFORE = ["aten.embedding"]
+BEFORE = ["plan_kernel", "aten.embedding"]  # how keys are split, once for all layers of a kind
 AFTER = ["add_rms_norm_kernel", "aten.index", "aten.mm"]
 # model type -> differences: operations before the layers and behind them, product of query, key and value.
 MODELS: dict[str, tuple[list[str], list[str], str]] = {

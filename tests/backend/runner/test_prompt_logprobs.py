@@ -13,7 +13,7 @@ from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 from torch import Tensor, nn
 
-from inflight.engine.messages import SequenceDelta
+from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.forward_pass import ForwardPass
 
@@ -99,3 +99,47 @@ def test_a_model_that_goes_round_its_decoder_computes_all_logits_at_once() -> No
         logits, chunks = forward(ids, ids, torch.tensor([9]), torch.arange(2, 10))
         assert logits.argmax(-1).tolist() == [9]
         assert [chunk.argmax(-1).tolist() for chunk in chunks] == [[2, 3, 4], [5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(enable_prefix_caching=False), dict(async_scheduling=True)], ids=repr)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_prompt_of_several_sequences_is_computed_and_delivered_once(
+    tmp_path: Path, native: bool, options: dict[str, Any]
+) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    prompt = [random.Random(2).randrange(VOCAB) for _ in range(37)]
+
+    def params(n: int) -> list[SamplingParams]:
+        return [SamplingParams(n=n, seed=3, max_tokens=4, ignore_eos=True, prompt_logprobs=2)]
+
+    options = {"native_forward": native, "block_size": 4, "max_num_batched_tokens": 16, **options}
+    alone = run(make_core(path, **options), [prompt], params(1))
+    core = make_core(path, **options)
+    computed = []
+    launch = core.runner.launch
+    core.runner.launch = lambda out: (computed.append(out.num_prompt_tokens), launch(out))[1]
+    several = run(core, [prompt], params(5))
+    entries, *others = entries_of(several)
+    assert entries == entries_of(alone)[0], "in float32, to the last bit"
+    assert len(entries) == len(prompt)
+    assert others == [[]] * 4
+    assert sum(computed) == len(prompt) + 4 * (len(prompt) % 4), "the others compute what no full block holds"
+    assert [len(tokens(deltas)) for deltas in several.values()] == [4] * 5
+
+
+def test_a_preempted_leader_delivers_each_entry_once(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    core = make_core(path, block_size=4, num_gpu_blocks_override=16, max_model_len=64)
+    prompts = [[7, 3, 9] * 8, [1, 2, 4] * 8]
+    params = [SamplingParams(n=2, seed=3, max_tokens=24, ignore_eos=True, prompt_logprobs=0)] * 2
+    deltas = run(core, prompts, params)
+    assert core.scheduler.num_preempted_total > 0
+    assert dict(zip(deltas, map(len, entries_of(deltas)))) == {(0, 0): 24, (0, 1): 0, (1, 0): 24, (1, 1): 0}
+
+
+def test_of_sequences_that_had_begun_the_first_that_runs_delivers_them(tmp_path: Path) -> None:
+    core = make_core(make_checkpoint("llama", tmp_path))
+    params = SamplingParams(n=3, seed=3, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    assert core.add_request(AddRequest(1, [5, 6, 7], params, output_token_ids=[None, [9], [8]])) is None
+    seen = [delta for _ in range(9) for delta in core.step().deltas if delta.prompt_logprobs]
+    assert [(delta.index, len(delta.prompt_logprobs or ())) for delta in seen] == [(1, 3)]

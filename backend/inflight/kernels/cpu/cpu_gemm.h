@@ -11,7 +11,8 @@ constexpr int kPanelVectors = kPanel / kLanes;
 // 24 accumulators out of AVX-512's 32 registers, 12 out of 16 otherwise (portable build: 8).
 constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 1;
 
-// Bytes of activations (biased by 128) times bytes of weights; sums are integers, stored in the bits of a Vec.
+// Bytes of activations (biased by 128) times bytes of weights; sums are integers, stored in the bits of a Vec.  They
+// may wrap around, since the differences to the bias's contribution fit (MAX_INT8_INPUTS in linear.py).
 struct Bytes {
   using Elem = uint8_t;
   using Left = IntVec;
@@ -32,8 +33,8 @@ struct Bytes {
 #if defined(__AVX512VNNI__)
     return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
-    IntVec total = (IntVec)sum;
-    for (int j = 0; j < 4; ++j) total += (a >> (8 * j) & 0xff) * (b << (24 - 8 * j) >> 24);
+    UintVec total = (UintVec)sum;
+    for (int j = 0; j < 4; ++j) total += (UintVec)((a >> (8 * j) & 0xff) * (b << (24 - 8 * j) >> 24));
     return (Vec)total;
 #endif
   }
@@ -138,10 +139,10 @@ inline void scale_block(const Linear& linear, const float* row_scales, const Blo
     for (int64_t i = 0; i < width && first + i < linear.num_results(); i += kLanes) {
       const int64_t count = linear.num_results() - first - i;
       const Vec scale = load_some(linear.scales + feature + i, count);
-      const IntVec offset = (IntVec)load_some(reinterpret_cast<const float*>(linear.offsets) + feature + i, count);
+      const UintVec offset = (UintVec)load_some(reinterpret_cast<const float*>(linear.offsets) + feature + i, count);
       for (int m = 0; m < block.rows; ++m) {
         float* at = block.tile + m * kPanel + half * width + i;
-        const Vec sum = __builtin_convertvector((IntVec)load(at) - offset, Vec);
+        const Vec sum = __builtin_convertvector((IntVec)((UintVec)load(at) - offset), Vec);
         store(at, sum * scale * row_scales[block.row + m]);
       }
     }

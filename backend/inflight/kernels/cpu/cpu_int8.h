@@ -11,20 +11,6 @@ constexpr float kByteLevels = 127.0f;
 constexpr float kWordLevels = 32767.0f;
 constexpr float kSmallest = 0x1p-100f;  // smaller peaks are treated as zero: the inverse would overflow
 
-// Preserves NaN: as an unsigned integer it is greater than any magnitude.
-INFLIGHT_INLINE UintVec maximum_bits(UintVec a, Vec magnitude) {
-  const UintVec bits = (UintVec)magnitude & 0x7fffffffu;
-  return a > bits ? a : bits;
-}
-
-INFLIGHT_INLINE float reduce_max_bits(UintVec bits) {
-  uint32_t result = bits[0];
-  for (int i = 1; i < kLanes; ++i) result = bits[i] > result ? bits[i] : result;
-  float value;
-  __builtin_memcpy(&value, &result, 4);
-  return value;
-}
-
 // Quantize a row for the pool, so that to[i] * scale is nearest to from[i].  Returns the bits of the scale,
 // rounded up so that no magnitude exceeds 127; NaN if an element is not finite.  Bitwise the same as
 // attention/int8.py.

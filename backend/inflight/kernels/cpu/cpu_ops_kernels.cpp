@@ -48,17 +48,16 @@ INFLIGHT_INLINE void store_bytes(uint8_t* to, UintVec x, int64_t count) {
   for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = uint8_t(x[i]);
 }
 
+// A row with an element that is not finite gets the scale NaN, and so do all that is computed from it.
 template <class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, uint8_t* out, float* scales) {
   for (int64_t row = 0; row < rows; ++row, x += size, out += size) {
-    Vec peaks = {};
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Vec value = load_row(x + i, size - i);
-      peaks = maximum(peaks, maximum(value, -value));
-    }
-    const float peak = reduce_max(peaks);
-    scales[row] = peak / 127.0f;
-    const Vec inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
+    UintVec peaks = {};
+    for (int64_t i = 0; i < size; i += kLanes) peaks = maximum_bits(peaks, load_row(x + i, size - i));
+    const float peak = reduce_max_bits(peaks);
+    const bool finite = peak < INFINITY;
+    scales[row] = finite ? peak / 127.0f : NAN;
+    const Vec inverse = splat(finite && peak > 0 ? 127.0f / peak : 0.0f);
     for (int64_t i = 0; i < size; i += kLanes) {
       // The sum's low bits are the number rounded to an integer, plus 128.
       const Vec shifted = load_row(x + i, size - i) * inverse + (12582912.0f + 128.0f);

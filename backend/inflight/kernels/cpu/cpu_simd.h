@@ -50,6 +50,20 @@ INFLIGHT_INLINE float reduce_max(Vec x) {
 #endif
 }
 
+// The largest magnitude.  Preserves NaN: as an unsigned integer it is greater than any magnitude.
+INFLIGHT_INLINE UintVec maximum_bits(UintVec a, Vec x) {
+  const UintVec bits = (UintVec)x & 0x7fffffffu;
+  return a > bits ? a : bits;
+}
+
+INFLIGHT_INLINE float reduce_max_bits(UintVec bits) {
+  uint32_t result = bits[0];
+  for (int i = 1; i < kLanes; ++i) result = bits[i] > result ? bits[i] : result;
+  float value;
+  __builtin_memcpy(&value, &result, 4);
+  return value;
+}
+
 INFLIGHT_INLINE float reduce_add(Vec x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
@@ -85,11 +99,11 @@ INFLIGHT_INLINE Vec exp2_minus_1(Vec r) {
   return p * r;
 }
 
-// 2^x for x <= 126; 0 far below -126.  Relative error 1e-7, or 3e-6 without kExact where that is faster.
+// 2^x for x <= 126; 0 far below -126; NaN for NaN.  Relative error 1e-7, or 3e-6 without kExact where that is faster.
 template <bool kExact>
 INFLIGHT_INLINE Vec exp2(Vec x) {
 #if defined(__AVX512F__)
-  x = (Vec)_mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
+  x = (Vec)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // of a NaN and a number it returns the second
   const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
   Vec p;
   if (kExact) {

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
 
-__all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
+__all__ = ["MAX_INT8_INPUTS", "LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
 
 _ROWS = 4096  # quantized at once, in float32
+MAX_INT8_INPUTS = (2**31 - 1) // 127**2  # more products of two bytes might overflow the sum, which has 32 bits
 
 
 class LinearStruct(ctypes.Structure):
@@ -58,7 +59,7 @@ class PackedWeight:
         address: of `struct`.
 
     Raises:
-        ValueError: see `unsupported_weight`.
+        ValueError: see `unsupported_weight`; or `int8` and more than `MAX_INT8_INPUTS` input features.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class PackedWeight:
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
         self.is_int8 = int8 and self.in_features % 4 == 0
+        if self.is_int8 and self.in_features > MAX_INT8_INPUTS:
+            raise ValueError(f"int8 weights take at most {MAX_INT8_INPUTS} input features, not {self.in_features}")
         self.bias = _merged_bias(biases, self.sizes)
         plain = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous()
         self.scales = self.offsets = None

@@ -6,6 +6,7 @@ it below.  Nothing else in `sampling/` knows a rule by name.
 
 from __future__ import annotations
 
+from inflight.sampling.rules.allowed_tokens import AllowedTokens
 from inflight.sampling.rules.bad_words import BadWords
 from inflight.sampling.rules.base import LogitsEdit, LogitsRule, RowBatch
 from inflight.sampling.rules.logit_bias import LogitBias
@@ -16,6 +17,7 @@ __all__ = ["RULES", "LogitsEdit", "LogitsRule", "RowBatch"]
 
 # In order of application, which is vLLM's.
 RULES: tuple[type[LogitsRule], ...] = (
+    AllowedTokens,
     LogitBias,
     MinTokens,
     BadWords,
