@@ -238,7 +238,7 @@ def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> Iterato
     for peaked, dtype in kinds:
         logits, wrong = make_logits(rows, vocab_size, peaked, dtype, device), 0
         for kind in CHECKED:
-            got = gpu_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed))
+            got = gpu_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed).columns)
             expected = Sampler()(logits.cpu(), sampling_metadata(kind, rows, vocab_size, cpu, seed)).token_ids
             wrong += int((got.cpu() != expected).sum())
         words = "peaked" if peaked else "flat"

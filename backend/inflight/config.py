@@ -177,7 +177,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         seed: base of the seeds of requests without one; `None` takes it from the OS.
         cpu_threads: intra-op threads of torch in the engine process; `None` uses all cores.
         chat_template: Jinja source that replaces the checkpoint's chat template.
-        enforce_eager: never capture CUDA graphs (accepted for compatibility on a CPU).
+        enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
+            for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
         disable_log_requests: accepted for compatibility; requests are never logged.
         tensor_parallel_size: ranks of the engine; only 1 is supported.

@@ -79,8 +79,13 @@ ALLOWED: dict[str, set[str]] = {
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.graphs": {"runner", "attention.base", "loading.memory_plan", "config", *_DATA},
+    "runner.device_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.step_inputs": {"kernels.gpu"},
+    "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
-    "runner.pipeline": {"runner", "config", *_DATA},
+    "runner.step_output": {"sampling", *_DATA},
+    "runner.pipeline": {"runner", "loading.loader", "config", *_DATA},
     "loading": {
         "loading",
         "attention",

@@ -131,9 +131,13 @@ class AttentionBackend(Protocol):
 
     Once per step, before the forward pass, `prepare` does all host-side work of the batch; each layer then
     passes the result to `write` and `attend`.
+
+    Attributes:
+        capturable: whether what these launch depends on sizes alone, so that a CUDA graph may replay it.
     """
 
     name: str
+    capturable: bool
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         """The first feature of the layer that this kernel does not support, by name; None if it supports all."""

@@ -119,6 +119,7 @@ class _Observer:
     """An `AttentionBackend` for one layer and one sequence, which records the largest keys and values of each head."""
 
     name = "calibration"
+    capturable = False
 
     def __init__(self) -> None:
         self._key = self._value = torch.empty(0)

@@ -4,9 +4,10 @@
 layer's attention.  Unsupported features are rejected here, by name, before the first request.
 
 On a CPU the pool comes first: the native decoder needs its address.  On a GPU it comes last, and gets what merged
-weights, workspaces and the largest step leave:
+weights, workspaces, the largest step and CUDA graphs leave:
 
-    load  ->  a pool of a few blocks  ->  merge, check  ->  `LoadedModel.allocate`: measure a step, plan, pool, check
+    load  ->  a pool of a few blocks  ->  merge, check
+          ->  `LoadedModel.allocate`: measure a step and graphs, plan, pool, check, capture
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ from inflight.loading.weights import check_weights_fit
 from inflight.runner.memory import DeviceMeter, available_memory, meter_of
 from inflight.runner.swap import HostCache, host_cache_of
 
-__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
+__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class CheckpointInfo:
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
         rope: how requests choose their rotary embedding, where it depends on their length.
+        graph_bytes: what captured CUDA graphs take.
     """
 
     max_model_len: int
@@ -81,6 +83,7 @@ class CheckpointInfo:
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
     rope: RopeChoice | None = None
+    graph_bytes: int = 0
 
 
 @dataclass
@@ -100,6 +103,16 @@ class _Sizing:
     weights: int
     num_blocks: int
     check: LoadCheck
+
+
+class StepGraphs(Protocol):
+    """What the runner captures of its steps, if anything."""
+
+    def measure(self, meter: DeviceMeter) -> int:
+        """Bytes that `capture` will take; leaves nothing of it allocated.  On a pool of any size."""
+
+    def capture(self, meter: DeviceMeter) -> int:
+        """Capture on the pool that steps will use; returns the bytes that it took."""
 
 
 @dataclass
@@ -125,11 +138,12 @@ class LoadedModel:
     rotary: RequestRotary | None = None
     _sizing: _Sizing | None = field(default=None, repr=False)
 
-    def allocate(self, run: Callable[[SchedulerOutput], StepOutput]) -> None:
-        """On a GPU, give the pool what the largest step leaves; on a CPU `load` has allocated it.
+    def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
+        """On a GPU, give the pool what the largest step and the graphs leave; on a CPU `load` has allocated it.
 
         Args:
             run: runs a step as it will be run, sampling included.
+            graphs: captured here, once the addresses of the pool are known.
 
         Raises:
             LoadError: the largest step, or one request of `max_model_len`, does not fit; or the logits are wrong.
@@ -137,11 +151,15 @@ class LoadedModel:
         if self._sizing is None:
             return
         sizing, self._sizing = self._sizing, None
-        self._allocate(self._measured_plan(sizing, run))
+        self._allocate(self._measured_plan(sizing, run, graphs))
         _require(sizing.check.that_fits(self.info.num_blocks), self.model)
+        if graphs is not None:
+            self.info.graph_bytes = graphs.capture(sizing.meter)
         self._finish()
 
-    def _measured_plan(self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput]) -> MemoryPlan:
+    def _measured_plan(
+        self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None
+    ) -> MemoryPlan:
         config, info, meter = self.config, self.info, sizing.meter
         limits = config.max_num_seqs, config.max_num_batched_tokens
         out = largest_step(*limits, info.max_model_len, config.block_size, sizing.num_blocks, info.vocab_size)
@@ -152,7 +170,8 @@ class LoadedModel:
                 f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
-        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step)
+        for_graphs = graphs.measure(meter) if graphs is not None else 0
+        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step, for_graphs)
         return plan_on_gpu(config, self.layers.bytes_per_block, info.max_model_len, memory)
 
     def _allocate(self, plan: MemoryPlan) -> None:
@@ -178,7 +197,7 @@ def load(config: EngineConfig) -> LoadedModel:
         ConfigError: an option that contradicts the checkpoint.
     """
     start = time.perf_counter()
-    device = _device(config.device)
+    device = device_of(config.device)
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
@@ -224,7 +243,12 @@ def load(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that the option `device` stands for.
+
+    Raises:
+        LoadError: there is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise LoadError('device="cuda", but torch finds no CUDA device; install a CUDA build of torch or use "cpu"')
     if name == "auto":

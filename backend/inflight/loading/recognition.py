@@ -321,6 +321,7 @@ class _Recorder:
     """An `AttentionBackend` that records its arguments; each token attends only to itself."""
 
     name = "recorder"
+    capturable = False
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []

@@ -21,7 +21,7 @@ from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu import gpu_kv_cache, gpu_penalties, gpu_sampler
 from inflight.ops.base import Angles, HeadNorms
-from inflight.sampling.metadata import SamplingMetadata
+from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.rules.penalties import PenalisedTokens
 
 def layer_and_batch(tokens, kv_dtype):
@@ -54,10 +54,9 @@ with target(arch) as compiled:
             ops.add_rms_norm_quantized(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
             ops.silu_and_mul_quantized(torch.empty(tokens, 6144, dtype=dtype))
             ops.rotate_and_write(qkv, *layer_and_batch(tokens, torch.float8_e4m3fn), None, angles)
-        columns = torch.zeros(6, tokens, dtype=torch.int64)
-        for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
-            metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
-            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), metadata)
+        columns = torch.zeros(COLUMN_LINES, tokens + 7, dtype=torch.int64)
+        for part in (columns, columns[:, :tokens], columns[:, 1 : tokens + 1]):
+            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), part)
         index, of_row = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
         penalised = PenalisedTokens(index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
         gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalised)

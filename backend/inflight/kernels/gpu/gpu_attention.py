@@ -92,6 +92,7 @@ class GpuAttention:
     """
 
     name = "gpu"
+    capturable = True
 
     def __init__(self, card: Card | None = None) -> None:
         self._card = card

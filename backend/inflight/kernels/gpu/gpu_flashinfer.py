@@ -33,6 +33,7 @@ class FlashInferAttention:
     """Implements `AttentionBackend`."""
 
     name = "flashinfer"
+    capturable = False
 
     def __init__(self) -> None:
         self._workspace: Tensor | None = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from inflight.sampling.rules.allowed_tokens import AllowedTokens
 from inflight.sampling.rules.bad_words import BadWords
-from inflight.sampling.rules.base import LogitsEdit, LogitsRule, RowBatch
+from inflight.sampling.rules.base import LogitsEdit, LogitsRule, Put, RowBatch
+from inflight.sampling.rules.device_penalties import DevicePenalties
 from inflight.sampling.rules.logit_bias import LogitBias
 from inflight.sampling.rules.min_tokens import MinTokens
 from inflight.sampling.rules.penalties import Penalties
 
-__all__ = ["RULES", "LogitsEdit", "LogitsRule", "RowBatch"]
+__all__ = ["DEVICE_RULES", "RULES", "LogitsEdit", "LogitsRule", "Put", "RowBatch"]
 
 # In order of application, which is vLLM's.
 RULES: tuple[type[LogitsRule], ...] = (
@@ -22,4 +23,11 @@ RULES: tuple[type[LogitsRule], ...] = (
     MinTokens,
     BadWords,
     Penalties,
+)
+# The same where the slots' tokens are on the device, too (`RowBatch.history`).
+DEVICE_RULES: tuple[type[LogitsRule], ...] = (
+    LogitBias,
+    MinTokens,
+    BadWords,
+    DevicePenalties,
 )
