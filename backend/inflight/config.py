@@ -189,8 +189,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
-        quantization: "int8" stores the weights of linear layers in eight bits with a scale per output, and
-            quantizes their inputs row by row: faster on a CPU, and half the memory of bfloat16. `None`: as loaded.
+        quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
+            or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
+            inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
+            are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
     """
 
@@ -246,7 +248,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
 
     def __post_init__(self) -> None:

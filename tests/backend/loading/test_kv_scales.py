@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, make_checkpoint
-from offline import make_core, run
+from fp8_twins import fp8_twins
+from offline import make_core, run, tokens
 from paged_case import PagedCase
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -116,3 +117,27 @@ def test_a_useless_scale_is_refused_by_name(folder: str, scale: Any, message: st
     add_scales(folder, {"model.layers.1.self_attn.k_scale": scale})
     with pytest.raises(LoadError, match="model.layers.1.self_attn." + message):
         core_of(folder)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_whole_engine_by_the_twin(folder: str, quantization: str | None) -> None:
+    """Any batch, chunks, preemption by recompute and by swap, n > 1: the same tokens, and not those of a plain pool."""
+    prompts = [[7, 3, 9, 100, 5] * 6, [1, 2, 3], [50] * 33]
+    params = [SamplingParams(max_tokens=16, temperature=0.8, n=n, seed=n, ignore_eos=True) for n in (1, 2, 3)]
+    small = {"block_size": 4, "num_gpu_blocks_override": 34}
+    outputs, preemptions = [], []
+    for options in (
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 3},
+        {**small, "preemption_mode": "recompute"},
+        {**small, "preemption_mode": "swap", "swap_space": "1MiB"},
+    ):
+        with fp8_twins():
+            core = make_core(folder, kv_cache_dtype="fp8", quantization=quantization, max_model_len=MAX_LEN, **options)
+        outputs.append({key: tokens(deltas) for key, deltas in run(core, prompts, params).items()})
+        preemptions.append(core.scheduler.num_preempted_total)
+    assert all(output == outputs[0] for output in outputs)
+    assert preemptions[2] > 0
+    assert preemptions[3] > 0
+    plain = run(make_core(folder), prompts, params)
+    assert outputs[0] != {key: tokens(deltas) for key, deltas in plain.items()}

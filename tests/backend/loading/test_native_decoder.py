@@ -157,7 +157,7 @@ def test_int8_keys_and_values_in_the_native_decoder(llama: str) -> None:
 def test_int8_weights_that_change_logits_too_much_are_rejected(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="requires a CPU and native_forward"):
         loaded(llama, quantization="int8", native_forward=False)
-    monkeypatch.setattr(checks, "_INT8_TOLERANCE", 1e-4)
+    monkeypatch.setitem(checks._WEIGHTS_TOLERANCE, "int8", 1e-4)
     with pytest.raises(
         LoadError, match=r'quantization="int8" is not supported: LlamaForCausalLM computes other logits'
     ):
