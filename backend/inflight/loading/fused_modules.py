@@ -6,6 +6,7 @@ norms, rotary embedding and gates.  Here a layer of the llama family takes ten:
     add + norm | merged query, key, value | norms of heads, rotary, KV write | attend, reduce | output
     add + norm | merged gate, up | silu and mul | down
 
+What computes the input of layers in fp8 also quantises it; before the output projection that is one launch more.
 The last sum of a layer joins the first norm of the next.  cos and sin come from a table by position.  Where not all
 layers are recognised (`recognition.py`), those that are take one launch more, and other modules are unchanged.
 Merged weights take no extra memory: the modules' parameters become views of them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,13 +65,14 @@ class FusedDecoder:
         decoder, ops = self.decoder, self.ops
         x = decoder.embed(input_ids[0])
         angles = self._angles(x, position_ids)
-        layers = decoder.layers
-        next_norms = [layer.input_norm for layer in layers[1:]] + [decoder.final_norm]
-        normed = layers[0].input_norm(x, ops)
-        for layer, next_norm in zip(layers, next_norms):
-            out = layer(normed, x, angles, ops)
-            normed = next_norm.of_sum(out, x, layer.residual_factor, ops)
-        return BaseModelOutputWithPast(last_hidden_state=normed[None])  # type: ignore[arg-type]
+        layers, last = decoder.layers, decoder.layers[-1]
+        normed = layers[0].input_norm(x, ops, layers[0].attention.qkv.takes_quantized)
+        for layer, following in pairwise(layers):
+            out, quantized = layer(normed, x, angles, ops), following.attention.qkv.takes_quantized
+            normed = following.input_norm.of_sum(out, x, layer.residual_factor, ops, quantized)
+        norm, out = decoder.final_norm, last(normed, x, angles, ops)
+        hidden = ops.add_rms_norm(out, x, norm.weight, norm.eps, last.residual_factor)
+        return BaseModelOutputWithPast(last_hidden_state=hidden[None])  # type: ignore[arg-type]
 
     def _angles(self, x: Tensor, position_ids: Tensor) -> Angles:
         if self.table is None:
