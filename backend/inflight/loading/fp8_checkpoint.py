@@ -30,7 +30,7 @@ from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear, replace_linears
 from inflight.loading.tensor_files import TensorFiles
 from inflight.loading.weights import pretrained
-from inflight.ops.base import FusedOps
+from inflight.ops.base import FusedOps, QuantizedRows
 from inflight.ops.selection import select_ops
 
 __all__ = ["METHODS", "load_fp8"]
@@ -225,12 +225,12 @@ class _Placement:
         assert self._ops is not None
         scale = self._scale(linear, name)
         weight = linear.weight.data.to(self._device)
-        bias = None if linear.bias is None else linear.bias.data.to(self._device)
         if scale.shape[1] == 1:
             channels = scale.flatten().to(self._device).contiguous()
-            return Fp8Linear(weight.to(torch.float8_e4m3fn), channels, bias, weight.dtype, self._ops)
-        rows = self._ops.quantize_rows(weight.float() * self._whole(scale, linear).to(self._device))
-        return Fp8Linear(rows.values, rows.scales, bias, weight.dtype, self._ops)
+            rows = QuantizedRows(weight.to(torch.float8_e4m3fn), channels)
+        else:
+            rows = self._ops.quantize_rows(weight.float() * self._whole(scale, linear).to(self._device))
+        return Fp8Linear.in_place_of(linear, rows, self._ops)
 
     def dequantise(self, linear: nn.Linear, name: str) -> None:
         """In place; rounds once, to the weight's dtype."""

@@ -65,7 +65,7 @@ def kv_scales(
         return None
     bos_token_id = getattr(text_config, "bos_token_id", None)
     scales = calibrated(model, layers, text_config.vocab_size, max_model_len, bos_token_id)
-    if config.load_format == "dummy":
+    if config.load_format == "dummy" or not _is_fp8(text_config):
         return scales
     files = TensorFiles(config.model, config.revision)
     tensors = files.read(name for name in files.dtypes if name.endswith(_KEY_NAMES + _VALUE_NAMES))
@@ -77,6 +77,13 @@ def kv_scales(
     count = sum(one is not other for pair, others in zip(found, scales) for one, other in zip(pair, others))
     _log.info("fp8 KV: %d of %d scales are the checkpoint's, the others are calibrated", count, 2 * len(scales))
     return found
+
+
+def _is_fp8(text_config: Any) -> bool:
+    """Whether the checkpoint's scales, if it has any, are for e4m3."""
+    values = getattr(text_config, "quantization_config", None)
+    scheme = values.get("kv_cache_scheme") if isinstance(values, dict) else None
+    return not isinstance(scheme, dict) or (scheme.get("type", "int"), scheme.get("num_bits", 8)) == ("float", 8)
 
 
 @torch.inference_mode()

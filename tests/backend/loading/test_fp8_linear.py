@@ -209,9 +209,19 @@ class TestLoading:
     def test_a_wrong_product_is_found(self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = make_checkpoint("llama", tmp_path)
         monkeypatch.setattr(fp8_linear, "product", lambda *args: product(*args) * 1.2)
-        with pytest.raises(LoadError, match=r"the product of model.layers.0.self_attn.q_proj \(32, 32\) differs by 20"):
+        with pytest.raises(LoadError, match=r"the product of model.layers.0.self_attn.q_proj \[32, 32\] differs by 20"):
             load(config(path))
         load(config(path, check_on_load=False))
+
+    def test_a_card_without_a_kernel_is_found(
+        self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no kernel image is available")
+
+        monkeypatch.setattr(fp8_linear, "product", fail)
+        with pytest.raises(LoadError, match=r"q_proj \[32, 32\] fails: no kernel image is available; remove it"):
+            load(config(make_checkpoint("llama", tmp_path)))
 
     def test_a_wrong_forward_pass_is_found(self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from inflight.attention.reference import ReferenceAttention
