@@ -6,7 +6,7 @@ norms, rotary embedding and gates.  Here a layer of the llama family takes ten:
     add + norm | merged query, key, value | norms of heads, rotary, KV write | attend, reduce | output
     add + norm | merged gate, up | silu and mul | down
 
-What computes the input of layers in fp8 also quantises it; before the output projection that is one launch more.
+What computes the input of layers in fp8 also quantizes it; before the output projection that is one launch more.
 The last sum of a layer joins the first norm of the next.  cos and sin come from a table by position.  Where not all
 layers are recognised (`recognition.py`), those that are take one launch more, and other modules are unchanged.
 Merged weights take no extra memory: the modules' parameters become views of them.

@@ -44,7 +44,7 @@ class Projection:
     fp8: Fp8Linear | None = None
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
-        """x [T, K], quantised only if `takes_quantized` -> [T, N]."""
+        """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
         if self.fp8 is not None:
             return self.fp8(x)
         if isinstance(x, Tensor) and self.weight is not None:
@@ -57,7 +57,7 @@ class Projection:
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether all layers are in fp8: then what computes their input should quantise it."""
+        """Whether all layers are in fp8: then what computes their input should quantize it."""
         return all(isinstance(linear, Fp8Linear) for linear in self.linears)
 
     def merge(self) -> None:

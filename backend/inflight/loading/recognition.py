@@ -147,7 +147,7 @@ class DecoderLayer:
         """All but the input norm and the last sum, which is computed together with the norm that follows it.
 
         Args:
-            normed: [T, H], the input norm of x; quantised if that is what `attention.qkv` takes.
+            normed: [T, H], the input norm of x; quantized if that is what `attention.qkv` takes.
             x: [T, H]; attention is added in place.
 
         Returns:
