@@ -103,7 +103,7 @@ def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
+        loader, "accelerate", lambda model, device, passes, length, int8: use_ops(model, ReferenceOps(), passes, length)
     )
     monkeypatch.setattr(loader, "select_backend", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
