@@ -47,11 +47,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine.step_trace": _STATE,
     "engine.intake": {"engine.kv_pool", *_STATE},
+    "engine.queue_caps": {"config", *_STATE},
     "engine.core": {
         "config",
         "engine.intake",
         "engine.kv_pool",
         "engine.policies.selection",
+        "engine.queue_caps",
         "engine.scheduler",
         "engine.step_trace",
         "engine.swap",

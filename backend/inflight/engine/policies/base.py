@@ -47,12 +47,6 @@ class OrderPolicy(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests, in any order."""
 
-    def refusal(self, request: Request, free: int) -> str | None:
-        """Why this request may not wait here (a queue's limit is reached), or None.  Before `add`.
-
-        `free` sequences could start at once, and are in nobody's way.
-        """
-
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
 
@@ -158,9 +152,6 @@ class FcfsOrder:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._queue)
-
-    def refusal(self, request: Request, free: int) -> str | None:
-        return None
 
     def add(self, request: Request) -> None:
         self._queue.append(request)
