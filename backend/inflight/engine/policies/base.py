@@ -62,8 +62,8 @@ class OrderPolicy(Protocol):
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Where in `running` it goes: who stands there first has the first tokens of a step."""
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
-        """The running request that gives way to the waiting `request` where room is lacking, if any.
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
+        """The running requests that give way to the waiting `request` where room is lacking, in this order.
 
         The relation has no cycles, and after giving way a request is next only after `request`.
         """
@@ -171,8 +171,8 @@ class FcfsOrder:
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
-        return None
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
+        return iter(())
 
     def admitted(self, request: Request) -> None:
         pass

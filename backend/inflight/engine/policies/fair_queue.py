@@ -149,9 +149,9 @@ class FairQueue:
         later = (i for i, other in enumerate(running) if other.tenant == tenant.name and tenant.queue.due(other) > due)
         return next(later, len(running))
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         tenant = self._tenant(request)
-        return tenant.queue.outranked_by(request, tenant.running)
+        return tenant.queue.outranked(request, tenant.running)
 
     def admitted(self, request: Request) -> None:
         tenant = self._tenant(request)

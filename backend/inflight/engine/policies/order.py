@@ -97,14 +97,13 @@ class DueOrder:
         """Running requests stand in the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         due = self.due(request)
         for other in reversed(running):
             if self.due(other) <= due:
-                return None
+                return
             if other.priority > request.priority:
-                return other
-        return None
+                yield other
 
     def admitted(self, request: Request) -> None:
         pass
