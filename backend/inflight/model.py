@@ -76,6 +76,7 @@ class TritonPythonModel:
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
         )
+        self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
         self._metrics.start()
         self._streams.start()
         self._supervisor.connect(self._streams)

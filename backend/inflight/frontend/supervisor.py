@@ -42,6 +42,7 @@ class EngineEvents(Protocol):
 
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
+    def on_engine_ready(self, ready: EngineReady) -> None: ...
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None: ...
 
 
@@ -242,6 +243,8 @@ class Supervisor:
                 deaths, failed_starts = deaths + 1, failed_starts + 1
                 self._note_failed_start(error, failed_starts)
             else:
+                if self._first is not None and self._events is not None:
+                    self._events.on_engine_ready(ready)
                 self._report_first(ready)
                 failed_starts, born = 0, time.monotonic()
                 self._read(engine_process)
@@ -319,7 +322,8 @@ class Supervisor:
             self._num_queued = 0
         self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
         assert self._events is not None
-        self._events.on_engine_down(waiting, refusal)
+        for request_id in waiting:
+            self._events.on_request_failed(RequestFailed(request_id, "UNAVAILABLE", refusal))
 
     def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
         with self._changed:
