@@ -5,7 +5,7 @@ A call to a Triton metric is a message to the server process (about 18 microseco
 
 - What a request adds to is published before its last response is sent: a scrape right after an answer
   includes it.
-- What steps add to (gauges, histograms of tokens and steps) is published with it too, unless that would
+- What steps add to (gauges, blocks, histograms of tokens and steps) is published with it too, unless that would
   take more than `_SHARE` of the time; then, and between answers, by a thread.
 
 No metric is ever deleted: its series would vanish from under whoever watches it.
@@ -147,7 +147,8 @@ class Metrics:
         self._clock = clock
         self._lock = threading.Lock()  # guards what was counted and not published
         self._observations: deque[tuple[str, float]] = deque(maxlen=_MAX_KEPT)
-        self._counts: Counter[Any] = Counter()
+        self._counts: Counter[Any] = Counter()  # of requests
+        self._step_counts: Counter[str] = Counter()
         self._now: StepStats | None = None
         self._pool: tuple[int, int] | None = None
         self._gaps = TokenGaps()
@@ -176,7 +177,7 @@ class Metrics:
         with self._lock:
             self._take_stats(stats)
             self._counts["vllm:generation_tokens_total"] += num_tokens
-            self._counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
+            self._step_counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
             for gap, count in self._gaps.take(message, received, open_ids):
                 for name in _GAPS:
                     counted[name].add(gap, count)
@@ -189,7 +190,7 @@ class Metrics:
         before, self._now = self._now, stats
         for name, field in _TOTALS.items():
             value, base = getattr(stats, field), getattr(before, field, 0)
-            self._counts[name] += value - base if value >= base else value  # a new engine counts from 0
+            self._step_counts[name] += value - base if value >= base else value  # a new engine counts from 0
 
     def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
         """An engine process is ready; `again`: after the first one."""
@@ -288,11 +289,14 @@ class Metrics:
     def _publish_steps(self) -> None:
         with self._lock:
             now, pool = self._now, self._pool
+            step_counts, self._step_counts = self._step_counts, Counter()
             taken = [(name, *histogram.take()) for name, histogram in self._published.counted.items()]
         if pool is not None:
             self._published.set_cache_config(*pool)
         for name, value in _gauges(now).items() if now is not None else ():
             self._published.set(name, value)
+        for key, amount in step_counts.items():
+            self._published.increment(key, amount)
         for name, counts, total in taken:
             self._published.add(name, counts, total)
 
