@@ -364,7 +364,7 @@ def test_a_request_that_ended_before_its_cancellation_was_seen_is_not_logged(rig
     client.wait()
     stream = OpenStream(make_request(PROMPT), client, TOKENIZER, 1)
     stream.closed = True
-    rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"))
+    rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"), "cancelled")
     assert rig.lines == []
 
 
