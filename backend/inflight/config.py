@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
             the time to the first token tells nobody what another tenant asked.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
-            language; "triton" is an older spelling of it.
+            language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
@@ -168,6 +168,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
             small model, 4 or 8 leaves more of it to the engine.
         default_max_tokens: `max_tokens` of a request that does not set it.
+        generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
+            checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for
+            requests through Triton, as with vllm_backend.
         max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
             which a request asks for with -1. vLLM's default is 20.
         exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
@@ -189,8 +192,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
-        quantization: "int8" stores the weights of linear layers in eight bits with a scale per output, and
-            quantizes their inputs row by row: faster on a CPU, and half the memory of bfloat16. `None`: as loaded.
+        quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
+            or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
+            inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
+            are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
     """
 
@@ -232,6 +237,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: dict[str, TenantOptions] = {}
     stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
+    generation_config: str | None = None
     max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
     exclude_input_in_output: bool | None = None
     wire_format: Literal["vllm", "tensorrt_llm"] = "vllm"
@@ -246,7 +252,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
 
     def __post_init__(self) -> None:
@@ -328,8 +334,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path) -> EngineConfig:
         """Read a `model.json`.
 
-        A relative `model` or `tokenizer` that is a directory beside the file means that directory, so a
-        repository entry can contain its checkpoint.
+        A relative `model`, `tokenizer` or `generation_config` that is a directory beside the file means that directory,
+        so a repository entry can contain its checkpoint.
 
         Raises:
             ConfigError: no such file, not JSON, or rejected by `from_dict`.
@@ -346,7 +352,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         config = cls.from_dict(values, source=str(path))
         beside = {
             key: str((path.parent / value).resolve())
-            for key in ("model", "tokenizer")
+            for key in ("model", "tokenizer", "generation_config")
             if (value := getattr(config, key)) and (path.parent / value).is_dir()
         }
         return msgspec.structs.replace(config, **beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 __all__ = ["CheckpointFileError", "checkpoint_file", "snapshot"]
@@ -32,19 +33,32 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
     Raises:
         CheckpointFileError: no such directory or repository, or neither the hub nor its cache answers.
     """
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
+    folder = snapshot(source, revision)
+    if folder is not None and (Path(source).is_dir() or not _answers(source)):
+        return folder / name if (folder / name).is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(source, name, revision=revision))
     except LocalEntryNotFoundError as error:  # no network, and not in the cache
-        if snapshot(source, revision) is not None:
-            return None
         raise CheckpointFileError(f"{source}: cannot get {name} from the hub: {error}") from None
     except EntryNotFoundError:
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointFileError(f"{source}: no such directory, and the hub says: {error}") from None
+
+
+@cache
+def _answers(source: str) -> bool:
+    """Whether the hub answers: asked once, where a download would retry for half a minute for each file."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except HfHubHTTPError:
+        return True
+    except Exception:  # of whatever library it uses to connect
+        return False
+    return True

@@ -62,7 +62,12 @@ class TritonPythonModel:
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
-        tokenizer = Tokenizer.load(source, revision=revision, trust_remote_code=config.trust_remote_code)
+        tokenizer = Tokenizer.load(
+            source,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            required=config.tokenizer is not None,
+        )
         chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
 
         self._supervisor = Supervisor(config, bridge.log, env=env)

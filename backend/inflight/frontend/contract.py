@@ -21,6 +21,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.errors import RequestError, shown
+from inflight.frontend.generation_defaults import generation_defaults
 from inflight.frontend.prompts import PROMPTS, PromptReader
 from inflight.frontend.sampling_keys import (
     CUMULATIVE,
@@ -32,7 +33,7 @@ from inflight.frontend.sampling_keys import (
     to_int,
     to_text,
 )
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.text import Tokenizer, TokenizerError
 
 __all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
 
@@ -184,11 +185,18 @@ class RequestParser:
         self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._vocab_size = vocab_size
         self._max_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
+        try:
+            return self._parse(wire)
+        except TokenizerError as error:
+            raise RequestError("INVALID_ARG", str(error)) from None
+
+    def _parse(self, wire: WireRequest) -> ParsedRequest:
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
         # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
@@ -243,11 +251,13 @@ class RequestParser:
         text = inputs.get("sampling_parameters")
         weak = _json_object("sampling_parameters", text) if text else parameters
         typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
-        return request_keys([weak, typed], self._tokenizer, self._config.default_max_tokens, self._is_tensorrt_llm)
+        layers = [self._defaults, weak, typed]
+        return request_keys(layers, self._tokenizer, self._config.default_max_tokens, self._is_tensorrt_llm)
 
     def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
         """Resolve the seed, request the logprobs that the outputs need, check ranges."""
         changes: dict[str, Any] = {}
+        self._tokenizer.check_texts(params.stop)
         if params.seed is None:
             changes["seed"] = self._seeds.getrandbits(63)
         if params.logprobs is None and {"return_cumulative_logprob", "return_log_probs"} & returns:

@@ -72,6 +72,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
+    MetricSpec(
+        "inflight_steps_collected_first_total",
+        COUNTER,
+        "Steps launched only once the tokens of the step before were there, for a row whose rule reads them.",
+    ),
     MetricSpec("inflight_step_seconds", HISTOGRAM, "Duration of an engine step in seconds.", _STEP),
     MetricSpec("inflight_batch_size", HISTOGRAM, "Sequences in an engine step.", _POWERS),
     MetricSpec("inflight_scheduled_tokens", HISTOGRAM, "Tokens in an engine step.", _POWERS),
@@ -203,6 +208,7 @@ class Metrics:
             ("inflight_swapped_in_blocks_total", "swapped_in_total"),
             ("inflight_prefix_cache_queries_total", "prefix_queries_total"),
             ("inflight_prefix_cache_hits_total", "prefix_hits_total"),
+            ("inflight_steps_collected_first_total", "collected_first_total"),
         ):
             value, before = getattr(now, field), getattr(last, field, 0)
             counted[name] = value - before if value >= before else value  # a new engine counts from 0

@@ -35,6 +35,7 @@ class PromptReader:
             truncate: keep at most this many tokens, the last ones; -1: as many as can be served. None: all.
 
         Raises:
+            TokenizerError: a text, and no tokenizer.
             RequestError: INVALID_ARG; not exactly one prompt, one of no or of too many tokens, or unknown ids.
         """
         given = [name for name in PROMPTS if inputs.get(name)]
@@ -67,6 +68,7 @@ class PromptReader:
 
     def _tokenise(self, text: str, limit: int | None, add_special_tokens: bool) -> list[int]:
         """Token ids; of a truncated prompt the special tokens at its ends and the last of the others."""
+        self._tokenizer.check_texts([text])
         longest = self._tokenizer.longest_token
         if limit is None:
             most = self._max_model_len - 1

@@ -78,7 +78,7 @@ def test_steps_become_gauges_counters_and_histograms() -> None:
     metrics.step(stats(prompt_tokens=5, running=1, blocks_used=3, blocks_free=7, prefix_hits_total=4), 0)
     metrics.step(stats(prompt_tokens=0, running=2, waiting=6, preempted_total=1, prefix_hits_total=6), 2)
     metrics.publish()
-    metrics.step(stats(prefix_hits_total=7, preempted_total=1, swapped_out_total=8), 2)
+    metrics.step(stats(prefix_hits_total=7, preempted_total=1, swapped_out_total=8, collected_first_total=3), 2)
     metrics.publish()
     metrics.publish()
     values = {name: recorder.value for name, recorder in made.items() if recorder.spec.kind != "HISTOGRAM"}
@@ -95,6 +95,7 @@ def test_steps_become_gauges_counters_and_histograms() -> None:
         "inflight_swapped_in_blocks_total": 0,
         "inflight_prefix_cache_queries_total": 0,
         "inflight_prefix_cache_hits_total": 7,
+        "inflight_steps_collected_first_total": 3,
     }
     assert made["inflight_step_seconds"].observed == [0.5] * 3
 

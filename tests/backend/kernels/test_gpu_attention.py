@@ -12,7 +12,9 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import CASES, FP8, case_of, spec, stored
+from attention_cases import CASES, FP8, case_of, forced_tile, spec, stored
+from fp8_twins import Fp8Reference
+from gpu_rounding import gpu_rounding  # noqa: F401  (a fixture)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import VOID, PagedCase, relative_error
@@ -25,7 +27,7 @@ from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu import gpu_attention, gpu_attention_configs, gpu_attention_kernel
 from inflight.kernels.gpu.gpu_attention import GpuAttention, GpuBatch
-from inflight.kernels.gpu.gpu_attention_configs import Card
+from inflight.kernels.gpu.gpu_attention_configs import Card, Tile
 from inflight.kernels.gpu.launch import interpreted
 
 pytestmark = [
@@ -66,6 +68,27 @@ def test_half_precision_agrees_up_to_rounding(name: str, dtype: torch.dtype) -> 
     out = case.run(GpuAttention(ONE_SM))
     assert out.dtype == dtype
     assert relative_error(out, exact) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("features", "seq_lens", "query_lens"),
+    [
+        ({}, [200, 20, 65, 3], [200, 20, 1, 3]),
+        ({}, [300, 129], [90, 64]),
+        (dict(sliding_window=150, softcap=9.0, has_sinks=True), [400], [150]),
+    ],
+    ids=["prompts", "chunks", "features"],
+)
+def test_late_values_change_no_bit(dtype: torch.dtype, features: dict, seq_lens: list[int], query_lens: list) -> None:
+    """Values that are multiplied one tile later, with one, several or no tile that needs no mask."""
+    case = PagedCase(spec(4, 1, 80, **features), seq_lens, query_lens, 16, dtype)
+    out = []
+    for late in (False, True):
+        with forced_tile(Tile(64, 32, 4, 2, late)):
+            out.append(case.run(GpuAttention(ONE_SM)))
+    assert torch.equal(*out)
+    assert relative_error(out[1], case.with_dtype(torch.float32).run(ReferenceAttention())) < torch.finfo(dtype).eps
 
 
 @st.composite
@@ -292,6 +315,17 @@ class TestFp8:
             # Rounding to three bits costs 2.6%; the interpreter drops the carry of some roundings.
             assert relative_error(kept, actual) < 0.2
         assert relative_error(out, exact.run(ReferenceAttention())) < 2e-6
+
+    @pytest.mark.usefixtures("gpu_rounding")
+    @pytest.mark.parametrize("name", ["decode", "mix", "all features"])
+    def test_the_twin_computes_the_same(self, name: str) -> None:
+        layer, seq_lens, query_lens, block_size = CASES[name]
+        case = PagedCase(replace(layer, kv_cache_dtype=FP8), seq_lens, query_lens, block_size)
+        case.keys = [key * 3 for key in case.keys]
+        out, plain = case.run(GpuAttention()), case_of(name, torch.float32)
+        plain.keys = case.keys
+        assert relative_error(out, case.run(Fp8Reference())) < 2e-6
+        assert relative_error(out, plain.run(ReferenceAttention())) > 0.005
 
     def test_scales_are_per_head_and_no_write_changes_them(self) -> None:
         case = PagedCase(spec(2, 2, 32, kv_cache_dtype=FP8), [60], [1], 16)
