@@ -157,10 +157,24 @@ _recorder: _Recorder | None = None
 def _active(recorder: _Recorder) -> Iterator[None]:
     global _recorder
     _recorder = recorder
+    reads = ("tolist", "numpy")  # operations to nobody but the host
+    for name in reads:
+        setattr(Tensor, name, _outside_of_operations(recorder, getattr(Tensor, name)))
     try:
         yield
     finally:
         _recorder = None
+        for name in reads:
+            delattr(Tensor, name)
+
+
+def _outside_of_operations(recorder: _Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not recorder._in_kernel:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {read.__name__}")
+        return read(tensor, *args, **kwargs)
+
+    return checked
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
