@@ -145,6 +145,14 @@ class TestSplitKeys:
         assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
         assert max(parts(case.prepared(backend))) > 2
 
+    def test_more_rows_and_blocks_than_programs_that_join_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gpu_attention, "_REDUCE_GRID", (2, 1))
+        case = PagedCase(spec(4, 2, 32), [150, 100, 300], [1, 2, 1], 16)
+        backend = GpuAttention(HUGE)
+        assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+        (work,) = case.prepared(backend).work.values()
+        assert work.plan[1] == 3
+
     def test_more_parts_than_are_joined_at_a_time(self) -> None:
         case = PagedCase(spec(1, 1, 16), [40 * 32 + 5, 70], [1, 1], 16)
         backend = GpuAttention(Card((9, 0), 60, 227 * 1024))
