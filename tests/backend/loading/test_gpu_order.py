@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,15 @@ import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fake_cuda import FakeCuda
 from fp8_twins import fp8_twins
-from graph_rig import pretend_kernels
+from graph_rig import fused_by, pretend_kernels
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import kv_scales, loader, memory_plan
-from inflight.loading.acceleration import use_ops
 from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear
 from inflight.loading.largest_step import largest_step
-from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
 from inflight.runner.memory import DeviceMeter
@@ -37,11 +35,6 @@ OTHERS = 10 * MIB
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
     return make_checkpoint("llama", tmp_path_factory.mktemp("order"), vocab_size=4001)
-
-
-def fused_by(ops: FusedOps) -> Callable[..., Any]:
-    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
-    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from checkpoints import make_checkpoint
 from offline import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
@@ -44,10 +45,11 @@ class Copies(TorchDispatchMode):
             if target.is_meta and source.is_cpu and source.dim():
                 assert kwargs.get("non_blocking") or args[2:] == (True,), "pageable, or waited for"
                 self.to_device.append(source.nbytes)
-        elif func is torch.ops.aten._to_copy.default:
-            devices = args[0].device.type, torch.device(kwargs.get("device") or args[0].device).type
-            assert devices not in (("cpu", "meta"), ("meta", "cpu")), "a copy beside the packed one"
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        devices = {leaf.device for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        assert len(devices) < 2, f"{func} copies between host and device beside the packed copy"
+        return result
 
 
 @pytest.fixture
