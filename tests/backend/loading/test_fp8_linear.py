@@ -12,6 +12,7 @@ import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from fake_cuda import FakeCuda
 from fp8_twins import fp8_twins
+from graph_rig import graph_core, pretend_a_card
 from offline import make_core, run, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -280,3 +281,19 @@ def test_every_architecture_passes_the_check_at_load(model_type: str, on_cpu: No
         return  # see above
     loaded = load(config(path))
     assert any(isinstance(module, Fp8Linear) for module in loaded.model.modules())
+
+
+def test_captured_steps_are_the_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode graphs and launch-ahead, on merged layers whose inputs norms and gate quantise."""
+    path = make_checkpoint("llama", tmp_path)
+    pretend_a_card(monkeypatch)
+    params = [SamplingParams(max_tokens=12, temperature=0.7, n=n, seed=n, ignore_eos=True) for n in (1, 2, 1, 1)]
+    outputs, captured = [], []
+    for eager in (False, True):
+        options = dict(max_num_seqs=4, max_model_len=128, async_scheduling=True, enforce_eager=eager)
+        with fp8_twins():
+            core = graph_core(path, quantization="fp8", **options)
+        outputs.append({key: tokens(deltas) for key, deltas in run(core, PROMPTS, params).items()})
+        captured.append(core.runner.graphs.bucket(1) is not None)
+    assert captured == [True, False]
+    assert outputs[0] == outputs[1]
