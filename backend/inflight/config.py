@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
             the time to the first token tells nobody what another tenant asked.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
-            language; "triton" is an older spelling of it.
+            language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
@@ -192,8 +192,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
-        quantization: "int8" stores the weights of linear layers in eight bits with a scale per output, and
-            quantizes their inputs row by row: faster on a CPU, and half the memory of bfloat16. `None`: as loaded.
+        quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
+            or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
+            inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
+            are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
     """
 
@@ -250,7 +252,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "max_num_seqs": "many"}, "max_num_seqs='many': Expected `int`, got `str`"),
         ({"model": "x", "max_num_seqs": "0"}, "max_num_seqs='0': Expected `int` >= 1"),
         ({"model": "x", "dtype": "int4"}, "dtype='int4': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
-        ({"model": "x", "quantization": "int3"}, "quantization='int3': .*must be one of 'int8'$"),
+        ({"model": "x", "quantization": "int3"}, "quantization='int3': .*must be one of 'int8', 'fp8'$"),
         ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),

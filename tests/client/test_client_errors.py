@@ -21,7 +21,7 @@ from inflight_client.errors import (
 MESSAGES = [
     (UnavailableError, "the queue is full: max_queue_size=4 sequences are waiting; try again later"),
     (UnavailableError, "the engine process died (signal 9); it is being restarted"),
-    (UnavailableError, "the engine is being restarted and 8 requests (max_queue_size) wait for it"),
+    (UnavailableError, "the engine is being restarted and 8 sequences wait for it (max_queue_size=8)"),
     (UnavailableError, "the model is being unloaded"),
     (UnavailableError, "Request for unknown model: 'demo' has no available versions"),
     (UnavailableError, "Exceeds maximum queue size"),

@@ -396,22 +396,98 @@ def test_a_crash_fails_open_streams_and_the_next_request_is_served(fake: TritonS
     assert generate(fake)["text_output"] == PROMPT + ECHO
 
 
-def test_metrics(fake: TritonServer) -> None:
-    key = 'vllm:generation_tokens_total{model="fake",version="1"}'
-    wait_for(lambda: scrape(fake)['inflight_requests_running{model="fake",version="1"}'] == 0)
+def series(server: TritonServer, name: str, **labels: str) -> float:
+    """The value of one series of the model `fake` now."""
+    text = "".join(f',{key}="{value}"' for key, value in labels.items())
+    for key, value in scrape(server).items():
+        found, _, rest = key.partition("{")
+        if found == name and set(rest.rstrip("}").split(",")) == set(f'model="fake",version="1"{text}'.split(",")):
+            return value
+    raise AssertionError(f"/metrics has no {name} {labels}")
 
-    def settled() -> bool:  # metrics are published twice a second
-        first = scrape(fake)[key]
-        time.sleep(1.2)
-        return scrape(fake)[key] == first
 
-    wait_for(settled)
-    before = scrape(fake)[key]
-    generate(fake, max_tokens=16)
-    wait_for(lambda: scrape(fake)[key] == before + 16)
-    wait_for(lambda: scrape(fake)['vllm:e2e_request_latency_seconds_count{model="fake",version="1"}'] > 0)
-    found = scrape(fake)
-    assert found['inflight_kv_blocks_free{model="fake",version="1"}'] > 0
+def wait_for_idle(server: TritonServer) -> None:
+    """Until what earlier tests left behind has ended, in the engine as well."""
+    wait_for(lambda: series(server, "inflight_requests_running") == 0)
+    generate(server, max_tokens=1)
+
+
+ANSWER = {
+    ("vllm:generation_tokens_total",): 16,
+    ("vllm:prompt_tokens_total",): len(TOKENIZER.encode(PROMPT)),
+    ("vllm:time_to_first_token_seconds_count",): 1,
+    ("vllm:e2e_request_latency_seconds_count",): 1,
+    ("vllm:request_params_n_count",): 1,
+    ("vllm:time_per_output_token_seconds_count",): 15,
+    ("vllm:inter_token_latency_seconds_count",): 15,
+    ("vllm:inter_token_latency_seconds_bucket", ("le", "+Inf")): 15,
+    ("vllm:inter_token_latency_seconds_bucket", ("le", "80")): 15,
+    ("inflight_request_time_per_output_token_seconds_count",): 1,
+    ("inflight_step_seconds_count",): 16,
+    ("vllm:request_success_total", ("finished_reason", "length")): 1,
+    ("vllm:request_success_total", ("finished_reason", "stop")): 0,
+}
+
+
+def test_a_scrape_right_after_an_answer_includes_it(fake: TritonServer) -> None:
+    def read() -> dict[Any, float]:
+        return {key: series(fake, key[0], **dict(key[1:])) for key in ANSWER}
+
+    wait_for_idle(fake)
+    for _ in range(3):
+        time.sleep(0.2)  # publishing the steps of an answer may take 2% of the time
+        before = read()
+        generate(fake, max_tokens=16)
+        after = read()
+        assert {key: after[key] - before[key] for key in ANSWER} == ANSWER
+        assert series(fake, "vllm:num_requests_running") == 0
+    assert series(fake, "vllm:kv_cache_usage_perc") == 0
+    assert series(fake, "vllm:cache_config_info", block_size="16", num_gpu_blocks="1000") == 1
+
+
+def test_requests_that_end_with_an_error_are_counted_by_the_kind_of_it(fake: TritonServer) -> None:
+    def unsuccessful() -> dict[str, float]:
+        kinds = ("invalid", "refused", "failed", "cancelled", "timeout")
+        return {kind: series(fake, "inflight_requests_unsuccessful_total", reason=kind) for kind in kinds}
+
+    wait_for_idle(fake)
+    before = unsuccessful()
+    bodies = [
+        {"temperature": -1},
+        {"tenant": "refuse=INVALID_ARG"},
+        {"tenant": "refuse=UNAVAILABLE"},
+        {"tenant": "giveup=2"},
+        {"tenant": "delay=0.05", "timeout": 150_000, "max_tokens": 1000},
+    ]
+    for body in bodies:
+        assert post(fake, "generate", {"text_input": PROMPT, **body})[0] == BACKEND_ERROR
+    now = unsuccessful()
+    assert {kind: now[kind] - before[kind] for kind in now} == {
+        "invalid": 2,
+        "refused": 1,
+        "failed": 1,
+        "cancelled": 0,
+        "timeout": 1,
+    }
+    grpc = Grpc(fake)
+    grpc.send(text(), *flags("stream"), **slow())
+    grpc.queues["r"].get(timeout=30)
+    grpc.close(cancel=True)
+    wait_for(lambda: unsuccessful()["cancelled"] == before["cancelled"] + 1)
+
+
+def test_deaths_and_restarts_of_the_engine_are_counted(fake: TritonServer) -> None:
+    def counts() -> tuple[float, ...]:
+        aborted = series(fake, "vllm:request_success_total", finished_reason="error")
+        return *(series(fake, f"inflight_engine_{name}_total") for name in ("deaths", "restarts")), aborted
+
+    wait_for_idle(fake)
+    deaths, restarts, errors = counts()
+    status, _ = post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
+    assert status == BACKEND_ERROR
+    assert (counts()[0], counts()[2]) == (deaths + 1, errors + 1)
+    assert generate(fake)["text_output"] == PROMPT + ECHO
+    assert counts()[1] == restarts + 1
 
 
 # -- loading and unloading (last: they restart the model) ------------------------------------------

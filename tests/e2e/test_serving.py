@@ -298,21 +298,31 @@ def test_a_deadline_ends_its_request_and_no_other(serving):
 
 
 def test_metrics_count_what_was_served(serving):
+    """Right after the last answer, and as often as vLLM would, whatever was cached or computed twice."""
+
     def served() -> dict[str, float]:
         return gauges(serving.metrics_address, "tiny")
 
-    tokens_before = settle(serving)
+    settle(serving)
     before = served()
     with GrpcStream(serving.grpc_address, "tiny") as stream:
-        for index in range(3):
-            long_request(stream, str(index), max_tokens=7)
-        stream.wait("0", "1", "2")
-    wait_for(lambda: generated(serving) - tokens_before == 21)
-    requests_before = before.get("vllm:request_params_n_count", 0.0)
-    wait_for(lambda: served().get("vllm:request_params_n_count", 0.0) - requests_before == 3)
+        for index, n in enumerate((1, 1, 3)):
+            params = {"max_tokens": 7, "ignore_eos": True, "n": n}
+            stream.send(str(index), input_ids=[5] * 40, sampling_parameters=params, exclude_input_in_output=True)
+            stream.wait(str(index))
     now = served()
-    assert now["inflight_requests_running"] == 0
-    assert now["inflight_kv_blocks_used"] == 0
+    added = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    assert added["vllm:generation_tokens_total"] == 5 * 7
+    assert added["vllm:prompt_tokens_total"] == 3 * 40, "once for each request, with what was cached"
+    assert 40 < added["inflight_prompt_tokens_computed_total"] < 3 * 40
+    assert added["vllm:request_params_n_count"] == 3
+    assert added["vllm:request_success_total"] == 5
+    for ours, theirs in (("requests_preempted", "num_preemptions"), ("prefix_cache_hits", "prefix_cache_hits")):
+        assert now[f"inflight_{ours}_total"] == now[f"vllm:{theirs}_total"]
+    assert now["vllm:prefix_cache_hits_total"] > before.get("vllm:prefix_cache_hits_total", 0.0)
+    wait_for(lambda: served()["inflight_requests_running"] == 0)
+    now = served()
+    assert now["inflight_kv_blocks_used"] == now["vllm:kv_cache_usage_perc"] == 0
     assert now["inflight_kv_blocks_free"] > 0
 
 

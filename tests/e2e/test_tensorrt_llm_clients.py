@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from frontend_rig import demo_tokenizer
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
-from wire import post, server_sent_events
+from wire import GrpcStream, Responses, post, server_sent_events
 
 from inflight_tools.launcher import TritonServer
 
@@ -160,6 +161,24 @@ def test_the_generate_endpoint(address: str, server: TritonServer, greedy: str) 
     events = server_sent_events(answer)
     for index in range(2):
         assert "".join(e["text_output"] for e in events if e["sequence_index"] == index) == greedy
+
+
+def test_ids_in_and_ids_out(address: str, greedy: str) -> None:
+    """What the clients of the model `tensorrt_llm` do, under the names of the wire contract."""
+    tokenizer = demo_tokenizer()
+    with GrpcStream(address, "ensemble") as stream:
+        values = {"max_tokens": np.array([[LENGTH]], dtype=np.int32), "stream": np.array([[True]])}
+        values["input_ids"] = np.array(tokenizer.encode(PROMPT), dtype=np.int64)
+        values["return_token_ids"] = np.array([True])
+        inputs = []
+        for name, array in values.items():
+            inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(array)
+        stream.answers["ids"] = Responses()
+        stream.client.async_stream_infer("ensemble", inputs, request_id="ids", enable_empty_final_response=True)
+        stream.wait("ids")
+        assert stream.answers["ids"].error is None
+        assert tokenizer.decode(tokenizer.encode(PROMPT) + stream.answers["ids"].token_ids) == PROMPT + greedy
 
 
 @pytest.mark.parametrize(

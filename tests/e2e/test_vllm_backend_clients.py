@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
 from tritonclient.utils import InferenceServerException
-from wire import post
+from wire import gauges, post
 
 from inflight_tools.launcher import TritonServer
 
@@ -177,6 +177,42 @@ def test_request_cancellation(server: TritonServer) -> None:
     line = r"I\d{4} .*\[inflight\] cancelled request \d+ 'a long poem' after \d+ output tokens: Request was cancelled"
     wait_for(lambda: re.search(line, server.log_text()))
     assert server.log_text().count("'a long poem'") == 1
+
+
+def test_metrics(server: TritonServer) -> None:
+    """Two rounds of three prompts move every counter and histogram of vllm_backend by what was served."""
+
+    def scrape() -> dict[str, float]:
+        return {name: value for name, value in gauges(server.metrics_address, "demo").items() if "vllm:" in name}
+
+    def is_settled() -> bool:
+        first = scrape()
+        time.sleep(1.1)  # longer than from one publication to the next
+        return scrape() == first
+
+    wait_for(is_settled)
+    before = scrape()
+    count = num_input_tokens = num_output_tokens = 0
+    for _ in range(2):
+        flags = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+        results = infer(server, *(request(prompt, False, GREEDY, **flags) for prompt in PROMPTS))
+        count += len(results)
+        num_input_tokens += sum(int(result.as_numpy("num_input_tokens")[0]) for result in results)
+        num_output_tokens += sum(int(result.as_numpy("num_output_tokens")[0]) for result in results)
+    moved = {
+        "vllm:generation_tokens_total": num_output_tokens,
+        "vllm:time_to_first_token_seconds_count": count,
+        "vllm:e2e_request_latency_seconds_count": count,
+        "vllm:request_prompt_tokens_count": count,
+        "vllm:request_prompt_tokens_sum": num_input_tokens,
+        "vllm:request_generation_tokens_count": count,
+        "vllm:request_generation_tokens_sum": num_output_tokens,
+        "vllm:request_params_n_count": count,
+    }
+    wait_for(lambda: all(scrape()[name] - before.get(name, 0.0) == value for name, value in moved.items()))
+    assert scrape()["vllm:time_per_output_token_seconds_count"] > before.get(
+        "vllm:time_per_output_token_seconds_count", 0
+    )
 
 
 def test_what_tritons_openai_frontend_sends(server: TritonServer, expected: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from inflight.attention.selection import select_backend
 from inflight.kernels.gpu import gpu_attention_kernel, gpu_attention_plan, gpu_kv_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card
-from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
+from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -184,8 +184,12 @@ def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))
 
 
-@pytest.mark.parametrize("name", ["decode", "mix", "window", "softcap", "blocks as tiles"])
-def test_flashinfer_agrees_if_it_is_installed(name: str) -> None:
-    pytest.importorskip("flashinfer")
-    case = case_of(name, torch.bfloat16, device="cuda")
-    assert relative_error(case.run(FlashInferAttention()).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)
+@pytest.mark.parametrize("name", ["decode", "prompts", "mix", "window", "softcap", "blocks as tiles"])
+def test_flash3_agrees_if_it_is_installed(name: str) -> None:
+    case, backend = case_of(name, torch.bfloat16, device="cuda"), Flash3Attention()
+    if (reason := backend.unsupported(case.spec, case.dtype, case.block_size)) is not None:
+        pytest.skip(reason)
+    cache = case.filled_cache(backend)
+    cache.key.nan_to_num_()
+    cache.value.nan_to_num_()
+    assert relative_error(case.attend(backend, cache).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)

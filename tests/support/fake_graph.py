@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,15 +104,15 @@ def _memory(tensor: Tensor) -> int:
 class FakeGraph:
     """Implements `runner.graphs.Graph`."""
 
-    def __init__(self, recorder: _Recorder, outputs: tuple[Tensor, ...], others: list[FakeGraph]) -> None:
+    def __init__(self, recorder: _Recorder, outputs: tuple[Tensor, ...], capturer: FakeCapturer) -> None:
         self.outputs = outputs
         self.replays = 0
         self._calls = recorder.calls
-        self._others = others
+        self._capturer = capturer
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for other in self._others:
+        for other in self._capturer.graphs:
             if other is not self:
                 for output in other.outputs:
                     output.fill_(float("nan") if output.is_floating_point() else 2**30)
@@ -127,8 +128,13 @@ class FakeCapturer:
     """Implements `runner.graphs.Capturer`."""
 
     def __init__(self) -> None:
-        self.graphs: list[FakeGraph] = []
+        self._graphs: list[weakref.ref[FakeGraph]] = []
         self.warm_ups = 0
+
+    @property
+    def graphs(self) -> list[FakeGraph]:
+        """Those that somebody keeps, in order of their capture."""
+        return [graph for ref in self._graphs if (graph := ref()) is not None]
 
     def warm_up(self, launch: Launch) -> None:
         self.warm_ups += 1
@@ -136,13 +142,11 @@ class FakeCapturer:
 
     def capture(self, launch: Launch, beside: Any) -> FakeGraph:
         recorder = _Recorder()
-        if beside is None:
-            self.graphs = []
-        assert beside is None or beside in self.graphs
+        assert beside in (self.graphs or [None]), "graphs that are kept share their memory"
         with recorder, _active(recorder):
             outputs = launch()
-        graph = FakeGraph(recorder, outputs, self.graphs)
-        self.graphs.append(graph)
+        graph = FakeGraph(recorder, outputs, self)
+        self._graphs.append(weakref.ref(graph))
         return graph
 
 

@@ -104,24 +104,45 @@ class RecordingClient:
 
 
 class RecordingStats:
-    """A `StatsSink` that records."""
+    """A `StatsSink` that records.
+
+    Attributes:
+        steps: `StepStats` of each.
+        streams: those that finished; `endings` of those that did not.
+        unsettled: what was counted of requests since the last `settle`.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
         self.num_tokens = 0
         self.first_tokens: list[float] = []
+        self.pools: list[tuple[int, int, bool]] = []
         self.deaths = 0
         self.streams: list[Any] = []
+        self.endings: list[str] = []
+        self.unsettled = 0
 
-    def step(self, stats: Any, num_output_tokens: int) -> None:
-        self.steps.append(stats)
-        self.num_tokens += num_output_tokens
+    def step(self, message: Any, received: float, open_ids: Any) -> None:
+        self.steps.append(message.stats)
+        self.num_tokens += sum(len(delta.token_ids) for delta in message.deltas)
+
+    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
+        self.pools.append((block_size, num_blocks, again))
 
     def engine_down(self) -> None:
         self.deaths += 1
 
-    def first_token(self, seconds: float) -> None:
-        self.first_tokens.append(seconds)
+    def first_token(self, stream: Any) -> None:
+        self.first_tokens.append(stream.first_token_time - stream.arrival)
+        self.unsettled += 1
 
     def finished(self, stream: Any) -> None:
         self.streams.append(stream)
+        self.unsettled += 1
+
+    def unsuccessful(self, ending: str, stream: Any = None) -> None:
+        self.endings.append(ending)
+        self.unsettled += 1
+
+    def settle(self) -> None:
+        self.unsettled = 0

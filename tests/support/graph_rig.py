@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from inflight.engine.core import EngineCore
 from inflight.kernels.gpu import gpu_sampler
 from inflight.loading import loader
 from inflight.loading.acceleration import use_ops
+from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner import graphs
 from inflight.runner.device_runner import DeviceRunner
@@ -94,6 +96,11 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor
     return out
 
 
+def fused_by(ops: FusedOps) -> Callable[..., Any]:
+    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
+    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
+
+
 def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines load as on a GPU with unlimited memory, and capture their decode steps."""
     meter = SimpleNamespace(total=2**40, used=lambda: 0, peak_of=lambda run: 0 * len([run()]))
@@ -102,9 +109,7 @@ def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
-    )
+    monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(loader, "select_backend", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
     for module in (sampler, table):

@@ -12,7 +12,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "inflight-alerts.yml").read_text())
 
-_WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "and", "or"}
+_WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "increase", "and", "or"}
 
 
 def expressions() -> list[tuple[str, str]]:

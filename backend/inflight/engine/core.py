@@ -19,6 +19,7 @@ from inflight.engine.messages import (
     TokenColumns,
 )
 from inflight.engine.policies.selection import make_policies
+from inflight.engine.queue_caps import QueueCaps
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -29,7 +30,10 @@ __all__ = ["EngineCore", "ModelInfo", "Runner"]
 
 
 class Runner(Protocol):
-    """Owns the device: turns batches into tokens, in the order in which they are launched."""
+    """Owns the device: turns batches into tokens, in the order in which they are launched.
+
+    It may count, in `num_collected_first`, launches that had to wait for the tokens of the step before.
+    """
 
     @property
     def info(self) -> ModelInfo:
@@ -76,6 +80,7 @@ class EngineCore:
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
         self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap, clock)
+        self.caps = QueueCaps(config)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
@@ -100,25 +105,26 @@ class EngineCore:
             None, or why the request is not taken (INVALID_ARG, or UNAVAILABLE when the queue is
             full); then nothing has changed.
         """
-        failure = refusal(message, self.info, self.pool) or self._queue_is_full(message)
+        failure = refusal(message, self.info, self.pool)
         if failure is not None:
             return failure
         sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
-        leader, *others = [request for request in sequences if request.status is Status.WAITING]
-        free = self.config.max_num_seqs - len(self.scheduler.running)
-        why_not = self.scheduler.waiting.refusal(leader, free)
-        if why_not is not None:
-            return RequestFailed(message.request_id, "UNAVAILABLE", why_not)
-        leader.children = others
+        live = [request for request in sequences if request.status is Status.WAITING]
+        failure = self.caps.refusal(live, self.scheduler.running)
+        if failure is not None:
+            return failure
+        leader, *leader.children = live
         self._live[message.request_id] = sequences
+        self.caps.arrived(live)
         self.scheduler.add(leader)
         if self.trace is not None:
-            self.trace.arrived([leader, *others])
+            self.trace.arrived(live)
         return None
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """End a request, or one of its sequences; unknown and ended ones are ignored."""
         sequences = self._live.get(request_id, [])
+        live = [request for request in sequences if request.status is not Status.FINISHED]
         if index is None:
             # A leader takes along the children that still wait for its prompt.
             for request in sequences:
@@ -126,6 +132,7 @@ class EngineCore:
                     self.scheduler.abort(request)
         elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
             self.scheduler.abort(sequences[index])
+        self.caps.ended([request for request in live if request.status is Status.FINISHED])
         if self.trace is not None:
             self.trace.ended(sequences, self.clock())
         self._forget_if_done(request_id)
@@ -155,6 +162,7 @@ class EngineCore:
     ) -> StepMessage:
         """Tell the policies and the trace what the step took, and the frontend what it brought."""
         ended = [self._live[delta.request_id][delta.index] for delta in news if delta.finish_reason is not None]
+        self.caps.ended(ended)
         end = self.clock()
         start = result.started if step.ahead else step.start
         if not result.failure:
@@ -182,20 +190,11 @@ class EngineCore:
                 failed.append(failure)
         return failed
 
-    def _queue_is_full(self, message: AddRequest) -> RequestFailed | None:
-        limit = self.config.max_queue_size
-        # Sequences that a step could take at once are in nobody's way.
-        free = self.config.max_num_seqs - len(self.scheduler.running)
-        if not limit or self.scheduler.num_waiting - free < limit:
-            return None
-        text = f"the queue is full: max_queue_size={limit} sequences are waiting; try again later"
-        return RequestFailed(message.request_id, "UNAVAILABLE", text)
-
     def _stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
         scheduler, pool = self.scheduler, self.pool
         return StepStats(
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
+            waiting=self.caps.num_live - len(scheduler.running),
             preempted_total=scheduler.num_preempted_total,
             blocks_used=pool.num_used,
             blocks_free=pool.num_available,
@@ -208,6 +207,7 @@ class EngineCore:
             host_blocks_used=self.swap.num_used,
             swapped_out_total=self.swap.num_swapped_out,
             swapped_in_total=self.swap.num_swapped_in,
+            collected_first_total=getattr(self.runner, "num_collected_first", 0),
         )
 
     def _make_trace(self) -> StepTrace | None:
@@ -230,6 +230,10 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert the invariants over all live requests; when idle, that every block came back."""
         self.scheduler.check_integrity()
+        live = [
+            request for of_one in self._live.values() for request in of_one if request.status is not Status.FINISHED
+        ]
+        assert self.caps.num_live == len(live), "a sequence that arrived or ended is not counted"
         if not self.has_work:
             assert not self._live, "a request is remembered that no queue holds"
             assert self.pool.num_used == 0, "an idle engine owns blocks"

@@ -18,6 +18,7 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.logprobs import add_logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.policies.base import NotYet, Policies
+from inflight.engine.pool_without import PoolWithout
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 from inflight.engine.swap import SwapSpace
@@ -196,14 +197,16 @@ class Scheduler:
     def _admit_urgent(self, out: SchedulerOutput) -> None:
         """Admit those next in line that outrank running requests, before these get their tokens.
 
-        Where room is lacking, those outranked are preempted for it.  One token is left to each running.
+        Where room is lacking, those outranked are preempted for it, if that makes enough.  One token is left to
+        each running.
         """
         first = self.waiting.next_requests(1)
-        if not first or self.waiting.outranked_by(first[0], self.running) is None:
+        if not first or next(self.waiting.outranked(first[0], self.running), None) is None:
             return  # the usual case, and quickly found
         for request in self.waiting.next_requests(_LOOK_AHEAD):
             left = self.limits.max_num_batched_tokens - out.num_tokens
-            if left <= 0 or self.waiting.outranked_by(request, self.running) is None:
+            victims = list(self.waiting.outranked(request, self.running))
+            if left <= 0 or not victims:
                 return
             prefix = self.pool.find_prefix(request)
             num_tokens = self._grant(request, prefix, max(1, left - len(self.running)))
@@ -211,11 +214,16 @@ class Scheduler:
                 continue  # nobody is preempted for a request that the budget passes over
             # What is behind it gives way to it also later, when blocks run out: the others must have room.
             ahead = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
-            while not (answer := self._admission(request, prefix, ahead)):
-                victim = self.waiting.outranked_by(request, self.running)
-                if victim is None:
-                    return
-                self._preempt(victim, out)
+            answer = self._admission(request, prefix, ahead)
+            if not answer and not self.policies.admission.admits(
+                request, prefix, ahead, PoolWithout(self.pool, victims)
+            ):
+                return  # not even all of them would make enough
+            while not answer and victims:
+                self._preempt(victims.pop(0), out)
+                answer = self._admission(request, prefix, ahead)
+            if not answer:
+                return
             if not isinstance(answer, NotYet):
                 self._admit(out, request, prefix, num_tokens)
             elif not self._hold(request, answer):

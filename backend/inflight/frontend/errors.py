@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-__all__ = ["ErrorCode", "RequestError", "shown"]
+__all__ = ["ErrorCode", "RequestError", "refusal_of", "shown"]
 
 _SHOWN_CHARS = 100
 
@@ -24,6 +24,11 @@ class RequestError(Exception):
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = message
+
+
+def refusal_of(error: RequestError) -> str:
+    """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
+    return {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused"}.get(error.code, "failed")
 
 
 def shown(value: Any) -> str:

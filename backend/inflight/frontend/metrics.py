@@ -1,112 +1,162 @@
 """Custom metrics on Triton's `/metrics`.  No torch.
 
 A call to a Triton metric is a message to the server process (about 18 microseconds on Triton
-24.10, measured), so none is made per token: `Metrics` gathers in plain Python, and a thread
-publishes twice a second.  Triton's histograms take single values only; therefore
+24.10, measured), so none is made per token: `Metrics` counts in plain Python and publishes sums.
 
-- `vllm:time_per_output_token_seconds` observes the mean of each request once, where vLLM observes
-  every gap between two tokens;
-- the step histograms observe at most `_MAX_STEPS` steps per publication, evenly picked: above 100
-  steps a second their shape is right, but their count is that of the sample.
+- What a request adds to is published before its last response is sent: a scrape right after an answer
+  includes it.
+- What steps add to (gauges, blocks, histograms of tokens and steps) is published with it too, unless that would
+  take more than `_SHARE` of the time; then, and between answers, by a thread.
+
+No metric is ever deleted: its series would vanish from under whoever watches it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
 
-from inflight.engine.messages import StepStats
+from inflight.engine.messages import StepMessage, StepStats
+from inflight.frontend.counting import CountedHistogram, TokenGaps
+from inflight.frontend.metric_specs import COUNTED, COUNTER, GAUGE, METRICS, MetricSpec, buckets_1_2_5
 
 if TYPE_CHECKING:
     from inflight.frontend.open_stream import OpenStream
 
-__all__ = ["METRICS", "MetricSpec", "Metrics", "NoMetrics", "buckets_1_2_5"]
+__all__ = ["CreateMetric", "Metrics", "NoMetrics"]
 
 _PERIOD_SECONDS = 0.5
-_MAX_STEPS = 50
+_SHARE = 0.02  # of the time, at most, goes into publishing what steps add to
 _MAX_KEPT = 10_000  # bounds the memory if publishing fails
 
-COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
+_CACHE_INFO = "vllm:cache_config_info"
+_GAPS = ("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds")
+
+# Makes a Triton metric of a family, with labels of its own, and buckets if it is a histogram.
+CreateMetric = Callable[[MetricSpec, dict[str, str], "list[float] | None"], Any]
+
+# Totals of the engine, which start at 0 with each process, and the counters that add them up.
+_TOTALS = {
+    "inflight_requests_preempted_total": "preempted_total",
+    "inflight_swapped_out_blocks_total": "swapped_out_total",
+    "inflight_swapped_in_blocks_total": "swapped_in_total",
+    "inflight_prefix_cache_queries_total": "prefix_queries_total",
+    "inflight_prefix_cache_hits_total": "prefix_hits_total",
+    "inflight_steps_collected_first_total": "collected_first_total",
+    "vllm:num_preemptions_total": "preempted_total",
+    "vllm:prefix_cache_queries_total": "prefix_queries_total",
+    "vllm:prefix_cache_hits_total": "prefix_hits_total",
+}
 
 
-class MetricSpec(NamedTuple):
-    """A metric family; buckets are upper bounds, None if `max_model_len` determines them."""
-
-    name: str
-    kind: str
-    description: str
-    buckets: tuple[float, ...] | None = None
-
-
-_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_E2E = (1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
-_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_POWERS = tuple(float(2**k) for k in range(13))
-
-# The first eight are vllm_backend's, with its buckets.
-METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("vllm:prompt_tokens_total", COUNTER, "Number of prefill tokens processed."),
-    MetricSpec("vllm:generation_tokens_total", COUNTER, "Number of generation tokens processed."),
-    MetricSpec("vllm:time_to_first_token_seconds", HISTOGRAM, "Time to first token in seconds.", _LATENCY),
-    MetricSpec(
-        "vllm:time_per_output_token_seconds", HISTOGRAM, "Mean time per output token of a request in seconds.", _TPOT
-    ),
-    MetricSpec("vllm:e2e_request_latency_seconds", HISTOGRAM, "End to end request latency in seconds.", _E2E),
-    MetricSpec("vllm:request_prompt_tokens", HISTOGRAM, "Number of prefill tokens of a request."),
-    MetricSpec("vllm:request_generation_tokens", HISTOGRAM, "Number of generation tokens of a request."),
-    MetricSpec("vllm:request_params_n", HISTOGRAM, "The n request parameter.", (1.0, 2.0, 5.0, 10.0, 20.0)),
-    MetricSpec("inflight_requests_running", GAUGE, "Sequences in the running batch."),
-    MetricSpec("inflight_requests_waiting", GAUGE, "Sequences that wait for a slot or for blocks."),
-    MetricSpec(
-        "inflight_requests_preempted_total",
-        COUNTER,
-        "Sequences put back in the queue: blocks ran out, or more urgent ones arrived.",
-    ),
-    MetricSpec("inflight_kv_blocks_used", GAUGE, "KV blocks that sequences hold."),
-    MetricSpec("inflight_kv_blocks_free", GAUGE, "KV blocks that are free or only cached."),
-    MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory that hold swapped sequences."),
-    MetricSpec("inflight_swapped_out_blocks_total", COUNTER, "KV blocks copied to host memory by preemption."),
-    MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
-    MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
-    MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
-    MetricSpec("inflight_step_seconds", HISTOGRAM, "Duration of an engine step in seconds.", _STEP),
-    MetricSpec("inflight_batch_size", HISTOGRAM, "Sequences in an engine step.", _POWERS),
-    MetricSpec("inflight_scheduled_tokens", HISTOGRAM, "Tokens in an engine step.", _POWERS),
-)
+def _gauges(now: StepStats) -> dict[str, float]:
+    return {
+        "vllm:num_requests_running": now.running,
+        "vllm:num_requests_waiting": now.waiting,
+        "vllm:kv_cache_usage_perc": now.blocks_used / max(1, now.blocks_used + now.blocks_free),
+        "inflight_requests_running": now.running,
+        "inflight_requests_waiting": now.waiting,
+        "inflight_kv_blocks_used": now.blocks_used,
+        "inflight_kv_blocks_free": now.blocks_free,
+        "inflight_host_blocks_used": now.host_blocks_used,
+    }
 
 
-def buckets_1_2_5(limit: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
-    steps = (factor * 10**power for power in range(len(str(limit))) for factor in (1, 2, 5))
-    return [float(step) for step in steps if step <= limit]
+class _Published:
+    """The Triton metrics, by name or by (name, value of the family's label); `create` makes them."""
+
+    def __init__(self, create: CreateMetric, max_model_len: int) -> None:
+        self._create = create
+        self._metrics: dict[Any, Any] = {}
+        self._values: dict[Any, float] = {}  # of the gauges
+        self.counted: dict[str, CountedHistogram] = {}
+        lengths = buckets_1_2_5(max_model_len)
+        for spec in METRICS:
+            if spec.kind == COUNTED:
+                self._add_counted(spec)
+            elif spec.label is not None:
+                name, values = spec.label
+                for value in values:
+                    self._metrics[spec.name, value] = create(spec, {name: value}, None)
+            elif spec.name != _CACHE_INFO:
+                plain = spec.kind in (COUNTER, GAUGE)
+                self._metrics[spec.name] = create(spec, {}, None if plain else list(spec.buckets or lengths))
+
+    def _add_counted(self, spec: MetricSpec) -> None:
+        histogram = self.counted[spec.name] = CountedHistogram(spec.buckets or ())
+        parts = {
+            suffix: spec._replace(name=spec.name + suffix, kind=COUNTER) for suffix in ("_bucket", "_sum", "_count")
+        }
+        bounds = [*(format(bound, "g") for bound in histogram.bounds), "+Inf"]
+        self._metrics[spec.name] = (
+            [self._create(parts["_bucket"], {"le": bound}, None) for bound in bounds],
+            self._create(parts["_sum"], {}, None),
+            self._create(parts["_count"], {}, None),
+        )
+
+    def set_cache_config(self, block_size: int, num_blocks: int) -> None:
+        """The size of the KV pool; of an earlier size the metric falls to 0."""
+        labels = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        key = _CACHE_INFO, *labels.values()
+        for other in [other for other in self._values if other[0] == _CACHE_INFO and other != key]:
+            self.set(other, 0)
+        if key not in self._metrics:
+            spec = next(spec for spec in METRICS if spec.name == _CACHE_INFO)
+            self._metrics[key] = self._create(spec, labels, None)
+        self.set(key, 1)
+
+    def set(self, key: Any, value: float) -> None:
+        if self._values.get(key) != value:
+            self._metrics[key].set(value)
+            self._values[key] = value
+
+    def increment(self, key: Any, amount: float) -> None:
+        if amount:
+            self._metrics[key].increment(amount)
+
+    def observe(self, key: Any, value: float) -> None:
+        self._metrics[key].observe(value)
+
+    def add(self, name: str, counts: list[int], total: float) -> None:
+        """What `CountedHistogram.take` returned."""
+        if counts[-1]:
+            buckets, sums, observations = self._metrics[name]
+            for bucket, count in zip(buckets, counts):
+                if count:
+                    bucket.increment(count)
+            if total:
+                sums.increment(total)
+            observations.increment(counts[-1])
 
 
 class Metrics:
-    """Gathers statistics and publishes them twice a second.
+    """Gathers statistics and publishes them.
 
-    `step`, `engine_down`, `first_token` and `finished` may be called by any thread, and only append to lists.
+    All methods may be called by any thread.  Those that count only count; `settle` and `publish` talk to Triton.
 
     Args:
-        create: creates a Triton metric from a spec and its buckets.
+        create: creates a Triton metric.
         max_model_len: upper bound of the token count histograms.
+        clock: seconds.
     """
 
-    def __init__(self, create: Callable[[MetricSpec, list[float] | None], Any], max_model_len: int) -> None:
-        lengths = buckets_1_2_5(max_model_len)
-        self._metrics: dict[str, Any] = {}
-        for spec in METRICS:
-            buckets = None if spec.kind != HISTOGRAM else list(spec.buckets or lengths)
-            self._metrics[spec.name] = create(spec, buckets)
-        self._lock = threading.Lock()  # guards the four below
+    def __init__(self, create: CreateMetric, max_model_len: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._published = _Published(create, max_model_len)
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what was counted and not published
         self._observations: deque[tuple[str, float]] = deque(maxlen=_MAX_KEPT)
-        self._steps: deque[StepStats] = deque(maxlen=_MAX_KEPT)
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._last: StepStats | None = None
-        self._stopping = threading.Event()
+        self._counts: Counter[Any] = Counter()  # of requests
+        self._step_counts: Counter[str] = Counter()
+        self._now: StepStats | None = None
+        self._pool: tuple[int, int] | None = None
+        self._gaps = TokenGaps()
+        self._publishing = threading.Lock()  # values reach Triton in order; guards the one below
+        self._next_steps = float("-inf")  # when steps may be published beside an answer again
+        self._wake = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -114,29 +164,57 @@ class Metrics:
 
     def stop(self) -> None:
         """Publish what is left and end the thread."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
 
-    def step(self, stats: StepStats, num_output_tokens: int) -> None:
-        """One engine step."""
+    # -- counting --------------------------------------------------------------------------
+
+    def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None:
+        """One engine step, which came at `received`, while the requests `open_ids` had listeners."""
+        stats, counted = message.stats, self._published.counted
+        num_tokens = len(message.tokens.token_ids) + sum(len(delta.token_ids) for delta in message.news)
         with self._lock:
-            self._steps.append(stats)
-            self._prompt_tokens += stats.prompt_tokens
-            self._output_tokens += num_output_tokens
+            self._take_stats(stats)
+            self._counts["vllm:generation_tokens_total"] += num_tokens
+            self._step_counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
+            for gap, count in self._gaps.take(message, received, open_ids):
+                for name in _GAPS:
+                    counted[name].add(gap, count)
+            if stats.batch_size:  # an empty step only reports the state
+                counted["inflight_step_seconds"].add(stats.step_seconds)
+                counted["inflight_batch_size"].add(stats.batch_size)
+                counted["inflight_scheduled_tokens"].add(stats.scheduled_tokens)
+
+    def _take_stats(self, stats: StepStats) -> None:
+        before, self._now = self._now, stats
+        for name, field in _TOTALS.items():
+            value, base = getattr(stats, field), getattr(before, field, 0)
+            self._step_counts[name] += value - base if value >= base else value  # a new engine counts from 0
+
+    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
+        """An engine process is ready; `again`: after the first one."""
+        with self._lock:
+            self._pool = block_size, num_blocks
+            self._counts["inflight_engine_restarts_total"] += again
 
     def engine_down(self) -> None:
         """The engine process is gone with all it held; the next one counts from 0."""
         with self._lock:
-            last = self._steps[-1] if self._steps else self._last
-            if last is not None:
+            self._counts["inflight_engine_deaths_total"] += 1
+            self._gaps.clear()
+            if self._now is not None:
                 nothing: dict[str, int] = dict.fromkeys(StepStats.__struct_fields__, 0)
-                nothing["blocks_free"] = last.blocks_used + last.blocks_free
-                self._steps.append(StepStats(**nothing))
+                nothing["blocks_free"] = self._now.blocks_used + self._now.blocks_free
+                self._take_stats(StepStats(**nothing))
 
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token, so many seconds after it arrived."""
-        self._observe(("vllm:time_to_first_token_seconds", seconds))
+    def first_token(self, stream: OpenStream) -> None:
+        """A request got its first token."""
+        assert stream.first_token_time is not None
+        with self._lock:
+            self._counts["vllm:prompt_tokens_total"] += len(stream.request.engine_request.prompt_token_ids)
+            self._observations.append(("vllm:time_to_first_token_seconds", stream.first_token_time - stream.arrival))
 
     def finished(self, stream: OpenStream) -> None:
         """A request ended by itself."""
@@ -151,64 +229,77 @@ class Metrics:
         longest = max(sequence.num_generated_tokens for sequence in stream.sequences)
         if stream.first_token_time is not None and longest > 1:
             gap = (stream.end_time - stream.first_token_time) / (longest - 1)
-            found.append(("vllm:time_per_output_token_seconds", gap))
-        self._observe(*found)
-
-    def _observe(self, *observations: tuple[str, float]) -> None:
+            found.append(("inflight_request_time_per_output_token_seconds", gap))
         with self._lock:
-            self._observations += observations
+            self._observations += found
+            self._count_sequences(stream, None)
+
+    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None:
+        """A request ended with an error, which is one of `ENDINGS`; `stream` is None if it was refused at once."""
+        with self._lock:
+            self._counts["inflight_requests_unsuccessful_total", ending] += 1
+            if stream is not None:
+                self._count_sequences(stream, "abort" if ending in ("cancelled", "timeout") else "error")
+
+    def _count_sequences(self, stream: OpenStream, reason: str | None) -> None:
+        """How they ended; `reason` for those that had not."""
+        for sequence in stream.sequences:
+            ended = sequence.finish_reason if sequence.ended else reason
+            if ended is not None:  # else it had ended before its request came here
+                self._counts["vllm:request_success_total", ended] += 1
+        self._gaps.forget(stream.request_id, len(stream.sequences))
+
+    # -- publishing ------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Publish what was counted of requests, and of steps unless that takes too much time."""
+        with self._publishing:
+            self._publish_requests()
+            start = self._clock()
+            if start >= self._next_steps:
+                self._publish_steps()
+                end = self._clock()
+                self._next_steps = end + (end - start) / _SHARE
+            else:
+                self._wake.set()
+
+    def publish(self) -> None:
+        """Publish all that was counted."""
+        with self._publishing:
+            self._publish_requests()
+            self._publish_steps()
 
     def _loop(self) -> None:
-        while not self._stopping.wait(_PERIOD_SECONDS):
+        while not self._stopping:
+            if self._wake.wait(_PERIOD_SECONDS) and not self._stopping:
+                self._wake.clear()
+                time.sleep(min(_PERIOD_SECONDS, max(0.0, self._next_steps - self._clock())))
             self.publish()
         self.publish()
 
-    def publish(self) -> None:
-        """Send what was gathered since the last publication."""
+    def _publish_requests(self) -> None:
         with self._lock:
-            steps, observations = list(self._steps), list(self._observations)
-            self._steps.clear()
+            observations = list(self._observations)
             self._observations.clear()
-            counted = {
-                "vllm:prompt_tokens_total": self._prompt_tokens,
-                "vllm:generation_tokens_total": self._output_tokens,
-            }
-            self._prompt_tokens = self._output_tokens = 0
+            counts, self._counts = self._counts, Counter()
         for name, value in observations:
-            self._metrics[name].observe(value)
-        if not steps:
-            return
-        now = steps[-1]
-        self._publish_counters(counted, now)
-        for name, value in (
-            ("inflight_requests_running", now.running),
-            ("inflight_requests_waiting", now.waiting),
-            ("inflight_kv_blocks_used", now.blocks_used),
-            ("inflight_kv_blocks_free", now.blocks_free),
-            ("inflight_host_blocks_used", now.host_blocks_used),
-        ):
-            self._metrics[name].set(value)
-        stride = -(-len(steps) // _MAX_STEPS)
-        for stats in steps[::stride]:
-            if stats.batch_size:  # an empty step only reports the state
-                self._metrics["inflight_step_seconds"].observe(stats.step_seconds)
-                self._metrics["inflight_batch_size"].observe(stats.batch_size)
-                self._metrics["inflight_scheduled_tokens"].observe(stats.scheduled_tokens)
+            self._published.observe(name, value)
+        for key, amount in counts.items():
+            self._published.increment(key, amount)
 
-    def _publish_counters(self, counted: dict[str, int], now: StepStats) -> None:
-        last, self._last = self._last, now
-        for name, field in (
-            ("inflight_requests_preempted_total", "preempted_total"),
-            ("inflight_swapped_out_blocks_total", "swapped_out_total"),
-            ("inflight_swapped_in_blocks_total", "swapped_in_total"),
-            ("inflight_prefix_cache_queries_total", "prefix_queries_total"),
-            ("inflight_prefix_cache_hits_total", "prefix_hits_total"),
-        ):
-            value, before = getattr(now, field), getattr(last, field, 0)
-            counted[name] = value - before if value >= before else value  # a new engine counts from 0
-        for name, amount in counted.items():
-            if amount:
-                self._metrics[name].increment(amount)
+    def _publish_steps(self) -> None:
+        with self._lock:
+            now, pool = self._now, self._pool
+            step_counts, self._step_counts = self._step_counts, Counter()
+            taken = [(name, *histogram.take()) for name, histogram in self._published.counted.items()]
+        if pool is not None:
+            self._published.set_cache_config(*pool)
+        for name, value in _gauges(now).items() if now is not None else ():
+            self._published.set(name, value)
+        for key, amount in step_counts.items():
+            self._published.increment(key, amount)
+        for name, counts, total in taken:
+            self._published.add(name, counts, total)
 
 
 class NoMetrics:
@@ -216,7 +307,10 @@ class NoMetrics:
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
-    def step(self, stats: StepStats, num_output_tokens: int) -> None: ...
+    def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
+    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
     def engine_down(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
+    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
+    def settle(self) -> None: ...

@@ -40,7 +40,8 @@ class OpenStream:
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
-        first_token_time, end_time: `time.monotonic()` seconds, None until then.
+        first_token_time: `time.monotonic()` seconds, None until then.
+        end_time: likewise, of its last token; None if it ends with an error.
     """
 
     def __init__(self, request: ParsedRequest, responder: Responder, tokenizer: Tokenizer, interval: int) -> None:

@@ -194,9 +194,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, 0.0),
     "len_penalty": (1.0, 0.0),
     "spaces_between_special_tokens": (True,),
+    "skip_clone": (False, True),
+    "skip_reading_prefix_cache": (False,),
     "return_perf_metrics": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
+}
+_UNSERVED = {
+    "lora_name": "LoRA feature is not enabled.",  # vllm_backend's words
+    **{
+        key: f"{key} is not supported: nothing guides decoding; omit it"
+        for key in ("structured_outputs", "guided_decoding")
+    },
 }
 _IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
@@ -252,8 +261,8 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if key in _NEUTRAL:
             _check_neutral(key, value)
-        elif key == "lora_name":
-            raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
+        elif key in _UNSERVED:
+            raise RequestError("INVALID_ARG", _UNSERVED[key])
         elif name not in SAMPLING_KEYS:
             raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
         else:

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest, RequestFailed, StepMessage, StepStats
+from inflight.engine.messages import AddRequest, EngineReady, RequestFailed, StepMessage
 from inflight.frontend.contract import ParsedRequest
-from inflight.frontend.errors import RequestError
+from inflight.frontend.errors import RequestError, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
 from inflight.frontend.outputs import response_outputs
 from inflight.frontend.sweep import SWEEP_SECONDS, Sweep
@@ -47,12 +47,17 @@ class Engine(Protocol):
 
 
 class StatsSink(Protocol):
-    """Takes what becomes metrics.  Calls are cheap: no communication in them."""
+    """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
 
-    def step(self, stats: StepStats, num_output_tokens: int) -> None: ...
+    def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
+    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
     def engine_down(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
+    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
+
+    def settle(self) -> None:
+        """Publish what was counted of requests: an answer is about to be sent, and whoever gets it may look."""
 
 
 class Streams:
@@ -86,7 +91,8 @@ class Streams:
         self._max_sequences = max_sequences
         self._interval = interval
         self._streams: dict[int, OpenStream] = {}
-        self._events: SimpleQueue[StepMessage | Callable[[], None] | None] = SimpleQueue()
+        # A step comes with the time when it came.
+        self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the two below
         self._open_sequences = 0
         self._last_id = 0
@@ -117,7 +123,7 @@ class Streams:
         try:
             self._engine.submit(request.engine_request)
         except RequestError as error:
-            self._events.put(partial(self._fail, stream.request_id, error))
+            self._events.put(partial(self._fail, stream.request_id, error, refusal_of(error)))
 
     def _reserve(self, count: int) -> int:
         """Room for `count` sequences, and a request id; raises RequestError if there is none."""
@@ -137,7 +143,7 @@ class Streams:
 
     def reject(self, responder: Responder, error: RequestError) -> None:
         """Answer a request that never became a stream with an error."""
-        self._events.put(partial(self._respond_error, responder, error))
+        self._events.put(partial(self._refuse, responder, error))
 
     def respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None:
         """Answer a request that never became a stream with one final response."""
@@ -145,21 +151,26 @@ class Streams:
 
     def on_step(self, message: StepMessage) -> None:
         """A step's deltas; called by the thread that reads the engine's pipe."""
-        self._events.put(message)
+        self._events.put((time.monotonic(), message))
         for failed in message.failed:
-            self.on_request_failed(failed)
+            error = RequestError(failed.code, failed.message)  # type: ignore[arg-type]
+            self._events.put(partial(self._fail, failed.request_id, error, "failed"))
 
     def on_request_failed(self, message: RequestFailed) -> None:
-        """The engine refused a request, or cannot go on with it."""
+        """The engine refused a request."""
         error = RequestError(message.code, message.message)  # type: ignore[arg-type]
-        self._events.put(partial(self._fail, message.request_id, error))
+        self._events.put(partial(self._fail, message.request_id, error, refusal_of(error)))
+
+    def on_engine_ready(self, ready: EngineReady) -> None:
+        """The engine process was started again."""
+        self._events.put(partial(self._stats.engine_ready, ready.block_size, ready.num_blocks, again=True))
 
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
         """The engine process died with these requests in it."""
+        self._events.put(self._stats.engine_down)  # behind the steps that it had sent
         error = RequestError("UNAVAILABLE", reason)
         for request_id in request_ids:
-            self._events.put(partial(self._fail, request_id, error))
-        self._events.put(self._stats.engine_down)  # behind the steps that it had sent
+            self._events.put(partial(self._fail, request_id, error, "failed"))
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""
@@ -171,10 +182,10 @@ class Streams:
 
     # -- sweep thread ----------------------------------------------------------------------
 
-    def _drop(self, stream: OpenStream, make_error: Callable[[], RequestError]) -> None:
+    def _drop(self, stream: OpenStream, ending: str, make_error: Callable[[], RequestError]) -> None:
         stream.dropped = True
         self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
-        self._events.put(lambda: self._cancel(stream, make_error()))
+        self._events.put(lambda: self._cancel(stream, make_error(), ending))
 
     # -- sender thread ---------------------------------------------------------------------
 
@@ -184,8 +195,8 @@ class Streams:
         while (event := self._events.get()) is not None:
             more = True
             while more and event is not None:
-                if isinstance(event, StepMessage):
-                    self._take(event, dirty)
+                if isinstance(event, tuple):
+                    self._take(*event, dirty)
                 else:
                     self._advance_all(dirty)  # deltas that came before the event count before it
                     self._run_event(event)
@@ -203,40 +214,50 @@ class Streams:
         except BaseException as error:  # without this thread all streams would hang; Rust panics are no Exception
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
-    def _take(self, message: StepMessage, dirty: dict[int, OpenStream]) -> None:
-        num_tokens = 0
+    def _take(self, received: float, message: StepMessage, dirty: dict[int, OpenStream]) -> None:
         for delta in message.deltas:
-            num_tokens += len(delta.token_ids)
             stream = self._streams.get(delta.request_id)
             if stream is not None:  # else it ended here before the engine heard of it
                 stream.inbox.append(delta)
                 dirty[delta.request_id] = stream
-        self._stats.step(message.stats, num_tokens)
+        self._stats.step(message, received, self._streams)
 
     def _advance_all(self, dirty: dict[int, OpenStream]) -> None:
+        """Send what there is to send; those that end come last, once the metrics know."""
         for stream in dirty.values():
-            if stream.closed:
-                continue
-            try:
-                self._advance(stream)
-            except BaseException as error:  # a bug, a panic or a lost client must not end the other streams
-                self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
-                self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"))
+            self._guarded(self._advance, stream)
+        ended = [stream for stream in dirty.values() if stream.end_time is not None and not stream.closed]
+        if ended:
+            self._settle()
+        for stream in ended:
+            self._guarded(self._end, stream)
         dirty.clear()
+
+    def _guarded(self, action: Callable[[OpenStream], None], stream: OpenStream) -> None:
+        if stream.closed:
+            return
+        try:
+            action(stream)
+        except BaseException as error:  # a bug, a panic or a lost client must not end the other streams
+            self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
+            self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
 
     def _advance(self, stream: OpenStream) -> None:
         for index in stream.take_inbox():
             self._engine.abort(stream.request_id, index)
         if stream.first_token_time is None and stream.num_output_tokens:
             stream.first_token_time = time.monotonic()
-            self._stats.first_token(stream.first_token_time - stream.arrival)
+            self._stats.first_token(stream)
         if stream.finished:
-            self._send(stream, final=True)
-            self._close(stream)
-            self._engine.release(stream.request_id)
+            stream.end_time = time.monotonic()
             self._stats.finished(stream)
         elif stream.request.stream and stream.has_news:
             self._send(stream, final=False)
+
+    def _end(self, stream: OpenStream) -> None:
+        self._send(stream, final=True)
+        self._close(stream)
+        self._engine.release(stream.request_id)
 
     def _send(self, stream: OpenStream, final: bool) -> None:
         parts = stream.parts(final)
@@ -251,32 +272,37 @@ class Streams:
 
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True
-        stream.end_time = time.monotonic()
         del self._streams[stream.request_id]
         with self._lock:
             self._open_sequences -= len(stream.sequences)
 
-    def _cancel(self, stream: OpenStream, error: RequestError) -> None:
+    def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
         if not stream.closed:
             name = f" {stream.request.name!r}" if stream.request.name else ""
             self._log_info(
                 f"cancelled request {stream.request_id}{name} after {stream.num_output_tokens} output tokens: "
                 f"{error.message}"
             )
-            self._fail(stream.request_id, error)
+            self._fail(stream.request_id, error, ending)
 
-    def _fail(self, request_id: int, error: RequestError) -> None:
-        """End a stream with an error; does nothing if it has ended."""
+    def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
+        """End a stream with an error of the kind `ending`; does nothing if it has ended."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
         self._close(stream)
         self._engine.abort(request_id)
+        if stream.end_time is None:  # else it is counted as finished: only its last response was lost
+            self._stats.unsuccessful(ending, stream)
         self._respond_error(stream.responder, error)
 
     def _fail_all(self, error: RequestError) -> None:
         for request_id in list(self._streams):
-            self._fail(request_id, error)
+            self._fail(request_id, error, "failed")
+
+    def _refuse(self, responder: Responder, error: RequestError) -> None:
+        self._stats.unsuccessful(refusal_of(error))
+        self._respond_error(responder, error)
 
     def _respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None:
         try:
@@ -286,7 +312,14 @@ class Streams:
             error = RequestError("INTERNAL", f"internal error: the answer cannot be sent: {lost}")
             self._respond_error(responder, error)
 
+    def _settle(self) -> None:
+        try:
+            self._stats.settle()
+        except Exception as error:
+            self._log_error(f"cannot publish metrics: {type(error).__name__}: {error}")
+
     def _respond_error(self, responder: Responder, error: RequestError) -> None:
+        self._settle()
         try:
             responder.fail(error.code, error.message)
         except Exception as lost:

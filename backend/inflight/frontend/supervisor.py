@@ -42,6 +42,7 @@ class EngineEvents(Protocol):
 
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
+    def on_engine_ready(self, ready: EngineReady) -> None: ...
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None: ...
 
 
@@ -107,7 +108,8 @@ class Supervisor:
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
-        self._queued: OrderedDict[int, bytes] = OrderedDict()
+        self._queued: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # frame, sequences
+        self._num_queued = 0  # sequences
         self._aborts: deque[bytes] = deque()
         self._in_engine: set[int] = set()
         self._questions = Questions()
@@ -149,8 +151,9 @@ class Supervisor:
         """
         frame = encode(request)
         with self._changed:
-            self._check_open()
-            self._queued[request.request_id] = frame
+            self._check_open(request.params.n)
+            self._queued[request.request_id] = frame, request.params.n
+            self._num_queued += request.params.n
             self._changed.notify_all()
 
     def ask(self, question: Question) -> Future[Any]:
@@ -165,7 +168,7 @@ class Supervisor:
         """
         with self._changed:
             try:
-                self._check_open()
+                self._check_open(1)
             except RequestError as error:
                 refused: Future[Any] = Future()
                 refused.set_exception(error)
@@ -174,22 +177,26 @@ class Supervisor:
             self._changed.notify_all()
         return future
 
-    def _check_open(self) -> None:
-        """Raise RequestError if nothing more may be queued.  Called with the lock held."""
+    def _check_open(self, count: int) -> None:
+        """Raise RequestError if no `count` sequences more may be queued.  Called with the lock held."""
         if self._stopping:
             raise RequestError("UNAVAILABLE", _UNLOADING)
         if self._refusal is not None:
             raise RequestError("UNAVAILABLE", self._refusal)
         limit = self._config.max_queue_size
-        if limit and not self._up and len(self._queued) + self._questions.num_queued >= limit:
+        queued = self._num_queued + self._questions.num_queued
+        if limit and not self._up and queued + count > limit:
             raise RequestError(
-                "UNAVAILABLE", f"the engine is being restarted and {limit} requests (max_queue_size) wait for it"
+                "UNAVAILABLE",
+                f"the engine is being restarted and {queued} sequences wait for it (max_queue_size={limit})",
             )
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
         with self._changed:
-            if self._queued.pop(request_id, None) is not None or request_id not in self._in_engine:
+            if request_id in self._queued and index is None:
+                self._num_queued -= self._queued.pop(request_id)[1]
+            if request_id not in self._in_engine:
                 return
             if index is None:
                 self._in_engine.discard(request_id)
@@ -242,6 +249,8 @@ class Supervisor:
                 deaths, failed_starts = deaths + 1, failed_starts + 1
                 self._note_failed_start(error, failed_starts)
             else:
+                if self._first is not None and self._events is not None:
+                    self._events.on_engine_ready(ready)
                 self._report_first(ready)
                 failed_starts, born = 0, time.monotonic()
                 self._read(engine_process)
@@ -316,9 +325,11 @@ class Supervisor:
             self._refusal = refusal
             waiting = list(self._queued)
             self._queued.clear()
+            self._num_queued = 0
         self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
         assert self._events is not None
-        self._events.on_engine_down(waiting, refusal)
+        for request_id in waiting:
+            self._events.on_request_failed(RequestFailed(request_id, "UNAVAILABLE", refusal))
 
     def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
         with self._changed:
@@ -359,6 +370,7 @@ class Supervisor:
             return self._aborts.popleft()
         frame = self._questions.take_frame()
         if frame is None and self._queued:
-            request_id, frame = self._queued.popitem(last=False)
+            request_id, (frame, n) = self._queued.popitem(last=False)
+            self._num_queued -= n
             self._in_engine.add(request_id)
         return frame

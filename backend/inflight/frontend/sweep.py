@@ -22,14 +22,14 @@ class Sweep:
 
     Args:
         streams: the open streams now.
-        drop: gives one up, with what makes its error in the sender thread.
+        drop: gives one up; how it ends, as the metrics call it, and what makes its error in the sender thread.
         seconds: from one sweep to the next.
     """
 
     def __init__(
         self,
         streams: Callable[[], list[OpenStream]],
-        drop: Callable[[OpenStream, Callable[[], RequestError]], None],
+        drop: Callable[[OpenStream, str, Callable[[], RequestError]], None],
         seconds: float,
     ) -> None:
         self._streams = streams
@@ -67,9 +67,9 @@ class Sweep:
         if stream.dropped:
             return
         if stream.deadline is not None and stream.deadline <= time.monotonic():
-            self._drop(stream, stream.late_error)
+            self._drop(stream, "timeout", stream.late_error)
         elif _is_cancelled(stream):
-            self._drop(stream, _cancelled)
+            self._drop(stream, "cancelled", _cancelled)
 
     def _pause(self, seconds: float) -> float:
         """Seconds until the next sweep: fewer if a deadline comes sooner."""

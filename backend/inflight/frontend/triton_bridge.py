@@ -12,7 +12,8 @@ import triton_python_backend_utils as pb_utils
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.errors import ErrorCode
-from inflight.frontend.metrics import Metrics, MetricSpec, NoMetrics
+from inflight.frontend.metric_specs import MetricSpec
+from inflight.frontend.metrics import Metrics, NoMetrics
 
 __all__ = [
     "OutputLayout",
@@ -220,11 +221,16 @@ def wants_metrics(model_config: dict[str, Any], config: EngineConfig) -> bool:
 def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:
     """Register the metric families; `NoMetrics` if the server runs with `--allow-metrics=false`."""
 
-    def create(spec: MetricSpec, buckets: list[float] | None) -> Any:
-        kind = getattr(pb_utils.MetricFamily, spec.kind)
-        family = pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind)
-        metric = family.Metric(labels=labels) if buckets is None else family.Metric(labels=labels, buckets=buckets)
-        return _Metric(family, metric)
+    families: dict[str, Any] = {}
+
+    def create(spec: MetricSpec, more: dict[str, str], buckets: list[float] | None) -> Any:
+        family = families.get(spec.name)
+        if family is None:
+            kind = getattr(pb_utils.MetricFamily, spec.kind)
+            family = pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind)
+            families[spec.name] = family
+        options: dict[str, Any] = {} if buckets is None else {"buckets": buckets}
+        return _Metric(family, family.Metric(labels={**labels, **more}, **options))
 
     try:
         return Metrics(create, max_model_len)

@@ -115,7 +115,8 @@ def _check_order(found: Decoder, layers: list[nn.Module]) -> None:
         raise NotRecognised(f"{name} does not call its layers once each, in order")
     if not all(isinstance(given, tuple) and all(map(torch.equal, given, angles)) for _, given in seen):
         raise NotRecognised(f"{name} gives its layers other angles than its rotary embedding's")
-    if not same(out, found.final_norm(x.roll(len(layers), -1), ReferenceOps())):
+    norm = found.final_norm.as_forward(ReferenceOps())
+    if not same(out, norm(x.roll(len(layers), -1))):
         raise NotRecognised(f"{name} computes something else than an embedding, layers and a norm")
 
 

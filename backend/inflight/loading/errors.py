@@ -5,11 +5,15 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-__all__ = ["LoadError", "in_models_code", "in_one_line"]
+__all__ = ["LoadError", "NotRecognised", "in_models_code", "in_one_line"]
 
 
 class LoadError(RuntimeError):
     """The checkpoint cannot be served on this machine; the message says what to change."""
+
+
+class NotRecognised(ValueError):
+    """A module is not what it was taken for; the message says how it differs."""
 
 
 def in_one_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ norms, rotary embedding and gates.  Here a layer of the llama family takes ten:
     add + norm | merged query, key, value | norms of heads, rotary, KV write | attend, reduce | output
     add + norm | merged gate, up | silu and mul | down
 
+What computes the input of layers in fp8 also quantizes it; before the output projection that is one launch more.
 The last sum of a layer joins the first norm of the next.  cos and sin come from a table by position.  Where not all
 layers are recognised (`recognition.py`), those that are take one launch more, and other modules are unchanged.
 Merged weights take no extra memory: the modules' parameters become views of them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,13 +65,14 @@ class FusedDecoder:
         decoder, ops = self.decoder, self.ops
         x = decoder.embed(input_ids[0])
         angles = self._angles(x, position_ids)
-        layers = decoder.layers
-        next_norms = [layer.input_norm for layer in layers[1:]] + [decoder.final_norm]
-        normed = layers[0].input_norm(x, ops)
-        for layer, next_norm in zip(layers, next_norms):
-            out = layer(normed, x, angles, ops)
-            normed = next_norm.of_sum(out, x, layer.residual_factor, ops)
-        return BaseModelOutputWithPast(last_hidden_state=normed[None])  # type: ignore[arg-type]
+        layers, last = decoder.layers, decoder.layers[-1]
+        normed = layers[0].input_norm(x, ops, layers[0].attention.qkv.takes_quantized)
+        for layer, following in pairwise(layers):
+            out, quantized = layer(normed, x, angles, ops), following.attention.qkv.takes_quantized
+            normed = following.input_norm.of_sum(out, x, layer.residual_factor, ops, quantized)
+        norm, out = decoder.final_norm, last(normed, x, angles, ops)
+        hidden = ops.add_rms_norm(out, x, norm.weight, norm.eps, last.residual_factor)
+        return BaseModelOutputWithPast(last_hidden_state=hidden[None])  # type: ignore[arg-type]
 
     def _angles(self, x: Tensor, position_ids: Tensor) -> Angles:
         if self.table is None:
@@ -90,8 +93,12 @@ def _angle_table(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor] 
         rotary(module)
     except NotRecognised:
         return None
+    # No request ever computes the token at the last position.  Where it is the first one beyond the limit of short
+    # sequences, a call with it changes the angles of all positions: so it is called alone, and first.
     positions = torch.arange(num_positions, device=weight.device)[None]
-    parts = [module(weight[:1], part) for part in positions.split(_TABLE_CHUNK, dim=1)]
+    last, others = positions[:, -1:], positions[:, :-1]
+    alone = module(weight[:1], last)
+    parts = [module(weight[:1], part) for part in others.split(_TABLE_CHUNK, dim=1) if part.numel()] + [alone]
     if not all(torch.equal(*table.chunk(2, dim=-1)) for part in parts for table in part):
         return None
     cos, sin = (torch.cat([table[0].chunk(2, dim=-1)[0] for table in tables]) for tables in zip(*parts))

@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 # Tokens of the calibration, at positions 0, 1, ...: enough for the outliers that keys have in fixed channels.
 _LENGTH = 512
-# Room between the largest number that the calibration sees and the largest in e4m3.  Real text exceeds random tokens
-# by less; and since e4m3 is a floating-point format, room costs no precision: numbers down to 1/7000 of the largest
-# seen keep all three bits of mantissa.
+# Room between the largest number that the calibration sees and the largest in e4m3, for text that goes beyond random
+# tokens.  It costs no precision, since e4m3 is a floating-point format: numbers down to 1/7000 of the largest seen keep
+# all three bits of mantissa.  On the demo model, factors from 1 to 256 have the same KL divergence to three digits.
 _MARGIN = 4.0
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-6  # largest number assumed of a head that is all zero
@@ -65,7 +65,7 @@ def kv_scales(
         return None
     bos_token_id = getattr(text_config, "bos_token_id", None)
     scales = calibrated(model, layers, text_config.vocab_size, max_model_len, bos_token_id)
-    if config.load_format == "dummy":
+    if config.load_format == "dummy" or not _is_fp8(text_config):
         return scales
     files = TensorFiles(config.model, config.revision)
     tensors = files.read(name for name in files.dtypes if name.endswith(_KEY_NAMES + _VALUE_NAMES))
@@ -77,6 +77,13 @@ def kv_scales(
     count = sum(one is not other for pair, others in zip(found, scales) for one, other in zip(pair, others))
     _log.info("fp8 KV: %d of %d scales are the checkpoint's, the others are calibrated", count, 2 * len(scales))
     return found
+
+
+def _is_fp8(text_config: Any) -> bool:
+    """Whether the checkpoint's scales, if it has any, are for e4m3."""
+    values = getattr(text_config, "quantization_config", None)
+    scheme = values.get("kv_cache_scheme") if isinstance(values, dict) else None
+    return not isinstance(scheme, dict) or (scheme.get("type", "int"), scheme.get("num_bits", 8)) == ("float", 8)
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ from inflight.loading.check_cases import Case, blocks_of, cases, position_limits
 from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checks import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.errors import LoadError, in_models_code
+from inflight.loading.fp8_linear import check_device
 from inflight.loading.in_float32 import can_run_in_float32
 from inflight.loading.keeps_logits import KeepsLogits
 from inflight.loading.kv_scales import kv_scales
@@ -202,6 +203,7 @@ def load(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
+    check_device(config, device, dtype)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0

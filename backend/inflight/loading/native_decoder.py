@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.linear import PackedWeight, unsupported_weight
 from inflight.loading.decoder_recognition import Decoder, decoder_of
 from inflight.loading.packed_linear import drop_weights, shared_weights
-from inflight.loading.recognition import DecoderLayer, NotRecognised, RmsNorm, Rotary, rotary
+from inflight.loading.recognition import DecoderLayer, NotRecognised, RmsNorm, Rotary, linears_of, rotary
 from inflight.ops.base import HeadNorms
 
 __all__ = ["NativeDecoder", "native_decoder"]
@@ -89,7 +90,8 @@ def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
     if len({layer.residual_factor for layer in decoder.layers}) > 1:
         raise NotRecognised("its layers differ in their residual multiplier")
     dtype = decoder.embedding.weight.dtype
-    for linear in _linears(decoder):
+    linears: list[Any] = [linear for layer in decoder.layers for linear in linears_of(layer)]
+    for linear in [*linears, decoder.head]:
         if type(linear) is not nn.Linear:
             raise NotRecognised(f"{type(linear).__name__} is not a plain linear layer")
         if linear.weight.dtype != dtype:
@@ -99,13 +101,6 @@ def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
     widths = {decoder.embedding.embedding_dim, decoder.head.in_features, len(decoder.final_norm.weight)}
     if len(widths | {layer.attention.qkv.in_features for layer in decoder.layers}) > 1:
         raise NotRecognised("its embedding and layers differ in size")
-
-
-def _linears(decoder: Decoder) -> list[nn.Linear]:
-    linears = []
-    for layer in decoder.layers:
-        linears += [*layer.attention.qkv.linears, layer.attention.output, *layer.mlp.gate_up.linears, layer.mlp.down]
-    return [*linears, decoder.head]
 
 
 def _pack(model: nn.Module, decoder: Decoder, angles: Rotary, int8: bool) -> tuple[NativeDecoder, Callable[[], None]]:

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from inflight.config import EngineConfig
 from inflight.loading.errors import LoadError
+from inflight.loading.fp8_checkpoint import METHODS, load_fp8
 from inflight.loading.weights import dummy_weights, pretrained
 
 __all__ = ["LOADERS", "Loader", "loader_of"]
@@ -33,7 +34,7 @@ def _mxfp4(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: tor
     return pretrained(config, hf_config, dtype, device, quantization_config=Mxfp4Config(dequantize=True))
 
 
-LOADERS: dict[str, Loader] = {"mxfp4": _mxfp4}
+LOADERS: dict[str, Loader] = {"mxfp4": _mxfp4, **dict.fromkeys(METHODS, load_fp8)}
 
 
 def loader_of(config: EngineConfig, hf_config: Any) -> Loader:

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
-from inflight.ops.base import Angles, FusedOps, HeadNorms, projection_sizes
+from inflight.loading.errors import NotRecognised
+from inflight.loading.fp8_linear import Fp8Linear
+from inflight.loading.projection import Linear, Projection, is_linear, result_like
+from inflight.ops.base import Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
 from inflight.ops.reference import ReferenceOps
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "children_of",
     "decoder_layer",
     "gated_mlp",
+    "linears_of",
     "rms_norm",
     "rotary",
     "same",
@@ -40,12 +44,11 @@ __all__ = [
 
 Forward = Callable[..., Any]
 
+# Between two ways to an input of a layer in fp8: what differs in the last bit of the dtype may round to the next of
+# eight numbers.
+_FP8_TOLERANCE = 0.05
 _VOID = torch.empty(0)
 _NO_METADATA = AttentionMetadata(_VOID, _VOID, _VOID, _VOID, [], [], 0, 0, 0)
-
-
-class NotRecognised(ValueError):
-    """The module is something else; the message says how it differs."""
 
 
 @dataclass(frozen=True)
@@ -55,56 +58,25 @@ class RmsNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Tensor, ops: FusedOps, quantized: bool = False) -> Tensor | QuantizedRows:
         """x [T, H]."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        compute = ops.rms_norm_quantized if quantized else ops.rms_norm
+        return compute(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps) -> Tensor:
+    def of_sum(
+        self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps, quantized: bool
+    ) -> Tensor | QuantizedRows:
         """The norm of residual [T, H] += factor * x [T, H]."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
+        compute = ops.add_rms_norm_quantized if quantized else ops.add_rms_norm
+        return compute(x, residual, self.weight, self.eps, factor)
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
 
         def forward(x: Tensor) -> Tensor:
-            return self(x.reshape(-1, x.shape[-1]), ops).view(x.shape)
+            return ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
         return forward
-
-
-@dataclass
-class Projection:
-    """Linear layers with a common input; their outputs are concatenated.
-
-    Attributes:
-        weight, bias: those of all layers, once they are merged.
-    """
-
-    linears: tuple[nn.Linear, ...]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.cat([linear(x) for linear in self.linears], dim=-1)
-
-    @property
-    def in_features(self) -> int:
-        return self.linears[0].in_features
-
-    def merge(self) -> None:
-        """Compute all layers in one product; their parameters become views of the merged ones.
-
-        Raises:
-            NotRecognised: some layers only have a bias, or dtypes differ.
-        """
-        first = self.linears[0]
-        kinds = {(linear.weight.dtype, linear.bias is None) for linear in self.linears}
-        if len(kinds) > 1:
-            raise NotRecognised("the layers of one projection differ in dtype, or in whether they have a bias")
-        self.weight = _merged([linear.weight for linear in self.linears])
-        self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])
 
 
 @dataclass(frozen=True)
@@ -112,11 +84,14 @@ class GatedMlp:
     """down(silu(gate(x)) * up(x))"""
 
     gate_up: Projection
-    down: nn.Linear
+    down: Linear
 
-    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, ops: FusedOps) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down(ops.silu_and_mul(self.gate_up(x)))
+        gate_up = self.gate_up(x)
+        if isinstance(self.down, Fp8Linear):
+            return self.down(ops.silu_and_mul_quantized(gate_up))
+        return self.down(ops.silu_and_mul(gate_up))
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
@@ -139,11 +114,11 @@ class Attention:
 
     layer: LayerAttention
     qkv: Projection
-    output: nn.Linear
+    output: Linear
     norms: HeadNorms | None
     rotary: bool
 
-    def __call__(self, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, angles: Angles, ops: FusedOps) -> Tensor:
         """x [T, H] -> [T, H]; in a forward context."""
         layer, batch = self.layer, current_batch()
         query = ops.rotate_and_write(self.qkv(x), layer, batch, self.norms, angles if self.rotary else None)
@@ -168,25 +143,27 @@ class DecoderLayer:
     mlp: GatedMlp
     residual_factor: float
 
-    def __call__(self, normed: Tensor, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+    def __call__(self, normed: Tensor | QuantizedRows, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
         """All but the input norm and the last sum, which is computed together with the norm that follows it.
 
         Args:
-            normed: [T, H], the input norm of x.
+            normed: [T, H], the input norm of x; quantized if that is what `attention.qkv` takes.
             x: [T, H]; attention is added in place.
 
         Returns:
             The MLP's output [T, H], to be added to x.
         """
         out = self.attention(normed, angles, ops)
-        return self.mlp(self.post_norm.of_sum(out, x, self.residual_factor, ops), ops)
+        quantized = self.mlp.gate_up.takes_quantized
+        return self.mlp(self.post_norm.of_sum(out, x, self.residual_factor, ops, quantized), ops)
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`; updates its input in place."""
 
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
             x = hidden_states[0]
-            out = self(self.input_norm(x, ops), x, _angles(position_embeddings), ops)
+            normed = self.input_norm(x, ops, self.attention.qkv.takes_quantized)
+            out = self(normed, x, _angles(position_embeddings), ops)
             return x.add_(out if self.residual_factor == 1.0 else out * self.residual_factor)[None]
 
         return forward
@@ -293,7 +270,8 @@ def check(module: nn.Module, part: RmsNorm | GatedMlp | Attention | DecoderLayer
         expected, results = _run(module, part), _run(forward, part)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # other arguments, or other shapes
         raise NotRecognised(f"{_name(module)} cannot be called as {_name(part)}: {error}") from error
-    if not all(map(same, results, expected)):
+    in_fp8 = any(isinstance(linear, Fp8Linear) for linear in linears_of(part))
+    if not all(same(*pair, _FP8_TOLERANCE if in_fp8 else 0.0) for pair in zip(results, expected)):
         raise NotRecognised(f"{_name(module)} computes something else than {_name(part)}")
 
 
@@ -302,9 +280,9 @@ def _run(function: Forward, part: RmsNorm | GatedMlp | Attention | DecoderLayer)
     if isinstance(part, RmsNorm):
         return [function(_random(3, len(part.weight), like=part.weight))]
     if isinstance(part, GatedMlp):
-        return [function(_random(3, part.gate_up.in_features, like=part.down.weight))]
+        return [function(_random(3, part.gate_up.in_features, like=result_like(part.down)))]
     attending = part.attention if isinstance(part, DecoderLayer) else part
-    layer, like = attending.layer, attending.output.weight
+    layer, like = attending.layer, result_like(attending.output)
     recorder, backend = _Recorder(), layer.backend
     cos, sin = _random(2, 1, 5, layer.spec.key_head_size, like=like)
     hidden = _random(1, 5, attending.qkv.in_features, like=like)
@@ -356,8 +334,8 @@ def _expect_children(module: nn.Module, children: dict[str, Any], *names: str) -
         raise NotRecognised(f"{_name(module)} has parameters besides those of its children")
 
 
-def _linear(module: Any) -> nn.Linear:
-    if type(module) is not nn.Linear:
+def _linear(module: Any) -> Linear:
+    if not is_linear(module):
         raise NotRecognised(f"{_name(module)} is not a plain linear layer")
     return module
 
@@ -381,20 +359,19 @@ def _angles(position_embeddings: tuple[Tensor, Tensor]) -> Angles:
     return Angles(cos[0], sin[0], cos.shape[-1])
 
 
-def _merged(parts: list[Tensor]) -> Tensor:
-    """The parts, concatenated; they become views of the result."""
-    if len(parts) == 1:
-        return parts[0].data
-    whole = torch.cat([part.data for part in parts])
-    for part, view in zip(parts, whole.split([len(part) for part in parts])):
-        part.data = view
-    return whole
-
-
-def same(result: Tensor, expected: Tensor) -> bool:
-    """Equal up to a few roundings of the dtype."""
-    tolerance = 4 * torch.finfo(expected.dtype).eps
+def same(result: Tensor, expected: Tensor, tolerance: float = 0.0) -> bool:
+    """Equal up to a few roundings of the dtype, or to a relative error of `tolerance`."""
+    tolerance = max(tolerance, 4 * torch.finfo(expected.dtype).eps)
     return result.shape == expected.shape and bool((result - expected).norm() <= tolerance * expected.norm())
+
+
+def linears_of(part: RmsNorm | GatedMlp | Attention | DecoderLayer) -> list[Linear]:
+    """The linear layers of a part."""
+    if isinstance(part, GatedMlp):
+        return [*part.gate_up.linears, part.down]
+    if isinstance(part, Attention):
+        return [*part.qkv.linears, part.output]
+    return [*linears_of(part.attention), *linears_of(part.mlp)] if isinstance(part, DecoderLayer) else []
 
 
 def _random(*shape: int, like: Tensor) -> Tensor:

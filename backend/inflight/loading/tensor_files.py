@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
+
+from inflight.hub import snapshot
 
 __all__ = ["TensorFiles"]
 
@@ -21,12 +22,10 @@ class TensorFiles:
     """
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        folder = Path(model)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        folder = snapshot(model, revision)
         self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
-        for file in _files_of(folder):
+        for file in [] if folder is None else _files_of(folder):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     self.dtypes[name] = tensors.get_slice(name).get_dtype()

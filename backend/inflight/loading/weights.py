@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import EngineConfig
 from inflight.hub import snapshot
+from inflight.loading import fp8_linear
 from inflight.loading.errors import LoadError, in_models_code, in_one_line
 from inflight.runner.memory import available_memory, format_bytes
 
@@ -54,12 +55,24 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
         need = sum(parameter.nbytes for parameter in model.parameters())
     else:
         need = sum(_num_weights(stored) for stored in _stored(config).values()) * dtype.itemsize
+        need -= _saved_by_fp8(config, hf_config, dtype, device)
     free = available_memory(device)
     if need > free:
         raise LoadError(
             f"the weights of {config.model!r} take {format_bytes(need)} as {str(dtype).removeprefix('torch.')}, "
             f"{format_bytes(need - free)} more than the {format_bytes(free)} free on {device}"
         )
+
+
+def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that weights take less in fp8 than in `dtype`: those stored so, or quantised on the way to `device`."""
+    if fp8_linear.unsupported(device, dtype) is not None:
+        return 0
+    sizes = [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]
+    if config.quantization == "fp8" and not sizes:
+        linears = fp8_linear.decoder_linears(_from_config(config, hf_config, dtype, torch.device("meta")), hf_config)
+        sizes = [linear.weight.numel() for linear in linears.values() if fp8_linear.fits(linear)]
+    return sum(sizes) * (dtype.itemsize - 1)
 
 
 def _num_weights(stored: _Stored) -> int:
@@ -150,7 +163,7 @@ def pretrained(
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not read_elsewhere.search(name)}
     plain = read_elsewhere is None and "quantization_config" not in options
     _check_report(config, hf_config, report, plain)
-    return model.to(device).eval().requires_grad_(False)
+    return fp8_linear.placed(config, hf_config, model, device).eval().requires_grad_(False)
 
 
 def _code(dtype: torch.dtype) -> str:
@@ -220,7 +233,8 @@ def dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        return _from_config(config, hf_config, dtype, device).eval().requires_grad_(False)
+        model = _from_config(config, hf_config, dtype, device)
+        return fp8_linear.placed(config, hf_config, model, device).eval().requires_grad_(False)
 
 
 def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

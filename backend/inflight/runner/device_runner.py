@@ -100,7 +100,7 @@ class _Ticket:
     Attributes:
         launched: seconds, when its launch began.
         admissions: int64 [N]; how many requests the slot of each logit had had.
-        started, forward_end, ended: when the device came there.
+        started, forward_end, ended: when the device came there; the forward pass has no end of its own in a graph.
         sampled, prompt_logprobs: what the device makes, once its work was launched.
         result: once the step was read.
     """
@@ -114,6 +114,7 @@ class _Ticket:
     forward_end: DeviceEvent
     ended: DeviceEvent
     failure: str = ""
+    has_forward_end: bool = False
     sampled: SamplerOutput | None = None
     prompt_logprobs: PendingPromptLogprobs = field(default_factory=lambda: PendingPromptLogprobs({}, []))
     result: StepOutput | None = None
@@ -179,9 +180,6 @@ class DeviceRunner:
         if host_cache is not None:
             self.queue.submit(lambda: host_cache.swap(out))
         self._take_in(out)
-        rotary = self.rotary
-        if rotary is not None:
-            self.queue.submit(lambda: rotary.step(out))
         rows = StepRows.of(out)
         if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
             self.num_collected_first += 1
@@ -310,12 +308,17 @@ class DeviceRunner:
         buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
         ticket.started.record()
         step.upload.copy()
+        if self.rotary is not None:
+            self.rotary.step(ticket.out)
         logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
-        ticket.forward_end.record()
+        if sampled is None:
+            ticket.forward_end.record()
+            ticket.has_forward_end = True
         if num_logits:
             ticket.sampled = sampled or self.finish_step(step, logits)
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
-        ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids)
+        if step.asked.tops:  # the entries outlive the upload, which the next step overwrites
+            ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
         ticket.ended.record()
 
     def _new_buffers(self, num_bytes: int, max_num_tokens: int) -> _Buffers:
@@ -343,7 +346,7 @@ class DeviceRunner:
         started, ended = self._wait(ticket)
         step = StepOutput(failure=ticket.failure) if ticket.failure else self._output(ticket)
         step.started, step.ended = started, ended
-        if not ticket.failure:
+        if not ticket.failure and ticket.has_forward_end:
             step.forward_end = started + ticket.started.elapsed_time(ticket.forward_end) / 1e3
         ticket.result = step
         ticket.buffers.owner = None

@@ -269,8 +269,8 @@ def decode_graphs(
     config: EngineConfig, backend: AttentionBackend, device: torch.device, padding: Callable[[int], Padding]
 ) -> DecodeGraphs:
     """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`."""
-    capturer = capturer_of(device)
-    if capturer is None or config.enforce_eager:
+    capturer = None if config.enforce_eager else capturer_of(device)
+    if capturer is None:
         return DecodeGraphs((), padding, None)
     if not backend.capturable:
         _log.warning(

@@ -12,6 +12,7 @@ The same sizes give the same addresses, step after step.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class StepUpload:
 
     def put(self, array: np.ndarray) -> Tensor:
         """The array's place on the device, of its shape; it has the array's contents once `copy` has run."""
+        if not array.size:
+            return torch.empty(array.shape, dtype=_DTYPES[array.dtype], device=self._device.device)
         room, tensor = self.reserve(array.shape, array.dtype)
         room[...] = array
         return tensor
@@ -61,7 +64,7 @@ class StepUpload:
     def reserve(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Tensor]:
         """Room for an array, for the caller to fill before `copy`, and its place on the device."""
         dtype = np.dtype(dtype)
-        size = dtype.itemsize * int(np.prod(shape))
+        size = dtype.itemsize * math.prod(shape)
         start, end = self._used, self._used + size
         if end > len(self._bytes):
             return self._apart(shape, dtype)

@@ -1,41 +1,72 @@
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
-from inflight.engine.messages import StepStats
-from inflight.frontend.metrics import METRICS, Metrics, MetricSpec, buckets_1_2_5
+import pytest
+
+from inflight.engine.messages import SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.frontend import metrics as module
+from inflight.frontend.counting import CountedHistogram, TokenGaps
+from inflight.frontend.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5
+from inflight.frontend.metrics import Metrics
 
 
 class Recorder:
-    def __init__(self, spec: MetricSpec, buckets: list[float] | None) -> None:
-        self.spec = spec
-        self.buckets = buckets
+    def __init__(self, spec: MetricSpec, labels: dict[str, str], buckets: list[float] | None) -> None:
+        self.spec, self.labels, self.buckets = spec, labels, buckets
         self.value = 0.0
         self.observed: list[float] = []
+        self.calls = 0
 
     def increment(self, value: float) -> None:
         assert self.spec.kind == "COUNTER"
         assert value > 0
         self.value += value
+        self.calls += 1
 
     def set(self, value: float) -> None:
         assert self.spec.kind == "GAUGE"
         self.value = value
+        self.calls += 1
 
     def observe(self, value: float) -> None:
         assert self.spec.kind == "HISTOGRAM"
         self.observed.append(value)
+        self.calls += 1
 
 
-def recorded() -> tuple[Metrics, dict[str, Recorder]]:
-    made: dict[str, Recorder] = {}
+class Rig:
+    """Metrics and what reached Triton; series are named as on /metrics."""
 
-    def create(spec: MetricSpec, buckets: list[float] | None) -> Recorder:
-        made[spec.name] = Recorder(spec, buckets)
-        return made[spec.name]
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.made: dict[str, Recorder] = {}
+        self.metrics = Metrics(self.create, 2048, lambda: self.now)
 
-    return Metrics(create, 2048), made
+    def create(self, spec: MetricSpec, labels: dict[str, str], buckets: list[float] | None) -> Recorder:
+        text = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        name = spec.name + (f"{{{text}}}" if text else "")
+        assert name not in self.made, "created twice"
+        self.made[name] = Recorder(spec, labels, buckets)
+        return self.made[name]
+
+    def __getitem__(self, name: str) -> float:
+        return self.made[name].value
+
+    @property
+    def nonzero(self) -> dict[str, float]:
+        return {name: recorder.value for name, recorder in self.made.items() if recorder.value}
+
+    def step(self, *news: SequenceDelta, at: float = 0.0, open_ids: Any = (1, 2, 3), tokens: Any = (), **changes: Any):
+        columns = TokenColumns(*map(list, zip(*((i, k, 7) for i, k in tokens)))) if tokens else TokenColumns()
+        self.metrics.step(StepMessage(list(news), stats(**changes), columns), at, open_ids)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
 
 
 def stats(**changes: Any) -> StepStats:
@@ -43,21 +74,26 @@ def stats(**changes: Any) -> StepStats:
     return StepStats(**fields)  # type: ignore[arg-type]
 
 
-def finished(num_output: int, n: int = 1, seconds: float = 3.0) -> Any:
+def first(request_id: int, index: int = 0) -> SequenceDelta:
+    return SequenceDelta(request_id, index, [7], num_cached_tokens=0)
+
+
+def stream(num_output: int, n: int = 1, seconds: float = 3.0, reason: str | None = "stop") -> Any:
     engine_request = SimpleNamespace(prompt_token_ids=[1, 2, 3], params=SimpleNamespace(n=n))
+    sequence = SimpleNamespace(num_generated_tokens=num_output, ended=reason is not None, finish_reason=reason)
     return SimpleNamespace(
+        request_id=1,
         request=SimpleNamespace(engine_request=engine_request),
         arrival=10.0,
         num_output_tokens=num_output * n,
-        sequences=[SimpleNamespace(num_generated_tokens=num_output)] * n,
+        sequences=[sequence] * n,
         first_token_time=11.0,
         end_time=10.0 + seconds,
     )
 
 
-def test_vllm_backends_metrics_come_first_with_its_buckets() -> None:
-    _, made = recorded()
-    assert list(made)[:8] == [
+def test_vllm_backends_metrics_come_first_with_its_buckets(rig: Rig) -> None:
+    assert [spec.name for spec in METRICS][:8] == [
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "vllm:time_to_first_token_seconds",
@@ -67,55 +103,77 @@ def test_vllm_backends_metrics_come_first_with_its_buckets() -> None:
         "vllm:request_generation_tokens",
         "vllm:request_params_n",
     ]
-    assert made["vllm:request_prompt_tokens"].buckets == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
-    assert all(
-        (recorder.buckets is not None) == (spec.kind == "HISTOGRAM") for spec, recorder in zip(METRICS, made.values())
-    )
+    assert rig.made["vllm:request_prompt_tokens"].buckets == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+    assert all((r.buckets is not None) == (r.spec.kind == HISTOGRAM) for r in rig.made.values())
+    assert all(spec.buckets for spec in METRICS if spec.kind == COUNTED)
 
 
-def test_steps_become_gauges_counters_and_histograms() -> None:
-    metrics, made = recorded()
-    metrics.step(stats(prompt_tokens=5, running=1, blocks_used=3, blocks_free=7, prefix_hits_total=4), 0)
-    metrics.step(stats(prompt_tokens=0, running=2, waiting=6, preempted_total=1, prefix_hits_total=6), 2)
-    metrics.publish()
-    metrics.step(stats(prefix_hits_total=7, preempted_total=1, swapped_out_total=8), 2)
-    metrics.publish()
-    metrics.publish()
-    values = {name: recorder.value for name, recorder in made.items() if recorder.spec.kind != "HISTOGRAM"}
-    assert values == {
-        "vllm:prompt_tokens_total": 5,
-        "vllm:generation_tokens_total": 4,
-        "inflight_requests_running": 0,
-        "inflight_requests_waiting": 0,
-        "inflight_requests_preempted_total": 1,
-        "inflight_kv_blocks_used": 0,
-        "inflight_kv_blocks_free": 0,
-        "inflight_host_blocks_used": 0,
-        "inflight_swapped_out_blocks_total": 8,
-        "inflight_swapped_in_blocks_total": 0,
-        "inflight_prefix_cache_queries_total": 0,
-        "inflight_prefix_cache_hits_total": 7,
+def test_what_gateways_and_autoscalers_read(rig: Rig) -> None:
+    rig.metrics.engine_ready(16, 40, again=False)
+    rig.step(running=3, waiting=5, blocks_used=10, blocks_free=30, preempted_total=2)
+    rig.step(running=3, waiting=4, blocks_used=10, blocks_free=30, preempted_total=2, prefix_queries_total=9)
+    rig.metrics.finished(stream(4, n=2))
+    rig.metrics.finished(stream(4, reason="length"))
+    rig.metrics.unsuccessful("cancelled", stream(4, n=3, reason=None))
+    rig.metrics.unsuccessful("failed", stream(4, reason=None))
+    rig.metrics.unsuccessful("refused")
+    rig.metrics.publish()
+    assert {name: value for name, value in rig.nonzero.items() if name.startswith("vllm:")} == {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4,
+        "vllm:kv_cache_usage_perc": 0.25,
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="40"}': 1,
+        "vllm:num_preemptions_total": 2,
+        "vllm:prefix_cache_queries_total": 9,
+        'vllm:request_success_total{finished_reason="stop"}': 2,
+        'vllm:request_success_total{finished_reason="length"}': 1,
+        'vllm:request_success_total{finished_reason="abort"}': 3,
+        'vllm:request_success_total{finished_reason="error"}': 1,
     }
-    assert made["inflight_step_seconds"].observed == [0.5] * 3
 
 
-def test_counters_continue_when_a_new_engine_counts_from_zero() -> None:
-    metrics, made = recorded()
+def test_steps_become_gauges_and_counters(rig: Rig) -> None:
+    rig.step(prompt_tokens=5, running=1, blocks_used=3, blocks_free=7, prefix_hits_total=4)
+    rig.step(tokens=[(1, 0), (2, 0)], running=2, waiting=6, preempted_total=1, prefix_hits_total=6)
+    rig.metrics.publish()
+    assert rig["inflight_requests_waiting"] == 6
+    rig.step(
+        tokens=[(1, 0), (2, 0)], prefix_hits_total=7, preempted_total=1, swapped_out_total=8, collected_first_total=3
+    )
+    rig.metrics.publish()
+    calls = sum(recorder.calls for recorder in rig.made.values())
+    rig.metrics.publish()
+    assert sum(recorder.calls for recorder in rig.made.values()) == calls, "nothing new, nothing sent"
+    ours = {name: v for name, v in rig.nonzero.items() if "_bucket" not in name and name.startswith("inflight")}
+    assert ours == {
+        "inflight_requests_preempted_total": 1,
+        "inflight_prompt_tokens_computed_total": 5,
+        "inflight_swapped_out_blocks_total": 8,
+        "inflight_prefix_cache_hits_total": 7,
+        "inflight_steps_collected_first_total": 3,
+        "inflight_step_seconds_sum": 1.5,
+        "inflight_step_seconds_count": 3,
+        "inflight_batch_size_sum": 6,
+        "inflight_batch_size_count": 3,
+        "inflight_scheduled_tokens_count": 3,
+    }
+    assert rig["vllm:generation_tokens_total"] == 4
+
+
+def test_counters_continue_when_a_new_engine_counts_from_zero(rig: Rig) -> None:
     for total in (10, 12, 3, 4):
-        metrics.step(stats(prefix_queries_total=total), 1)
-        metrics.publish()
-    assert made["inflight_prefix_cache_queries_total"].value == 16
+        rig.step(prefix_queries_total=total)
+        rig.metrics.publish()
+    assert rig["inflight_prefix_cache_queries_total"] == 16
 
 
-def test_a_finished_request_is_observed_once() -> None:
-    metrics, made = recorded()
-    metrics.first_token(1.0)
-    metrics.finished(finished(num_output=5, n=2))
-    metrics.publish()
-    seen = {name: recorder.observed for name, recorder in made.items() if recorder.observed}
-    assert seen == {
+def test_a_request_is_observed_once(rig: Rig) -> None:
+    rig.metrics.first_token(stream(5, n=2))
+    rig.metrics.finished(stream(5, n=2))
+    rig.metrics.publish()
+    assert {name: recorder.observed for name, recorder in rig.made.items() if recorder.observed} == {
         "vllm:time_to_first_token_seconds": [1.0],
-        "vllm:time_per_output_token_seconds": [0.5],
+        "inflight_request_time_per_output_token_seconds": [0.5],
         "vllm:e2e_request_latency_seconds": [3.0],
         "vllm:request_prompt_tokens": [3.0],
         "vllm:request_generation_tokens": [10.0],
@@ -123,37 +181,135 @@ def test_a_finished_request_is_observed_once() -> None:
     }
 
 
-def test_a_single_token_has_no_time_per_output_token() -> None:
-    metrics, made = recorded()
-    metrics.finished(finished(num_output=1))
-    metrics.publish()
-    assert made["vllm:time_per_output_token_seconds"].observed == []
+def test_a_prompt_counts_once_with_its_cached_tokens_whatever_is_computed(rig: Rig) -> None:
+    rig.step(prompt_tokens=1)  # the rest was cached
+    rig.metrics.first_token(stream(1, n=4))
+    rig.step(prompt_tokens=3)  # after a preemption
+    rig.metrics.publish()
+    assert rig["vllm:prompt_tokens_total"] == 3
+    assert rig["inflight_prompt_tokens_computed_total"] == 4
 
 
-def test_step_histograms_sample_when_steps_are_many() -> None:
-    metrics, made = recorded()
+def test_a_single_token_has_no_mean(rig: Rig) -> None:
+    rig.metrics.finished(stream(1))
+    rig.metrics.publish()
+    assert rig.made["inflight_request_time_per_output_token_seconds"].observed == []
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_how_requests_end_is_counted(rig: Rig, ending: str) -> None:
+    rig.metrics.unsuccessful(ending)
+    rig.metrics.unsuccessful(ending, stream(1, reason=None))
+    rig.metrics.settle()
+    assert rig[f'inflight_requests_unsuccessful_total{{reason="{ending}"}}'] == 2
+
+
+def test_every_gap_between_two_tokens_is_observed(rig: Rig) -> None:
+    rig.step(first(1), first(2), at=10.0)
+    rig.step(tokens=[(1, 0)], at=10.02)  # 2 sits out a step
+    rig.step(SequenceDelta(1, 0, [7, 7, 7]), tokens=[(2, 0)], at=10.3)  # drafts: one gap
+    rig.step(SequenceDelta(1, 0, [7], "length"), SequenceDelta(2, 0, [7]), at=10.4)
+    rig.metrics.publish()
+    for name in ("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds"):
+        assert rig[name + "_count"] == 5
+        assert rig[name + "_sum"] == pytest.approx(0.02 + 0.28 + 0.3 + 0.1 + 0.1)
+        bucket = {r.labels["le"]: r.value for key, r in rig.made.items() if key.startswith(name + "_bucket")}
+        assert [bucket[le] for le in ("0.01", "0.025", "0.1", "0.15", "0.3", "2.5", "+Inf")] == [
+            0, 1, pytest.approx(bucket["0.1"]), 3, bucket["0.3"], 5, 5,
+        ]  # fmt: skip
+
+
+class TestTokenGaps:
+    def test_sequences_of_a_step_may_have_waited_differently(self) -> None:
+        gaps = TokenGaps()
+        gaps.take(StepMessage([first(1), first(1, 1)], stats()), 1.0, {1})
+        assert gaps.take(StepMessage([], stats(), TokenColumns([1], [0], [7])), 2.0, {1}) == [(1.0, 1)]
+        both = gaps.take(StepMessage([], stats(), TokenColumns([1, 1], [0, 1], [7, 7])), 4.0, {1})
+        assert sorted(both) == [(2.0, 1), (3.0, 1)]
+
+    def test_nothing_is_remembered_of_what_ended(self) -> None:
+        gaps = TokenGaps()
+        gaps.take(StepMessage([first(1), first(2), first(3), first(4)], stats()), 1.0, {1, 2, 3})
+        gaps.take(StepMessage([SequenceDelta(1, 0, [7], "stop")], stats()), 2.0, {1, 2, 3})
+        gaps.forget(2, 1)
+        late = StepMessage([SequenceDelta(2, 0, [7])], stats(), TokenColumns([1, 4], [0, 0], [7, 7]))
+        assert gaps.take(late, 3.0, {3}) == []
+        assert list(gaps._last) == [(3, 0)]
+        gaps.clear()
+        assert not gaps._last
+
+    def test_a_delta_without_tokens_is_no_gap(self) -> None:
+        gaps = TokenGaps()
+        gaps.take(StepMessage([first(1)], stats()), 1.0, {1})
+        assert gaps.take(StepMessage([SequenceDelta(1, 0, [], prompt_logprobs=[[]])], stats()), 2.0, {1}) == []
+
+
+def test_a_bound_includes_what_is_equal_to_it() -> None:
+    histogram = CountedHistogram([1.0, 2.0])
+    for value, count in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4), (9.0, 5)):
+        histogram.add(value, count)
+    assert histogram.take() == ([3, 10, 15], pytest.approx(60.0))
+    assert histogram.take() == ([0, 0, 0], 0.0)
+
+
+def test_every_step_is_counted(rig: Rig) -> None:
     for number in range(1000):
-        metrics.step(stats(scheduled_tokens=number), 1)
-    metrics.publish()
-    observed = made["inflight_scheduled_tokens"].observed
-    assert len(observed) == 50
-    assert observed == list(range(0, 1000, 20))
+        rig.step(scheduled_tokens=number)
+    rig.metrics.publish()
+    assert rig["inflight_scheduled_tokens_count"] == 1000
+    assert rig['inflight_scheduled_tokens_bucket{le="512"}'] == 513
 
 
-def test_empty_steps_update_only_the_gauges() -> None:
-    metrics, made = recorded()
-    metrics.step(stats(batch_size=0, blocks_free=9), 0)
-    metrics.publish()
-    assert made["inflight_kv_blocks_free"].value == 9
-    assert made["inflight_batch_size"].observed == []
+def test_empty_steps_update_only_the_gauges(rig: Rig) -> None:
+    rig.step(batch_size=0, blocks_free=9)
+    rig.metrics.publish()
+    assert rig.nonzero == {"inflight_kv_blocks_free": 9}
 
 
-def test_stop_publishes_what_is_left() -> None:
-    metrics, made = recorded()
-    metrics.start()
-    metrics.step(stats(), 3)
-    metrics.stop()
-    assert made["vllm:generation_tokens_total"].value == 3
+def test_an_answer_is_settled_with_everything_while_that_costs_little(rig: Rig, monkeypatch: Any) -> None:
+    """Publishing takes 1 ms here, so that it may happen every 50 ms; what requests add to is not bounded so."""
+    publish_steps = rig.metrics._publish_steps
+
+    def slow() -> None:
+        publish_steps()
+        rig.now += 0.001
+
+    monkeypatch.setattr(rig.metrics, "_publish_steps", slow)
+    running, seen = "inflight_requests_running", []
+    for number in range(1, 5):
+        rig.step(running=number)
+        rig.metrics.finished(stream(1))
+        rig.metrics.settle()
+        assert rig['vllm:request_success_total{finished_reason="stop"}'] == number
+        seen.append(rig[running])
+        rig.now += 0.02
+    assert seen == [1, 1, 1, 4]
+    rig.step(running=9)
+    rig.metrics.publish()
+    assert rig[running] == 9
+
+
+def test_what_an_answer_left_out_follows_without_waiting_for_the_period(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_PERIOD_SECONDS", 3600.0)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    rig = Rig()
+    published = threading.Event()
+    publish = rig.metrics.publish
+    monkeypatch.setattr(rig.metrics, "publish", lambda: (publish(), published.set()))
+    rig.metrics._next_steps = 1.0
+    rig.metrics.start()
+    rig.step(running=5)
+    rig.metrics.settle()
+    assert published.wait(20)
+    assert rig["inflight_requests_running"] == 5
+    rig.metrics.stop()
+
+
+def test_stop_publishes_what_is_left(rig: Rig) -> None:
+    rig.metrics.start()
+    rig.step(tokens=[(1, 0)] * 3)
+    rig.metrics.stop()
+    assert rig["vllm:generation_tokens_total"] == 3
 
 
 def test_buckets() -> None:
@@ -161,17 +317,29 @@ def test_buckets() -> None:
     assert buckets_1_2_5(1) == [1]
 
 
-def test_gauges_fall_when_the_engine_dies() -> None:
-    metrics, made = recorded()
-    metrics.engine_down()  # before its first step
-    metrics.step(stats(running=30, waiting=4, blocks_used=90, blocks_free=10, host_blocks_used=3, preempted_total=5), 1)
-    metrics.publish()
-    metrics.engine_down()
-    metrics.publish()
-    gauges = {name: recorder.value for name, recorder in made.items() if recorder.spec.kind == "GAUGE"}
+def test_gauges_fall_when_the_engine_dies(rig: Rig) -> None:
+    rig.metrics.engine_down()  # before its first step
+    rig.step(first(1), running=30, waiting=4, blocks_used=90, blocks_free=10, host_blocks_used=3, preempted_total=5)
+    rig.metrics.publish()
+    rig.metrics.engine_down()
+    rig.metrics.publish()
+    gauges = {name: recorder.value for name, recorder in rig.made.items() if recorder.spec.kind == "GAUGE"}
     assert gauges.pop("inflight_kv_blocks_free") == 100
     assert set(gauges.values()) == {0}
-    metrics.step(stats(preempted_total=2), 0)  # by the next engine
-    metrics.publish()
-    assert made["inflight_requests_preempted_total"].value == 7
-    assert len(made["inflight_batch_size"].observed) == 2
+    rig.metrics.engine_ready(16, 40, again=True)
+    rig.step(preempted_total=2, tokens=[(1, 0)])  # by the next engine
+    rig.metrics.publish()
+    assert rig["inflight_requests_preempted_total"] == rig["vllm:num_preemptions_total"] == 7
+    assert rig["inflight_batch_size_count"] == 2
+    assert (rig["inflight_engine_deaths_total"], rig["inflight_engine_restarts_total"]) == (2, 1)
+    assert rig["vllm:inter_token_latency_seconds_count"] == 0, "the time between two engines is no gap"
+
+
+def test_of_a_pool_of_another_size_only_the_last_one_is_said(rig: Rig) -> None:
+    for number, blocks in enumerate((40, 50, 50, 40)):
+        rig.metrics.engine_ready(16, blocks, again=number > 0)
+        rig.metrics.publish()
+        name = 'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{}"}}'
+        assert rig[name.format(blocks)] == 1
+        assert sum(r.value for key, r in rig.made.items() if "cache_config" in key) == 1
+    assert rig["inflight_engine_restarts_total"] == 3

@@ -364,7 +364,7 @@ def test_a_request_that_ended_before_its_cancellation_was_seen_is_not_logged(rig
     client.wait()
     stream = OpenStream(make_request(PROMPT), client, TOKENIZER, 1)
     stream.closed = True
-    rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"))
+    rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"), "cancelled")
     assert rig.lines == []
 
 
@@ -399,6 +399,56 @@ def test_the_engines_refusal_and_its_death_end_the_streams_they_concern(rig: Rig
     assert two.texts() == [TOKENIZER.decode(IDS[:1])]  # what came before the death was delivered
     rig.feed(IDS, request_id=3)
     assert three.wait().texts() == [TEXT]
+
+
+def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> None:
+    rig = Rig(max_sequences=9)
+    unsettled: list[int] = []
+
+    class Client(RecordingClient):
+        def send(self, outputs: dict[str, Any], final: bool) -> None:
+            if final:
+                unsettled.append(rig.stats.unsettled)
+            super().send(outputs, final)
+
+        def fail(self, code: str, message: str) -> None:
+            unsettled.append(rig.stats.unsettled)
+            super().fail(code, message)
+
+    def open_one(**options: Any) -> Client:
+        client = Client()
+        rig.streams.open(make_request(PROMPT, **options), client)
+        return client
+
+    done, refused, given_up, died, cancelled = (open_one() for _ in range(5))
+    late = open_one(timeout=0.01)
+    invalid, beyond, lost = Client(), open_one(n=5), open_one()
+    rig.streams.reject(invalid, RequestError("INVALID_ARG", "no"))
+    rig.streams.on_request_failed(RequestFailed(2, "UNAVAILABLE", "full"))
+    rig.step(failed=[RequestFailed(3, "INTERNAL", "NaN")])
+    rig.streams.on_engine_down([4], "died")
+    cancelled.cancelled = True
+    for client in (refused, given_up, died, cancelled, late, invalid, beyond):
+        client.wait()
+    rig.feed(IDS)
+    done.wait()
+    lost.broken = True
+    rig.feed(IDS, request_id=7)
+    lost.wait()
+    rig.streams.stop("test over")
+    counted = ["cancelled", "failed", "failed", "invalid", "refused", "refused", "timeout"]
+    assert sorted(rig.stats.endings) == counted
+    assert len(rig.stats.streams) == 2, "also the one whose last response was lost, and only once"
+    assert len(unsettled) == 10
+    assert set(unsettled) == {0}
+
+
+def test_metrics_that_cannot_be_published_hold_up_no_answer(rig: Rig) -> None:
+    rig.stats.settle = lambda: 1 / 0  # type: ignore[method-assign]
+    client = rig.open()
+    rig.feed(IDS)
+    assert client.wait().texts() == [TEXT]
+    assert any("cannot publish metrics" in line for line in rig.errors)
 
 
 def test_a_refusal_by_the_supervisor_ends_the_stream(rig: Rig) -> None:

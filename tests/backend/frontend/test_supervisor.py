@@ -191,26 +191,28 @@ def test_a_stop_string_aborts_only_the_sequence_it_ends(rig: Rig) -> None:
     wait_for(lambda: rig.stats.steps[-1].running == 0)
 
 
-def test_the_number_of_requests_that_wait_for_a_restart_is_limited(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "control.json", max_queue_size=2).start()
+def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "control.json", max_queue_size=3).start()
     try:
         rig.order(start="hang")
         pid = rig.supervisor.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: rig.supervisor.pid is None)
-        waiting = [rig.open(max_tokens=2) for _ in range(2)]
+        waiting = [rig.open(max_tokens=2, n=2), rig.open(max_tokens=2)]
         error = rig.open().wait().error
         assert error is not None
         assert error[0] == "UNAVAILABLE"
-        assert "2 requests (max_queue_size) wait" in error[1]
+        assert "3 sequences wait for it (max_queue_size=3)" in error[1]
         waiting[0].cancelled = True  # leaves its place
         assert waiting[0].wait().error == ("CANCELLED", "Request was cancelled")
         wait_for(lambda: len(rig.supervisor._queued) == 1)
+        more = rig.open(max_tokens=2, n=2)
         rig.control.unlink()
         hanging = wait_for(lambda: rig.supervisor._engine_process)
         os.kill(hanging.pid, signal.SIGKILL)
         assert tokens(waiting[1].wait()) == echo(PROMPT, 2)
+        assert more.wait().error is None
     finally:
         rig.stop()
 

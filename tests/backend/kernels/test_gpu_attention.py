@@ -12,7 +12,9 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import CASES, FP8, case_of, spec, stored
+from attention_cases import CASES, FP8, case_of, forced_tile, spec, stored
+from fp8_twins import Fp8Reference
+from gpu_rounding import gpu_rounding  # noqa: F401  (a fixture)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import VOID, PagedCase, relative_error
@@ -25,7 +27,7 @@ from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu import gpu_attention, gpu_attention_configs, gpu_attention_kernel
 from inflight.kernels.gpu.gpu_attention import GpuAttention, GpuBatch
-from inflight.kernels.gpu.gpu_attention_configs import Card
+from inflight.kernels.gpu.gpu_attention_configs import Card, Tile
 from inflight.kernels.gpu.launch import interpreted
 
 pytestmark = [
@@ -66,6 +68,31 @@ def test_half_precision_agrees_up_to_rounding(name: str, dtype: torch.dtype) -> 
     out = case.run(GpuAttention(ONE_SM))
     assert out.dtype == dtype
     assert relative_error(out, exact) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("features", "seq_lens", "query_lens", "block_size"),
+    [
+        ({}, [20], [20], 16),
+        ({}, [70], [70], 128),
+        ({}, [200, 65, 3], [200, 1, 3], 16),
+        ({}, [300, 129], [90, 64], 16),
+        (dict(sliding_window=150, softcap=9.0, has_sinks=True), [400], [150], 16),
+    ],
+    ids=["short prompt", "blocks of four tiles", "prompts", "chunks", "features"],
+)
+def test_late_values_change_no_bit(
+    dtype: torch.dtype, features: dict, seq_lens: list[int], query_lens: list[int], block_size: int
+) -> None:
+    """Values that are multiplied one tile later, with one, several or no tile that needs no mask."""
+    case = PagedCase(spec(4, 1, 80, **features), seq_lens, query_lens, block_size, dtype)
+    out = []
+    for late in (False, True):
+        with forced_tile(Tile(64, 32, 4, 2, late)):
+            out.append(case.run(GpuAttention(ONE_SM)))
+    assert torch.equal(*out)
+    assert relative_error(out[1], case.with_dtype(torch.float32).run(ReferenceAttention())) < torch.finfo(dtype).eps
 
 
 @st.composite
@@ -121,10 +148,11 @@ class TestSplitKeys:
         assert max(parts(case.prepared(backend))) > 2
 
     def test_more_parts_than_are_joined_at_a_time(self) -> None:
-        case = PagedCase(spec(1, 1, 16), [40 * 64 + 5, 70], [1, 1], 16)
+        case = PagedCase(spec(1, 1, 16), [40 * 32 + 5, 70], [1, 1], 16)
         backend = GpuAttention(Card((9, 0), 60, 227 * 1024))
-        assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
-        assert max(parts(case.prepared(backend))) == 41
+        with forced_tile(Tile(0, 16, 4, 1)):
+            assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+            assert max(parts(case.prepared(backend))) == 41
 
     def test_a_row_may_see_nothing_of_many_parts(self) -> None:
         """Their maximum is minus infinity and their weight 0, in all that are joined at first."""
@@ -179,7 +207,7 @@ def pour(case: PagedCase, cache: KVCache) -> None:
 class Capture:
     """A step of six rows at their full length, captured; replayed for other lengths in the same tensors."""
 
-    ROWS, LONGEST = 6, 800
+    ROWS, LONGEST = 6, 500
 
     def __init__(self, layer: LayerSpec, num_sms: int) -> None:
         full = PagedCase(layer, [self.LONGEST] * self.ROWS, [1] * self.ROWS, 16)
@@ -222,20 +250,20 @@ class TestCapture:
     """Whatever the lengths are when a captured step is replayed: it has baked in nothing but the batch's size."""
 
     @pytest.mark.parametrize(
-        "features", [{}, dict(sliding_window=500, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
+        "features", [{}, dict(sliding_window=400, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
     )
     def test_long_beside_short_and_padding(self, features: dict) -> None:
         capture = Capture(spec(2, 1, 32, **features), num_sms=12)
-        assert capture.replay([5, 800, 1, 30, 70, 2]) > 4
-        assert capture.replay([700, 33, 0, 0, 0, 0]) > 4
+        assert capture.replay([5, 500, 1, 30, 70, 2]) > 4
+        assert capture.replay([400, 33, 0, 0, 0, 0]) > 4
         assert capture.replay([1] * 6) == 1
-        assert capture.replay([0] * 5 + [640]) > 4
+        assert capture.replay([0] * 5 + [490]) > 4
 
     def test_any_lengths(self) -> None:
         capture = Capture(spec(2, 1, 32), num_sms=6)
 
         @settings(max_examples=5, deadline=None)
-        @given(st.lists(st.integers(0, 500), min_size=6, max_size=6).filter(any), st.integers(0, 2**16))
+        @given(st.lists(st.integers(0, 300), min_size=6, max_size=6).filter(any), st.integers(0, 2**16))
         def check(lengths: list[int], seed: int) -> None:
             capture.replay(lengths, seed)
 
@@ -292,6 +320,17 @@ class TestFp8:
             # Rounding to three bits costs 2.6%; the interpreter drops the carry of some roundings.
             assert relative_error(kept, actual) < 0.2
         assert relative_error(out, exact.run(ReferenceAttention())) < 2e-6
+
+    @pytest.mark.usefixtures("gpu_rounding")
+    @pytest.mark.parametrize("name", ["decode", "mix", "all features"])
+    def test_the_twin_computes_the_same(self, name: str) -> None:
+        layer, seq_lens, query_lens, block_size = CASES[name]
+        case = PagedCase(replace(layer, kv_cache_dtype=FP8), seq_lens, query_lens, block_size)
+        case.keys = [key * 3 for key in case.keys]
+        out, plain = case.run(GpuAttention()), case_of(name, torch.float32)
+        plain.keys = case.keys
+        assert relative_error(out, case.run(Fp8Reference())) < 2e-6
+        assert relative_error(out, plain.run(ReferenceAttention())) > 0.005
 
     def test_scales_are_per_head_and_no_write_changes_them(self) -> None:
         case = PagedCase(spec(2, 2, 32, kv_cache_dtype=FP8), [60], [1], 16)

@@ -145,6 +145,12 @@ class TestDecodes:
         assert 2 * room.extra * 8 * room.rows * 128 * 4 < 4 * 2**20, "bytes; 16 rows for each request took 32 MiB"
         assert room_for(DECODE, 1024, 256, 4, DECODES_AT_ONCE).rows == 16, "draft tokens"
 
+    @pytest.mark.parametrize("extra", range(6))
+    def test_little_room_means_few_parts(self, extra: int) -> None:
+        """As when the scratch is small: `launch` checks that the items fit."""
+        plan = launch(Room(2, extra, 4), DECODE, [100_000, 1], [1, 1], DECODES_AT_ONCE)
+        assert plan.parts_of(0) == {extra + 1}
+
     def test_one_room_serves_any_lengths(self) -> None:
         """As in a captured launch, whose padding has no tokens."""
         room = room_of(DECODE, [1] * 8, DECODES_AT_ONCE)

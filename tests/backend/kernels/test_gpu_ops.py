@@ -130,7 +130,7 @@ def assert_same_rows(got: QuantizedRows, expected: QuantizedRows) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (33, 96), (3, 5000)], ids=str)
 def test_quantized_results_are_those_of_two_steps(shape, dtype):
-    """Bitwise: a norm or a gate, rounded to its dtype, then quantised."""
+    """Bitwise: a norm or a gate, rounded to its dtype, then quantized."""
     x, weight = poisoned(random(*shape, dtype=dtype), 16, 8), random(shape[1], dtype=dtype, seed=1)
     assert_same_rows(
         kernels.rms_norm_quantized(x, weight, 1e-5), kernels.quantize_rows(kernels.rms_norm(x, weight, 1e-5))

@@ -102,16 +102,40 @@ def test_the_table_of_angles_is_what_transformers_computes(
     assert all(torch.equal(got, right[0]) for got, right in zip(angles.of_tokens(), expected))
 
 
-def test_angles_that_depend_on_more_than_the_position_are_transformers(tmp_path: Path) -> None:
+def test_angles_chosen_for_each_request_are_transformers(tmp_path: Path) -> None:
     rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
-    model = unaccelerated("llama", tmp_path, changes=dict(rope_parameters=rope))
-    assert fuse_modules(model, ReferenceOps(), 256) is not None
+    model = unaccelerated("llama", tmp_path, max_model_len=300, changes=dict(rope_parameters=rope))
+    assert fuse_modules(model, ReferenceOps(), 300) is not None
     fused = model.model.forward
     assert isinstance(fused, FusedDecoder)
     assert fused.table is None
-    positions = torch.tensor([[3, 300, 9]])  # beyond 256 positions the base grows
+    positions = torch.tensor([[3, 299, 9]])
     angles, expected = fused._angles(torch.zeros(3, 32), positions), model.model.rotary_emb(torch.zeros(1), positions)
     assert all(torch.equal(got, right[0]) for got, right in zip(angles.of_tokens(), expected))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_within_short_lengths_the_table_has_the_angles_of_short_sequences(rope_type: str, tmp_path: Path) -> None:
+    """The last position would choose those of long ones, but its KV is never computed."""
+    rope: dict[str, Any] = dict(rope_type=rope_type, factor=2.0, rope_theta=1e4)
+    if rope_type == "longrope":
+        rope |= dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64)
+    limit = 64 if rope_type == "longrope" else 256
+    model = unaccelerated("llama", tmp_path, max_model_len=limit + 1, changes=dict(rope_parameters=rope))
+    fused = FusedDecoder(decoder_of(model), ReferenceOps(), limit + 1)
+    assert fused.table is not None
+    short = torch.arange(limit)[None]
+    expected = model.model.rotary_emb(torch.zeros(1), short)
+    got = Angles(*fused.table, expected[0].shape[-1], short[0]).of_tokens()
+    assert all(torch.equal(mine, right[0]) for mine, right in zip(got, expected))
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 101])
+def test_a_table_of_any_length(num_positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_modules, "_TABLE_CHUNK", 100)
+    fused = FusedDecoder(decoder_of(unaccelerated("llama", tmp_path)), ReferenceOps(), num_positions)
+    assert fused.table is not None
+    assert [table.shape for table in fused.table] == [(num_positions, 4)] * 2
 
 
 def uneven(angles: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,14 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fake_cuda import FakeCuda
-from offline import make_core, run, tokens
+from graph_rig import fused_by, pretend_kernels
+from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import kv_scales, loader, memory_plan
-from inflight.loading.acceleration import use_ops
 from inflight.loading.errors import LoadError
 from inflight.loading.largest_step import largest_step
-from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
 from inflight.runner.memory import DeviceMeter
@@ -34,11 +33,6 @@ OTHERS = 10 * MIB
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
     return make_checkpoint("llama", tmp_path_factory.mktemp("order"), vocab_size=4001)
-
-
-def fused_by(ops: FusedOps) -> Callable[..., Any]:
-    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
-    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
 
 
 @pytest.fixture
@@ -79,6 +73,26 @@ def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: FakeCuda
     peak = OTHERS + card.max_memory_reserved()
     assert peak <= limit
     assert peak > 0.9 * limit, "nor is memory kept back for nothing"
+
+
+def test_graphs_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, captured on the few blocks of the first pool, tell what all will take on the real one."""
+    pretend_kernels(monkeypatch)
+    seen = []
+    plan_on_gpu = loader.plan_on_gpu
+    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    options = {"kv_cache_memory": None, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    core = make_device_core(checkpoint, gpu_memory_utilization=0.6, **options)
+    (memory,) = seen
+    sizes = [1, 2, 4, 8]
+    assert [core.runner.graphs.bucket(rows) for rows in sizes] == sizes
+    # The fake shares no memory among graphs, so each takes less than the second largest.
+    assert memory.graphs / 2 < core.info.graph_bytes < memory.graphs
+    card.empty_cache()
+    card.reset_peak_memory_stats()
+    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 9 * index).tolist() for index in range(6)]
+    run(core, prompts, [busy_params(index) for index in range(6)])
+    assert OTHERS + card.max_memory_reserved() <= 0.6 * card.total
 
 
 def test_the_output_is_that_of_the_merged_model_on_the_real_pool(

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, make_checkpoint
-from offline import make_core, run
+from fp8_checkpoints import compress, compressed_tensors, set_quantization
+from fp8_twins import fp8_twins
+from offline import make_core, run, tokens
 from paged_case import PagedCase
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("triton")
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading.errors import LoadError
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here")
-
+NO_INTERPRETER: dict[str, Any] = {"condition": not interpreted(), "reason": "kernels are compiled for the GPU here"}
 HEADS, SIZE = 2, 8  # KV heads, and elements of each
 MAX_LEN = 64
 
@@ -34,8 +33,8 @@ def folder(tmp_path: Path) -> str:
 
 
 def core_of(path: str, **options: Any) -> Any:
-    common = {"attention_backend": "gpu", "kv_cache_dtype": "fp8", "max_model_len": MAX_LEN, "max_num_seqs": 2}
-    return make_core(path, **common, **options)
+    with fp8_twins():
+        return make_core(path, **{"kv_cache_dtype": "fp8", "max_model_len": MAX_LEN, "max_num_seqs": 2, **options})
 
 
 def caches_of(core: Any) -> list[Any]:
@@ -52,9 +51,18 @@ def add_scales(path: str, scales: dict[str, Any]) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+UNCHECKED = {"check_on_load": False}
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"check_on_load": False}, {"native_forward": False}, {"check_on_load": False, "load_format": "dummy"}],
+    [
+        {},
+        UNCHECKED,
+        {"native_forward": False},
+        {**UNCHECKED, "load_format": "dummy"},
+        pytest.param({**UNCHECKED, "attention_backend": "gpu"}, marks=pytest.mark.skipif(**NO_INTERPRETER)),
+    ],
     ids=str,
 )
 def test_they_are_set_at_load_and_no_write_changes_them(folder: str, options: dict[str, Any]) -> None:
@@ -104,6 +112,18 @@ def test_those_of_the_checkpoint_are_used(folder: str, caplog: pytest.LogCapture
     assert "2 of 4 scales are the checkpoint's" in caplog.text
 
 
+def test_those_for_another_type_are_not(folder: str) -> None:
+    calibrated = scales_of(core_of(folder))
+    compress(folder, "per channel")
+    add_scales(folder, {"model.layers.0.self_attn.k_scale": 0.5})
+    for kind, used in (("int", False), ("float", True)):
+        scheme = dict(num_bits=8, type=kind, symmetric=True, strategy="tensor", dynamic=False)
+        set_quantization(folder, compressed_tensors("channel", "token", kv_cache_scheme=scheme))
+        found = scales_of(core_of(folder))
+        assert (found[0].tolist() == [0.5, 0.5]) == used
+        assert 0.5 < (found[1] / calibrated[1]).max() < 2
+
+
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
@@ -116,3 +136,26 @@ def test_a_useless_scale_is_refused_by_name(folder: str, scale: Any, message: st
     add_scales(folder, {"model.layers.1.self_attn.k_scale": scale})
     with pytest.raises(LoadError, match="model.layers.1.self_attn." + message):
         core_of(folder)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_whole_engine_by_the_twin(folder: str, quantization: str | None) -> None:
+    """Any batch, chunks, preemption by recompute and by swap, n > 1: the same tokens, and not those of a plain pool."""
+    prompts = [[7, 3, 9, 100, 5] * 6, [1, 2, 3], [50] * 33]
+    params = [SamplingParams(max_tokens=16, temperature=0.8, n=n, seed=n, ignore_eos=True) for n in (1, 2, 3)]
+    small = {"block_size": 4, "num_gpu_blocks_override": 34, "max_num_seqs": 6}
+    outputs, preemptions = [], []
+    for options in (
+        {},
+        {"max_num_batched_tokens": 24},
+        {**small, "preemption_mode": "recompute"},
+        {**small, "preemption_mode": "swap", "swap_space": "1MiB"},
+    ):
+        core = core_of(folder, quantization=quantization, **options)
+        outputs.append({key: tokens(deltas) for key, deltas in run(core, prompts, params).items()})
+        preemptions.append(core.scheduler.num_preempted_total)
+    assert all(output == outputs[0] for output in outputs)
+    assert preemptions[2] > 0
+    assert preemptions[3] > 0
+    plain = run(make_core(folder), prompts, params)
+    assert outputs[0] != {key: tokens(deltas) for key, deltas in plain.items()}

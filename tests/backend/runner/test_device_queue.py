@@ -116,3 +116,4 @@ def test_a_rule_that_reads_tokens_waits_for_the_step_before(checkpoint):
     got = run(core, prompts, params)
     assert {key: tokens(deltas) for key, deltas in got.items()} == {k: tokens(d) for k, d in expected.items()}
     assert 10 <= core.runner.num_collected_first <= 12
+    assert core.step().stats.collected_first_total == core.runner.num_collected_first

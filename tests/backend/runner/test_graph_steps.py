@@ -130,7 +130,7 @@ def pair(checkpoint: str) -> Iterator[tuple[EngineCore, EngineCore]]:
 
 
 _requests = st.lists(
-    st.tuples(st.integers(1, 30), st.integers(0, 99), st.integers(1, 14), st.booleans()), min_size=1, max_size=8
+    st.tuples(st.integers(1, 30), st.integers(0, 99), st.integers(4, 14), st.booleans()), min_size=1, max_size=8
 )
 
 

@@ -47,12 +47,6 @@ class OrderPolicy(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests, in any order."""
 
-    def refusal(self, request: Request, free: int) -> str | None:
-        """Why this request may not wait here (a queue's limit is reached), or None.  Before `add`.
-
-        `free` sequences could start at once, and are in nobody's way.
-        """
-
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
 
@@ -68,8 +62,8 @@ class OrderPolicy(Protocol):
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Where in `running` it goes: who stands there first has the first tokens of a step."""
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
-        """The running request that gives way to the waiting `request` where room is lacking, if any.
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
+        """The running requests that give way to the waiting `request` where room is lacking, in this order.
 
         The relation has no cycles, and after giving way a request is next only after `request`.
         """
@@ -159,9 +153,6 @@ class FcfsOrder:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def refusal(self, request: Request, free: int) -> str | None:
-        return None
-
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
@@ -180,8 +171,8 @@ class FcfsOrder:
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
-        return None
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
+        return iter(())
 
     def admitted(self, request: Request) -> None:
         pass

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
 
 from inflight.config import TenantOptions
-from inflight.engine.policies.order import ClassLimits, DueOrder
+from inflight.engine.policies.order import DueOrder
 from inflight.engine.request import Request
 
 __all__ = ["FairQueue"]
@@ -83,16 +83,12 @@ class FairQueue:
     Args:
         make_queue: an empty queue for one more tenant.
         tenants: options by name; "*" stands for every tenant that is not named.
-        limits: queue limits of the priority classes, across tenants.
     """
 
-    def __init__(
-        self, make_queue: Callable[[], DueOrder], tenants: Mapping[str, TenantOptions], *, limits: ClassLimits
-    ) -> None:
+    def __init__(self, make_queue: Callable[[], DueOrder], tenants: Mapping[str, TenantOptions]) -> None:
         self.preempts = make_queue().preempts
         self._make_queue = make_queue
         self._options = dict(tenants)
-        self._limits = limits
         self._tenants: dict[str, _Tenant] = {}
         self._idle: dict[str, None] = {}  # least recently busy first
         self._line: list[_Entry] = []  # sorted
@@ -110,24 +106,11 @@ class FairQueue:
         tenant = self._tenants.get(request.tenant) if isinstance(request, Request) else None
         return tenant is not None and request in tenant.queue
 
-    def refusal(self, request: Request, free: int) -> str | None:
-        tenant = self._tenants.get(request.tenant)
-        options = self._options_of(request.tenant)
-        if tenant is not None and options.max_queued is not None:
-            starting = min(free, tenant.startable)
-            if len(tenant.queue) - starting >= options.max_queued:
-                return (
-                    f"the queue of tenant {request.tenant!r} is full: {options.max_queued} sequences are waiting "
-                    f"(tenants: max_queued={options.max_queued}); try again later"
-                )
-        return self._limits.refusal(request, free)
-
     def add(self, request: Request) -> None:
         tenant = self._tenant(request)
         self._idle.pop(tenant.name, None)
         tenant.queue.add(request)
         self._num_waiting += 1
-        self._limits.count(request, 1)
         if tenant.entry is None:
             self._line_up(tenant)
 
@@ -154,7 +137,6 @@ class FairQueue:
         tenant = self._tenant(request)
         tenant.queue.remove(request)
         self._num_waiting -= 1
-        self._limits.count(request, -1)
         if not tenant.queue:
             self._line_up(tenant)
 
@@ -167,9 +149,9 @@ class FairQueue:
         later = (i for i, other in enumerate(running) if other.tenant == tenant.name and tenant.queue.due(other) > due)
         return next(later, len(running))
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         tenant = self._tenant(request)
-        return tenant.queue.outranked_by(request, tenant.running)
+        return tenant.queue.outranked(request, tenant.running)
 
     def admitted(self, request: Request) -> None:
         tenant = self._tenant(request)

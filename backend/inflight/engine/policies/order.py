@@ -17,13 +17,12 @@ after it can overtake it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from inflight.config import EngineConfig
 from inflight.engine.request import Request
 
-__all__ = ["ClassLimits", "DueOrder", "Patience", "make_patience"]
+__all__ = ["DueOrder", "Patience", "make_patience"]
 
 Patience = Callable[[Request], float]
 
@@ -44,33 +43,6 @@ def make_patience(config: EngineConfig) -> Patience:
     return patiences[config.scheduling_policy]
 
 
-class ClassLimits:
-    """Counts the waiting requests of each priority class that has a queue limit.
-
-    Args:
-        limits: class -> how many sequences of it may wait.
-    """
-
-    def __init__(self, limits: Mapping[int, int]) -> None:
-        self._limits = dict(limits)
-        self._waiting: Counter[int] = Counter()
-
-    def count(self, request: Request, change: int) -> None:
-        """`request` joined (+1) or left (-1) the waiting."""
-        if request.priority in self._limits:
-            self._waiting[request.priority] += change
-
-    def refusal(self, request: Request, free: int) -> str | None:
-        """Why one more of its class may not wait, given that `free` sequences could start at once."""
-        limit = self._limits.get(request.priority)
-        if limit is None or self._waiting[request.priority] - free < limit:
-            return None
-        return (
-            f"the queue of priority class {request.priority} is full: {limit} sequences are waiting "
-            f"(priority_classes: max_queue_size={limit}); try again later"
-        )
-
-
 class DueOrder:
     """Whoever is due first goes first; ties go by request id and index.
 
@@ -81,13 +53,11 @@ class DueOrder:
     Args:
         patience: seconds after a request's arrival until it is due; constant for a request.
         preempts: whether urgent classes preempt others (`scheduling_policy` "priority").
-        limits: queue limits of the classes.
     """
 
-    def __init__(self, patience: Patience, *, preempts: bool = False, limits: ClassLimits | None = None) -> None:
+    def __init__(self, patience: Patience, *, preempts: bool = False) -> None:
         self.preempts = preempts
         self._patience = patience
-        self._limits = limits if limits is not None else ClassLimits({})
         self._queue: list[tuple[float, int, int, Request]] = []  # sorted; (request_id, index) is unique
         self._entries: dict[Request, tuple[float, int, int, Request]] = {}
 
@@ -108,14 +78,10 @@ class DueOrder:
         """When the request's patience is over, on the clock of its arrival time."""
         return request.arrival_time + self._patience(request)
 
-    def refusal(self, request: Request, free: int) -> str | None:
-        return self._limits.refusal(request, free)
-
     def add(self, request: Request) -> None:
         entry = (self.due(request), request.request_id, request.index, request)
         self._entries[request] = entry
         insort(self._queue, entry)
-        self._limits.count(request, 1)
 
     def add_first(self, request: Request) -> None:
         """It returns to its old place: its arrival time, and so its due time, has not changed."""
@@ -126,20 +92,18 @@ class DueOrder:
 
     def remove(self, request: Request) -> None:
         del self._queue[bisect_left(self._queue, self._entries.pop(request))]
-        self._limits.count(request, -1)
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Running requests stand in the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)
 
-    def outranked_by(self, request: Request, running: Sequence[Request]) -> Request | None:
+    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         due = self.due(request)
         for other in reversed(running):
             if self.due(other) <= due:
-                return None
+                return
             if other.priority > request.priority:
-                return other
-        return None
+                yield other
 
     def admitted(self, request: Request) -> None:
         pass

@@ -7,7 +7,7 @@ from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import make_budget
 from inflight.engine.policies.fair_queue import FairQueue
-from inflight.engine.policies.order import ClassLimits, DueOrder, make_patience
+from inflight.engine.policies.order import DueOrder, make_patience
 from inflight.engine.policies.victims import make_victim
 
 __all__ = ["make_policies"]
@@ -24,10 +24,9 @@ def make_policies(config: EngineConfig) -> Policies:
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:
-    if config.scheduling_policy == "fcfs" and not config.priority_classes and not config.tenants:
+    if config.scheduling_policy == "fcfs" and not config.tenants:
         return FcfsOrder()
     patience, preempts = make_patience(config), config.scheduling_policy == "priority"
-    limits = ClassLimits({number: options.max_queue_size for number, options in config.priority_classes.items()})
     if config.tenants:
-        return FairQueue(lambda: DueOrder(patience, preempts=preempts), config.tenants, limits=limits)
-    return DueOrder(patience, preempts=preempts, limits=limits)
+        return FairQueue(lambda: DueOrder(patience, preempts=preempts), config.tenants)
+    return DueOrder(patience, preempts=preempts)

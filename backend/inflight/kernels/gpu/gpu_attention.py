@@ -156,13 +156,17 @@ class GpuAttention:
         self._launch(out, query, cache, batch.metadata, sinks, work)
         return out
 
+    @staticmethod
+    def _is_decode(spec: LayerSpec, metadata: AttentionMetadata) -> bool:
+        """Whether no request has more tokens than the rows of one short block."""
+        group = spec.num_heads // spec.num_kv_heads
+        return metadata.max_query_len <= padded(group) // group
+
     def _plan(self, spec: LayerSpec, dtype: torch.dtype, metadata: AttentionMetadata) -> _Work:
         """Launch the kernel that shares the batch's work out."""
         from inflight.kernels.gpu.gpu_attention_plan import HEADER, NUM_OPTIONS, plan_kernel  # needs the triton package
 
-        group = spec.num_heads // spec.num_kv_heads
-        is_decode = metadata.max_query_len <= padded(group) // group
-        layer = self._layer(spec, dtype, metadata.block_size, is_decode)
+        layer = self._layer(spec, dtype, metadata.block_size, self._is_decode(spec, metadata))
         geometry, num_requests = layer.geometry, metadata.seq_lens.shape[0]
         room = room_for(geometry, metadata.slot_mapping.shape[0], num_requests, metadata.max_query_len, layer.running)
         plan = metadata.seq_lens.new_empty(HEADER.value + 4 * room.items + room.extra)
@@ -292,6 +296,7 @@ def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile
         HAS_SINKS=spec.has_sinks,
         HAS_SCALES=spec.kv_cache_dtype is not None,
         ONE_LOOP=dtype == torch.float32,  # its products are unrolled: three loops would be 5000 instructions
+        LATE=tile.late,
         DOT=dot,
     )
     return _Layer(spec, geometry, shapes, attend, running)

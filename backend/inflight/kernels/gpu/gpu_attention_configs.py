@@ -8,7 +8,7 @@ multiplications, so its tiles are the largest for which the tensor cores' accumu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,19 +51,23 @@ class Card:
 
 @dataclass(frozen=True)
 class Tile:
-    """One compiled shape: rows of a long query block (0: none), keys per tile, warps, pipeline stages."""
+    """One compiled shape: rows of a long query block (0: none), keys per tile, warps, pipeline stages.
+
+    `late`: values are multiplied one tile late, beside the softmax of the next; see `gpu_attention_kernel.py`.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    late: bool = False
 
 
 # (family, is decode) -> padded head size -> tile, for 16-bit queries.  Chosen to fit registers and shared memory
 # (bench/gpu_attention.py --compile); on a GPU, --tune compares them with others.
 _TILES: dict[tuple[str, bool], dict[int, Tile]] = {
     ("hopper", True): {64: Tile(0, 128, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
-    ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4), 256: Tile(128, 32, 8, 4)},
+    ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4, late=True), 256: Tile(128, 32, 8, 4)},
     ("ampere", True): {64: Tile(0, 64, 4, 4), 128: Tile(0, 32, 4, 4), 256: Tile(0, 32, 4, 2)},
     ("ampere", False): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
     ("small", True): {64: Tile(0, 64, 4, 3), 128: Tile(0, 32, 4, 3), 256: Tile(0, 16, 4, 3)},
@@ -85,7 +89,9 @@ def tile_for(card: Card, spec: LayerSpec, dtype: torch.dtype, is_decode: bool) -
     """The tile for a layer."""
     size = max(64, padded(spec.key_head_size), padded(spec.value_head_size))
     table = _FLOAT32_TILES[is_decode] if dtype == torch.float32 else _TILES[card.family, is_decode]
-    return table[size]
+    tile = table[size]
+    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.
+    return tile if card.capability[0] == 9 else replace(tile, late=False)
 
 
 @dataclass(frozen=True)

@@ -45,26 +45,53 @@ _VARYING_POINTERS = ["query_start_loc", "seq_lens", "block_table", "plan"]
 
 
 @triton.jit
+def _add_values(
+    sums, p, decay, value_cache, ids, tile, kv_head, seq_len,
+    NUM_KV_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """sums * decay + p @ the tile's values, which are in the blocks `ids`."""
+    present = tile * BLOCK_N + tl.arange(0, BLOCK_N) < seq_len
+    values = tile_pointers(value_cache, ids, tile, kv_head, NUM_KV_HEADS, BLOCK_SIZE, VALUE_SIZE, VALUE_PADDED, BLOCK_N)
+    # Rows past the request's end may be NaN, which a weight of zero does not cancel.
+    v = load_rows(values, present, VALUE_SIZE, VALUE_PADDED, MASKED).to(DOT)
+    return tl.dot(p, v, sums * decay[:, None], input_precision="ieee")
+
+
+@triton.jit
 def _accumulate(
     sums, row_max, weights, q, key_cache, value_cache, table, kv_head, row_position, seq_len, scale, softcap,
     first_tile, end_tile,
     NUM_KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, LATE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the tiles first_tile .. end_tile - 1; scores are in base 2.
 
     sums [rows, VALUE_PADDED], row_max [rows] and weights [rows], all float32, are updated and returned.
+
+    LATE: a tile's values are multiplied one tile later, so that wgmma computes that product beside the next tile's
+    softmax, as in FlashAttention-3 (Shah et al., arXiv:2407.08608).
     """
     # Block ids are read one tile ahead, so that no load of keys waits for them.
     ids = block_ids(table, first_tile, seq_len, BLOCK_SIZE, BLOCK_N)
+    if LATE:
+        # An operand that is itself carried from tile to tile would be put in shared memory; as integers it is not.
+        BITS: tl.constexpr = tl.int16 if DOT.primitive_bitwidth == 16 else tl.int32
+        late_p = tl.zeros([q.shape[0], BLOCK_N], BITS)
+        late_decay = tl.full([q.shape[0]], 1.0, tl.float32)
+        late_ids = ids
     for tile in tl.range(first_tile, end_tile):
         next_ids = block_ids(table, tile + 1, seq_len, BLOCK_SIZE, BLOCK_N)
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        present = position < seq_len
         keys = tile_pointers(key_cache, ids, tile, kv_head, NUM_KV_HEADS, BLOCK_SIZE, KEY_SIZE, KEY_PADDED, BLOCK_N)
-        k = load_rows(keys, present, KEY_SIZE, KEY_PADDED, False).to(DOT)
+        k = load_rows(keys, position < seq_len, KEY_SIZE, KEY_PADDED, False).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if LATE:  # at the first tile: zeros times its own values
+            sums = _add_values(
+                sums, late_p.to(DOT, bitcast=True), late_decay, value_cache, late_ids, tl.maximum(tile - 1, first_tile),
+                kv_head, seq_len, NUM_KV_HEADS, VALUE_SIZE, VALUE_PADDED, BLOCK_SIZE, BLOCK_N, MASKED, DOT,
+            )  # fmt: skip
         unit = scale
         if HAS_SOFTCAP:
             # softcap * tanh(x); tanh(x) = 1 - 2 / (1 + e^2x) has the right limits if e^2x overflows.
@@ -82,14 +109,21 @@ def _accumulate(
         p = tl.exp2(scores * unit - shift[:, None])
         decay = tl.exp2(row_max - shift)
         weights = weights * decay + tl.sum(p, 1)
-        values = tile_pointers(
-            value_cache, ids, tile, kv_head, NUM_KV_HEADS, BLOCK_SIZE, VALUE_SIZE, VALUE_PADDED, BLOCK_N
-        )
-        # Rows past the request's end may be NaN, which a weight of zero does not cancel.
-        v = load_rows(values, present, VALUE_SIZE, VALUE_PADDED, MASKED).to(DOT)
-        sums = tl.dot(p.to(DOT), v, sums * decay[:, None], input_precision="ieee")
+        if LATE:
+            late_p, late_decay, late_ids = p.to(DOT).to(BITS, bitcast=True), decay, ids
+        else:
+            sums = _add_values(
+                sums, p.to(DOT), decay, value_cache, ids, tile, kv_head, seq_len, NUM_KV_HEADS, VALUE_SIZE,
+                VALUE_PADDED, BLOCK_SIZE, BLOCK_N, MASKED, DOT,
+            )  # fmt: skip
         row_max = new_max
         ids = next_ids
+    if LATE:
+        if end_tile > first_tile:
+            sums = _add_values(
+                sums, late_p.to(DOT, bitcast=True), late_decay, value_cache, late_ids, end_tile - 1, kv_head, seq_len,
+                NUM_KV_HEADS, VALUE_SIZE, VALUE_PADDED, BLOCK_SIZE, BLOCK_N, MASKED, DOT,
+            )  # fmt: skip
     return sums, row_max, weights
 
 
@@ -99,7 +133,7 @@ def _attend_tiles(
     first_tile, end_tile, first_position, end_position,
     NUM_KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, ONE_LOOP: tl.constexpr, DOT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """`_accumulate` over all tiles; those that every row sees completely need no mask, unless ONE_LOOP."""
     whole_first, whole_end = end_tile, end_tile
@@ -113,18 +147,18 @@ def _attend_tiles(
         sums, row_max, weights = _accumulate(
             sums, row_max, weights, q, key_cache, value_cache, table, kv_head, row_position, seq_len, scale,
             softcap, first_tile, whole_first, NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED,
-            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, True, DOT,
+            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, True, False, DOT,
         )  # fmt: skip
     if not ONE_LOOP:
         sums, row_max, weights = _accumulate(
             sums, row_max, weights, q, key_cache, value_cache, table, kv_head, row_position, seq_len, scale,
             softcap, whole_first, whole_end, NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED,
-            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, False, DOT,
+            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, False, LATE, DOT,
         )  # fmt: skip
         sums, row_max, weights = _accumulate(
             sums, row_max, weights, q, key_cache, value_cache, table, kv_head, row_position, seq_len, scale,
             softcap, whole_end, end_tile, NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED,
-            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, True, DOT,
+            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, True, False, DOT,
         )  # fmt: skip
     return sums, row_max, weights
 
@@ -160,7 +194,7 @@ def _attend_block(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One query block over part `part` of its keys, of `parts` equal ones.
 
@@ -197,7 +231,7 @@ def _attend_block(
     sums, row_max, weights = _attend_tiles(
         sums, row_max, weights, q, key_cache, value_cache, table, kv_head, row_position, seq_len, scale, softcap,
         first_tile, end_tile, first_position, end_position, NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_PADDED,
-        VALUE_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, ONE_LOOP, DOT,
+        VALUE_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFTCAP, ONE_LOOP, LATE, DOT,
     )  # fmt: skip
     if HAS_SCALES:
         sums = sums * tl.load(value_scale + kv_head)
@@ -215,7 +249,8 @@ def attend_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Grid (NUM_KV_HEADS, items that the plan has room for); programs past its items return at once.
 
@@ -225,7 +260,7 @@ def attend_kernel(
     partial_stats [.., 2] are float32 scratch.
 
     Requests of few tokens take SHORT_ROWS rows, others blocks of BLOCK_M rows; with BLOCK_M 0 all are short.
-    ONE_LOOP: all tiles are masked, for less code.
+    ONE_LOOP: all tiles are masked, for less code.  LATE: see `_accumulate`; for blocks of BLOCK_M rows.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     SHORT_TOKENS: tl.constexpr = SHORT_ROWS // GROUP
@@ -244,7 +279,7 @@ def attend_kernel(
                 table, item, part, parts, kv_head, first_row_token, first_position, num_tokens, seq_len,
                 query_stride_token, query_stride_head, scale, softcap, scratch_rows, NUM_HEADS, NUM_KV_HEADS,
                 KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, HAS_SINKS,
-                HAS_SCALES, SHORT_ROWS, BLOCK_N, True, DOT,
+                HAS_SCALES, SHORT_ROWS, BLOCK_N, True, False, DOT,
             )  # fmt: skip
         if BLOCK_M > 0:
             if query_len > SHORT_TOKENS:
@@ -253,7 +288,7 @@ def attend_kernel(
                     table, item, part, parts, kv_head, first_row_token, first_position, num_tokens, seq_len,
                     query_stride_token, query_stride_head, scale, softcap, scratch_rows, NUM_HEADS, NUM_KV_HEADS,
                     KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, HAS_SINKS,
-                    HAS_SCALES, BLOCK_M, BLOCK_N, ONE_LOOP, DOT,
+                    HAS_SCALES, BLOCK_M, BLOCK_N, ONE_LOOP, LATE, DOT,
                 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class GpuOps:
     Raises:
         ValueError: rows wider than 65536, or rows that are not contiguous.
 
-    What quantises requires compute capability 8.9.
+    What quantizes requires compute capability 8.9.
     """
 
     name = "gpu"

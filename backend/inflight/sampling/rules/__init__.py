@@ -25,9 +25,4 @@ RULES: tuple[type[LogitsRule], ...] = (
     Penalties,
 )
 # The same where the slots' tokens are on the device, too (`RowBatch.history`).
-DEVICE_RULES: tuple[type[LogitsRule], ...] = (
-    LogitBias,
-    MinTokens,
-    BadWords,
-    DevicePenalties,
-)
+DEVICE_RULES: tuple[type[LogitsRule], ...] = tuple(DevicePenalties if rule is Penalties else rule for rule in RULES)

@@ -13,7 +13,6 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
-from inflight.sampling.upload import upload
 
 __all__ = ["AllowedTokens"]
 
@@ -26,7 +25,6 @@ class AllowedTokens:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._allowed = RaggedRows(max_num_seqs, np.int64)
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
@@ -40,7 +38,7 @@ class AllowedTokens:
     def prepare(self, batch: RowBatch) -> KeptTokens:
         places, owners = self._allowed.places(batch.slots)
         index = self._allowed.columns[0][places] + batch.rows[owners] * self._vocab_size
-        return KeptTokens(upload(batch.rows, self._device), upload(index, self._device))
+        return KeptTokens(batch.put(batch.rows), batch.put(index))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_clock import Clocked
 
+from inflight.engine.request import Status
+
 NAMES = ["a", "b", "c"]
 
 
@@ -38,6 +40,9 @@ class Tenants(Clocked):
 
     def running_of(self, name: str) -> int:
         return sum(request.tenant == name for request in self.scheduler.running)
+
+    def live_of(self, name: str) -> int:
+        return sum(r.tenant == name and r.status is not Status.FINISHED for r in self.sequences.values())
 
     def waiting_of(self, name: str) -> int:
         return sum(request.tenant == name for request in self.waiting)
@@ -148,16 +153,19 @@ def test_shares_differ_by_no_more_than_the_bound_and_caps_hold(load):
         for _ in range(gap):
             checked_step()
         for _ in range(count):
-            waiting, free = rig.waiting_of(name), slots - len(rig.scheduler.running)
+            waiting = rig.live_of(name) - rig.running_of(name)
+            most = tenants[name].get("max_running", slots)
+            room = min(slots - len(rig.scheduler.running), most - rig.running_of(name))
             failure = rig.try_add(prompt, output, tenant=name, stop=stop, n=n, priority=priority)
             max_queued = tenants[name].get("max_queued")
             if failure is None:
                 longest = max(longest, prompt + output)
-                assert max_queued is None or waiting - free < max_queued
+                assert max_queued is None or waiting + n - room <= max_queued
+            elif failure.code == "INVALID_ARG":
+                assert n > max_queued + min(slots, most)
             else:
-                assert max_queued is not None
-                assert waiting >= max_queued
-                assert f"tenant '{name}' is full: {max_queued} sequences" in failure.message
+                assert waiting + n - room > max_queued
+                assert f"tenant '{name}' is full: {waiting - room} sequences" in failure.message
     for _ in range(4000):
         if not rig.core.has_work:
             break

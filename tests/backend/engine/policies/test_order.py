@@ -57,18 +57,17 @@ def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, l
     options = {**OPTIONS, "max_num_batched_tokens": budget}
     rig = Clocked(blocks, scheduling_policy=policy, max_num_seqs=max_num_seqs, **options)
     gave_way: set[tuple[tuple[int, int], tuple[int, int]]] = set()
-    asked = rig.scheduler.waiting.outranked_by
+    asked = rig.scheduler.waiting.outranked
 
-    def outranked_by(request, running):
-        other = asked(request, running)
-        if other is not None:
+    def outranked(request, running):
+        for other in asked(request, running):
             assert policy == "priority"
             assert other.priority > request.priority, "only a strictly lower class gives way"
             assert other.arrival_time - request.arrival_time > (request.priority - other.priority) * AGING
             gave_way.add(((other.request_id, other.index), (request.request_id, request.index)))
-        return other
+            yield other
 
-    rig.scheduler.waiting.outranked_by = outranked_by
+    rig.scheduler.waiting.outranked = outranked
 
     def checked_step() -> None:
         waiting = rig.waiting
@@ -168,6 +167,38 @@ def test_an_interactive_request_takes_blocks():
     assert len(out.preempted) == 1, "it needs 16 blocks, 12 are free, and each gives 7"
     assert request in out.requests
     assert request.request_id in rig.first_token
+    rig.run()
+    assert rig.all_finished
+
+
+@pytest.mark.parametrize("admission", ["free_blocks", "predicted_peak"])
+@pytest.mark.parametrize("tenants", [{}, {"*": {}}])
+def test_nobody_is_preempted_unless_that_makes_room_enough(admission, tenants):
+    rig = Clocked(22, scheduling_policy="priority", admission=admission, tenants=tenants)
+    first = rig.add(40, 18, priority=0)  # 10 blocks and more, which it keeps
+    rig.add(6, 12, priority=2)
+    rig.step()
+    assert len(rig.scheduler.running) == 2
+    urgent = rig.add(52, 2, priority=0)  # 13 blocks
+    for _ in range(15):
+        assert not rig.step().preempted
+    rig.run()
+    assert rig.all_finished
+    assert rig.started[urgent.request_id] > rig.first_token[first.request_id] + 15
+
+
+def test_blocks_that_only_victims_share_count_once():
+    """Each gives way for the blocks that both of them reference."""
+    rig = Clocked(16, scheduling_policy="priority", enable_prefix_caching=True, admission="free_blocks")
+    for _ in range(2):
+        rig.add(40, 20, priority=2)  # 10 blocks, 9 of them shared
+    for _ in range(2):
+        rig.step()
+    assert len(rig.scheduler.running) == 2
+    request = rig.add(48, 2, priority=0, cache_salt="its own")
+    out = rig.step()
+    assert len(out.preempted) == 2
+    assert request in out.requests
     rig.run()
     assert rig.all_finished
 

@@ -1,0 +1,73 @@
+"""What is counted here and published as sums: histograms of every token and step.  No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from inflight.engine.messages import StepMessage
+
+__all__ = ["CountedHistogram", "TokenGaps"]
+
+
+class CountedHistogram:
+    """Counts observations per bucket, as Prometheus defines it: a bound includes what is equal to it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = list(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """`count` observations of `value`."""
+        self._counts[bisect_left(self.bounds, value)] += count
+        self._sum += value * count
+
+    def take(self) -> tuple[list[int], float]:
+        """Observations up to each bound and in all, and their sum, since the last call."""
+        counts, total = self._counts, self._sum
+        self._counts, self._sum = [0] * len(counts), 0.0
+        for index in range(1, len(counts)):
+            counts[index] += counts[index - 1]
+        return counts, total
+
+
+class TokenGaps:
+    """Time between two tokens of a sequence; several tokens of one step count as one, as in vLLM.
+
+    All loops over tokens are in C: a step costs about a tenth of a microsecond a token.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], float] = {}  # (request_id, index) -> when its last token came
+
+    def take(self, message: StepMessage, now: float, open_ids: Container[int]) -> list[tuple[float, int]]:
+        """Gaps in seconds, and how many sequences had each.
+
+        Args:
+            now: when the step's tokens came, in seconds.
+            open_ids: requests that somebody listens to; the others are forgotten.
+        """
+        last, tokens = self._last, message.tokens
+        keys = set(zip(tokens.request_ids, tokens.indices))
+        keys.update((delta.request_id, delta.index) for delta in message.news if delta.token_ids)
+        known = last.keys() & keys
+        gaps = Counter(map(last.__getitem__, known))
+        last.update(dict.fromkeys(known, now))
+        for delta in message.news:
+            key = delta.request_id, delta.index
+            if delta.finish_reason is not None:
+                last.pop(key, None)
+            elif delta.num_cached_tokens is not None and delta.request_id in open_ids:  # its first tokens
+                last[key] = now
+        return [(now - before, count) for before, count in gaps.items()]
+
+    def forget(self, request_id: int, num_sequences: int) -> None:
+        """A request ended."""
+        for index in range(num_sequences):
+            self._last.pop((request_id, index), None)
+
+    def clear(self) -> None:
+        """The engine process died."""
+        self._last.clear()
