@@ -175,3 +175,16 @@ class TestRopeChoice:
         choice = RopeChoice(32, False, 100)
         salts = {choice.salted(salt, 10, count) for salt in ("", "33:", "32:", "x") for count in (1, 80)}
         assert len(salts) == 8
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_a_graph_reads_keeps_its_address(tmp_path: Path, dynamic: bool) -> None:
+    rope = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=8.0), max_position_embeddings=LIMIT)
+    path = make_checkpoint("llama", tmp_path, **(rope if dynamic else MODELS["llama"]))
+    core = make_core(path, max_model_len=200)
+    shared = core.runner.rotary
+    assert shared.capturable is not dynamic
+    address, candidates = shared.lengths.data_ptr(), shared.candidates
+    run(core, prompts_of(SHAPES), [greedy(count) for _, count in SHAPES])
+    assert shared.lengths.data_ptr() == address
+    assert (shared.candidates == candidates) is not dynamic
