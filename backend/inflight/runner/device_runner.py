@@ -165,7 +165,8 @@ class DeviceRunner:
         self._in_flight: deque[_Ticket] = deque()
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
-        self.graphs = decode_graphs(config, self.backend, device, self._padding)
+        capturable = self.rotary is None or self.rotary.capturable
+        self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable)
         loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
 
