@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,25 @@ def test_architectures_give_the_tokens_of_generate(model_type: str, caplog: pyte
         assert "a step cannot be captured (RuntimeError: operation not permitted when stream is capturing" in warning
     else:
         assert sum(num_replays(core).values()) >= 10
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_of_each_length(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two choices are both in a graph, which takes each token's own; one for each length cannot be captured."""
+    rope: dict[str, Any] = dict(rope_type=kind, rope_theta=100.0, original_max_position_embeddings=32)
+    if kind == "longrope":
+        rope |= dict(long_factor=[1.0, 3.0, 9.0, 16.0], short_factor=[1.0, 1.1, 1.3, 1.6])
+    else:
+        rope |= dict(factor=4.0)
+    positions = 32 if kind == "dynamic" else 256
+    path = make_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=positions)
+    core, eager = pair_of(path, max_model_len=96, max_num_seqs=4, async_scheduling=True)
+    prompts = [prompt_of(index, length) for index, length in enumerate((5, 40, 20))]
+    params = [every_kind(0, max_tokens=count) for count in (12, 12, 20)]
+    assert work_of(core, prompts, params, 0) == work_of(eager, prompts, params, 0)
+    captured = core.runner.graphs.bucket(1) is not None
+    assert captured == (kind == "longrope")
+    assert captured != any("without CUDA graphs" in text for text in warnings_of(caplog))
 
 
 def test_drafts_beside_captured_steps(checkpoint: str) -> None:
