@@ -47,6 +47,8 @@ class _Address:
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
+        if 0 in self._place[1]:  # nothing is read of it
+            return torch.empty(self._place[1], dtype=self._dtype)
         storage = None if self._storage.expired() else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.data_ptr() != self._pointer:
             raise Moved(f"a graph uses a tensor of shape {list(self._place[1])} at {self._pointer:#x}, which is gone")
