@@ -78,7 +78,7 @@ class DeviceStep:
         return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffers:
     """One place of the ring, in pinned memory.
 
@@ -93,7 +93,7 @@ class _Buffers:
     owner: _Ticket | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A step from launch to collect.
 
