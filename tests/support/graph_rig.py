@@ -25,6 +25,7 @@ from inflight.runner.device_runner import DeviceRunner
 from inflight.sampling import sampler, table
 from inflight.sampling.choose import draw
 from inflight.sampling.metadata import Kind, RandomGroup
+from inflight.sampling.unusable import NO_TOKEN
 
 
 class DeviceAttention(ReferenceAttention):
@@ -92,7 +93,7 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor
             top_p=reals[1] if reals[1] < 1 else None,
             min_p=reals[2].float() if reals[2] > 0 else None,
         )
-        out[row] = draw(logits.float(), group)[0]
+        (out[row],), _ = draw(logits.float(), group)
     return out
 
 
@@ -115,6 +116,8 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampler, table):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     monkeypatch.setattr(gpu_sampler, "choose", choose)
+    # As on a GPU: on a CPU the host looks whether there is anything to mark.
+    monkeypatch.setattr(sampler, "mark_unusable", lambda ids, tops: torch.where(tops.isfinite(), ids, NO_TOKEN))
 
 
 def graph_core(path: str, **options: Any) -> EngineCore:

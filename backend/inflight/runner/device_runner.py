@@ -151,7 +151,7 @@ class DeviceRunner:
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
         self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device)
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
         self.forward = ForwardPass(self.model, slots)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rows = RowWriter(self.state, slots)

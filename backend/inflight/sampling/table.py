@@ -252,12 +252,16 @@ def _first_positions(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sampling_metadata(
-    rows: Sequence[SampleRow], vocab_size: int, device: torch.device | str = "cpu"
+    rows: Sequence[SampleRow],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    rules: Sequence[type[LogitsRule]] = RULES,
 ) -> SamplingMetadata:
     """Describe rows without keeping a table: for one-off calls; a step loop keeps a `SamplingTable`."""
-    table = SamplingTable(len(rows), vocab_size, device)
+    table = SamplingTable(len(rows), vocab_size, device, rules)
     token_ids = np.zeros((len(rows), max((row.position for row in rows), default=0)), dtype=np.int32)
     for slot, row in enumerate(rows):
         table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
         token_ids[slot, : row.position] = np.concatenate([row.prompt_token_ids, row.output_token_ids])
-    return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), token_ids)
+    positions = np.array([row.position for row in rows], dtype=np.int64)
+    return table.select(np.arange(len(rows)), positions, token_ids, history=upload(token_ids, table.device))

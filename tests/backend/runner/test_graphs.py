@@ -153,6 +153,10 @@ def reads_a_tensor(bucket: int) -> None:
         raise AssertionError
 
 
+def lists_a_tensor(bucket: int) -> None:
+    torch.zeros(1).tolist()
+
+
 def depends_on_contents(bucket: int) -> None:
     torch.zeros(3)[torch.zeros(3, dtype=torch.bool)]
 
@@ -166,6 +170,7 @@ def only_the_smaller_fail(bucket: int) -> None:
     ("fails", "reason"),
     [
         (reads_a_tensor, "RuntimeError: operation not permitted when stream is capturing: aten.item"),
+        (lists_a_tensor, "RuntimeError: operation not permitted when stream is capturing: tolist"),
         (depends_on_contents, "RuntimeError: operation not permitted when stream is capturing: aten.index.Tensor"),
         (only_the_smaller_fail, r"OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB.\); "),
     ],
