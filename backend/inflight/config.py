@@ -164,7 +164,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             small model, 4 or 8 leaves more of it to the engine.
         default_max_tokens: `max_tokens` of a request that does not set it.
         seed: base of the seeds of requests without one; `None` takes it from the OS.
-        cpu_threads: intra-op threads of torch in the engine process; `None` uses all cores.
+        cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
+            container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
         enforce_eager: never capture CUDA graphs (accepted for compatibility on a CPU).
         disable_log_stats: publish no custom metrics.
