@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_model import engine, graphs_built, llama_8b, qwen3_06b, random_model, refused, words
+from gpu_model import engine, graphs_captured, llama_8b, qwen3_06b, random_model, refused, words
 from gpu_rows import Run
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
@@ -153,7 +153,7 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
         peer = random_model(config, dtype, "sdpa", torch.device(run.device))
         for round_number in range(1 if run.tiny else 3):
             begun = time.monotonic()
-            note = f"round {round_number + 1}, CUDA graphs {'built' if graphs_built() else 'not built'}"
+            note = f"round {round_number + 1}, CUDA graphs {'on' if graphs_captured(core) else 'off'}"
             ours = tokens / run_ours(core, work)
             yield dict(name="serve, this engine", shape=shape, achieved=ours, unit="tokens/s", note=note)
             try:

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from inflight.runner.pipeline import make_runner
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["NotBuilt", "Work", "engine", "graphs_built", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
+__all__ = ["NotBuilt", "Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
 
 _IDS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=0)
 _TOY = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -167,6 +166,7 @@ def refused(error: Exception, name: str, shape: str) -> dict[str, Any]:
     return dict(name=name, shape=shape, status=status, why=f"{type(error).__name__}: {reason}")
 
 
-def graphs_built() -> bool:
-    """Whether the runner captures CUDA graphs unless `enforce_eager` is set."""
-    return find_spec("inflight.runner.graphs") is not None
+def graphs_captured(core: EngineCore) -> bool:
+    """Whether the engine replays its decode steps as CUDA graphs: not on a CPU, nor if they cannot be captured."""
+    graphs = getattr(core.runner, "graphs", None)
+    return graphs is not None and graphs.bucket(1) is not None

@@ -20,13 +20,17 @@ import torch
 from gpu_rates import FLUSH_BYTES, copy_rate, seconds
 from torch import Tensor
 
+from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec
+from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu import gpu_sampler
+from inflight.kernels.gpu import gpu_kv_cache, gpu_sampler
 from inflight.kernels.gpu.gpu_ops import GpuOps
+from inflight.ops.base import Angles, HeadNorms, projection_sizes
 from inflight.ops.reference import ReferenceOps
 from inflight.sampling import Sampler, SamplingTable
 
-KERNELS, REFERENCE = GpuOps(), ReferenceOps()
+KERNELS, REFERENCE = OPS = GpuOps(), ReferenceOps()
+BLOCK_SIZE = 16
 VOCABULARY = 151936  # Qwen3
 SAMPLING_TARGET = 300e-6  # seconds for 256 rows on an H200
 
@@ -77,6 +81,37 @@ def _silu_and_mul(ops: Any, gate_up: Tensor) -> list[Tensor]:
     return [ops.silu_and_mul(gate_up)]
 
 
+def _layer(ops: Any, spec: LayerSpec, num_tokens: int, like: Tensor) -> LayerAttention:
+    """With a cache of the kind that `ops` writes to in one launch."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    if ops is KERNELS:
+        cache: Any = gpu_kv_cache.new_cache(num_blocks, BLOCK_SIZE, spec, like.dtype, like.device)
+    else:
+        cache = ReferenceAttention().new_cache(num_blocks, BLOCK_SIZE, spec, like.dtype, like.device)
+    return LayerAttention(spec, ReferenceAttention(), cache)
+
+
+def _batch(num_tokens: int, device: torch.device) -> AttentionMetadata:
+    """Each token in a slot of its own, in reverse order."""
+    void = torch.empty(0, device=device)
+    slots = torch.arange(num_tokens - 1, -1, -1, device=device)
+    return AttentionMetadata(void, void, void, slots, [], [], 0, 0, BLOCK_SIZE)
+
+
+def _rotate_and_write(
+    spec: LayerSpec, ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor
+) -> list[Tensor]:
+    """Query, and what the slots hold afterwards; with norms if there are weights."""
+    layer, batch = _layer(ops, spec, len(qkv), qkv), _batch(len(qkv), qkv.device)
+    norms = HeadNorms(*weights, 1e-6) if weights else None
+    angles = Angles(cos, sin, 2 * cos.shape[1], torch.arange(len(qkv), device=qkv.device))
+    query = ops.rotate_and_write(qkv.clone(), layer, batch, norms, angles)
+    pools = [layer.cache.key, layer.cache.value]
+    if ops is KERNELS:
+        pools = [pool.transpose(1, 2) for pool in pools]
+    return [query, *(pool.flatten(0, 1)[batch.slot_mapping] for pool in pools)]
+
+
 def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]]:
     """Correctness checks: (kernel, shape in words, function, shapes of its operands)."""
     tokens = (3,) if device.type == "cpu" else (1, 33) if quick else (1, 7, 64, 2049)
@@ -91,6 +126,12 @@ def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Calla
             shapes = [(t, heads, size), (t, kv_heads, size), (t, rotated), (t, rotated)]
             cases.append(("rotary", f"{t} x {heads}+{kv_heads} x {size}, {rotated} rotated", _rotary, shapes))
             cases.append(("rms_norm", f"{t} x {heads} x {size}", _rms_norm, [(t, heads, size), (size,)]))
+            spec = LayerSpec(heads, kv_heads, size, size, 1.0)
+            shapes = [(t, sum(projection_sizes(spec))), (t, rotated // 2), (t, rotated // 2)]
+            words = f"{t} x {heads}+{kv_heads}+{kv_heads} x {size}, {rotated} rotated"
+            cases.append(("rotate_and_write", words, partial(_rotate_and_write, spec), shapes))
+            shapes = [*shapes, (size,), (size,)]
+            cases.append(("rotate_and_write", f"{words}, norms", partial(_rotate_and_write, spec), shapes))
     return cases
 
 
@@ -116,6 +157,19 @@ def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
     return list(worst.values())
 
 
+def _timed_rotate_and_write(spec: LayerSpec, num_tokens: int, device: torch.device) -> Callable[..., Tensor]:
+    """In one pool for all copies of the operands, which is written and not read."""
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    layers = {ops: _layer(ops, spec, num_tokens, like) for ops in OPS}
+    batch, positions = _batch(num_tokens, device), torch.arange(num_tokens, device=device)
+
+    def rotate_and_write(ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
+        angles = Angles(cos, sin, 2 * cos.shape[1], positions)
+        return ops.rotate_and_write(qkv, layers[ops], batch, HeadNorms(*weights, 1e-6), angles)
+
+    return rotate_and_write
+
+
 def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Callable[..., Any], list[tuple], int]]:
     """(kernel, shape in words, function of (ops, operands), shapes of its operands, elements read and written)."""
     if device.type == "cpu":
@@ -127,6 +181,8 @@ def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Calla
     cases: list[tuple[str, str, Callable[..., Any], list[tuple], int]] = []
     for t, hidden, inner, heads, kv_heads, size in sizes:
         rotated = (heads + kv_heads) * size
+        spec = LayerSpec(heads, kv_heads, size, size, 1.0)
+        merged = sum(projection_sizes(spec))
         cases += [
             ("rms_norm", f"{t} x {hidden}", lambda ops, x, w: ops.rms_norm(x, w, 1e-6),
              [(t, hidden), (hidden,)], 2 * t * hidden),
@@ -136,6 +192,9 @@ def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Calla
              [(t, hidden), (t, hidden), (hidden,)], 4 * t * hidden),
             ("rotary", f"{t} x {heads}+{kv_heads} x {size}", lambda ops, *args: ops.rotary(*args),
              [(t, heads, size), (t, kv_heads, size), (t, size), (t, size)], t * (2 * rotated + 2 * size)),
+            ("rotate_and_write", f"{t} x {heads}+{kv_heads}+{kv_heads} x {size}, norms",
+             _timed_rotate_and_write(spec, t, device),
+             [(t, merged), (t, size // 2), (t, size // 2), (size,), (size,)], t * (2 * merged + size)),
             ("silu_and_mul", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul(x), [(t, 2 * inner)], 3 * t * inner),
         ]  # fmt: skip
     return cases
@@ -179,7 +238,7 @@ def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> Iterato
     for peaked, dtype in kinds:
         logits, wrong = make_logits(rows, vocab_size, peaked, dtype, device), 0
         for kind in CHECKED:
-            got = gpu_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed))
+            got = gpu_sampler.choose(logits, sampling_metadata(kind, rows, vocab_size, device, seed).columns)
             expected = Sampler()(logits.cpu(), sampling_metadata(kind, rows, vocab_size, cpu, seed)).token_ids
             wrong += int((got.cpu() != expected).sum())
         words = "peaked" if peaked else "flat"

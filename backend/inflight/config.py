@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from inflight.vllm_options import translated
+
 __all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
 
@@ -104,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         model: directory of a Hugging Face checkpoint, or a hub id.
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
+        tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
+        download_dir: folder in which the hub's files are cached; `None` takes the hub library's own.
         trust_remote_code: let the checkpoint run its own Python code while loading.
         load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones on the device from config.json
             alone, the same ones each time, for benchmarks.
@@ -130,7 +134,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             RAM on a CPU, and what `gpu_memory_utilization` leaves on a GPU.
         kv_cache_dtype: storage type of the KV pool: "auto" is the model's dtype; "int8" takes half the bytes of
             bfloat16, so the pool holds twice the tokens; so does "fp8" (e4m3), on GPUs of compute capability
-            8.9 and up. A kernel without support for it is rejected at load.
+            8.9 and up. A kernel without support for it is rejected at load. The scales of "fp8" are the
+            checkpoint's if it has them, else they are calibrated at load with random tokens.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
         watermark: share of the KV blocks that admission keeps free for the running requests, so that a new one
             does not cause a preemption at once. It never blocks a request that would run alone.
@@ -148,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
             the time to the first token tells nobody what another tenant asked.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
-            language; "triton" is an older spelling of it.
+            language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
@@ -163,11 +168,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
             small model, 4 or 8 leaves more of it to the engine.
         default_max_tokens: `max_tokens` of a request that does not set it.
+        generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
+            checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for
+            requests through Triton, as with vllm_backend.
+        max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
+            which a request asks for with -1. vLLM's default is 20.
+        exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
+            as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
+        wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
+            and whose defaults are greedy. See docs/migrating.md.
         seed: base of the seeds of requests without one; `None` takes it from the OS.
         cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
-        enforce_eager: never capture CUDA graphs (accepted for compatibility on a CPU).
+        enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
+            for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
         disable_log_requests: accepted for compatibility; requests are never logged.
         tensor_parallel_size: ranks of the engine; only 1 is supported.
@@ -178,14 +193,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
-        quantization: "int8" stores the weights of linear layers in eight bits with a scale per output, and
-            quantizes their inputs row by row: faster on a CPU, and half the memory of bfloat16. `None`: as loaded.
+        quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
+            or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
+            inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
+            are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
     """
 
     model: str
     tokenizer: str | None = None
     revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
     trust_remote_code: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -219,6 +238,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: dict[str, TenantOptions] = {}
     stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
+    generation_config: str | None = None
+    max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
+    exclude_input_in_output: bool | None = None
+    wire_format: Literal["vllm", "tensorrt_llm"] = "vllm"
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
@@ -230,7 +253,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
 
     def __post_init__(self) -> None:
@@ -256,9 +279,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def swap_bytes(self) -> int:
         """Host memory for swapped KV blocks, in bytes."""
-        if isinstance(self.swap_space, str):
+        if isinstance(self.swap_space, str) and not re.fullmatch(r"\s*[0-9.]+\s*", self.swap_space):
             return _bytes_of("swap_space", self.swap_space)
-        return int(self.swap_space * 2**30)
+        return int(float(self.swap_space) * 2**30)
 
     @property
     def num_traced_steps(self) -> int:
@@ -270,15 +293,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Directory or hub id that the tokenizer is loaded from."""
         return self.tokenizer or self.model
 
+    @property
+    def tokenizer_source_revision(self) -> str | None:
+        """Hub revision of `tokenizer_source`."""
+        return self.tokenizer_revision or self.revision
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model.json") -> EngineConfig:
-        """Build from decoded JSON.
+        """Build from decoded JSON; numbers and booleans may be strings.
+
+        vLLM's names, spellings and options without a choice are accepted too (`inflight.vllm_options`).
 
         Raises:
             ConfigError: an unknown key (with the nearest known one), a wrong type or a value out of range.
         """
         if not isinstance(values, dict):
             raise ConfigError(f"{source}: expected a JSON object, got {type(values).__name__}")
+        try:
+            values = translated(values)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
         known = cls.__struct_fields__
         for key in values:
             if key not in known:
@@ -289,7 +323,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if "model" not in values:
             raise ConfigError(f'{source}: "model" is missing; set it to a checkpoint directory or a hub id')
         try:
-            return msgspec.convert(values, cls, str_keys=True)
+            return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
             got = f"{at[1]}={values.get(at[1])!r}: " if at else ""
@@ -301,8 +335,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path) -> EngineConfig:
         """Read a `model.json`.
 
-        A relative `model` or `tokenizer` that is a directory beside the file means that directory, so a
-        repository entry can contain its checkpoint.
+        A relative `model`, `tokenizer` or `generation_config` that is a directory beside the file means that directory,
+        so a repository entry can contain its checkpoint.
 
         Raises:
             ConfigError: no such file, not JSON, or rejected by `from_dict`.
@@ -319,7 +353,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         config = cls.from_dict(values, source=str(path))
         beside = {
             key: str((path.parent / value).resolve())
-            for key in ("model", "tokenizer")
+            for key in ("model", "tokenizer", "generation_config")
             if (value := getattr(config, key)) and (path.parent / value).is_dir()
         }
         return msgspec.structs.replace(config, **beside)

@@ -10,14 +10,16 @@ from typing import Any
 
 import msgspec
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.generation_defaults import generation_defaults
 from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.python_prompts import Prompt, is_prompt, read_prompt
 from inflight.frontend.text import Tokenizer
 from inflight.runner.pipeline import make_runner
 
@@ -109,10 +111,16 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_dict({"model": model, "max_queue_size": 0, **options}, source="LLM()")
+        if self.config.download_dir is not None:
+            raise ConfigError("LLM(): download_dir is for Triton; set HF_HUB_CACHE before Python starts")
         self.tokenizer = Tokenizer.load(
             self.config.tokenizer_source,
-            revision=self.config.revision,
+            revision=self.config.tokenizer_source_revision,
             trust_remote_code=self.config.trust_remote_code,
+            required=self.config.tokenizer is not None,
+        )
+        self._defaults = SamplingParams(
+            **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
         self.core = EngineCore(self.config, make_runner(self.config))
         self._next_id = 0
@@ -121,14 +129,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one batch; results come in the order of the prompts.
 
         Args:
-            prompts: a string, strings, or lists of token ids.
-            params: one for all prompts or one per prompt; None means the defaults.
+            prompts: one or several, see `Prompt`.
+            params: one for all prompts or one per prompt; None means the checkpoint's defaults (`generation_config`).
 
         Raises:
             ValueError: a prompt or parameter that cannot be served; nothing has run.
@@ -143,7 +151,7 @@ class LLM:
             self._abort(requests)
         return [request.result for request in requests.values()]
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the request's state after each step that advanced it.  Closing the iterator aborts the request.
 
         Raises:
@@ -162,15 +170,16 @@ class LLM:
                 f"this LLM belongs to the process that made it ({self._pid}): a forked one has none of its threads and "
                 'would hang; make the LLM there, in a process started with multiprocessing\'s "spawn" method'
             )
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if is_prompt(prompts) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams(max_tokens=self.config.default_max_tokens)] * len(prompts)
+            params = [params or self._defaults] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} params: give one for all or one per prompt")
+        read = [read_prompt(prompt, self.tokenizer) for prompt in prompts]  # before any of them runs
+        for sampling in params:
+            self.tokenizer.check_texts(sampling.stop)
         requests: dict[int, _OpenRequest] = {}
-        for prompt, sampling in zip(prompts, params):
-            text = prompt if isinstance(prompt, str) else None
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        for (text, token_ids), sampling in zip(read, params):
             request_id, self._next_id = self._next_id, self._next_id + 1
             if sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(os.urandom(8), "little"))

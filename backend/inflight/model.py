@@ -1,35 +1,43 @@
 """Triton's entry point: `TritonPythonModel` of the `inflight` backend.
 
 Triton runs this file in its stub process.  The package is the folder that holds this file, which may
-have been copied to Triton's backends folder without being installed.
+have been copied to Triton's backends folder without being installed, and under any name: a repository
+that says `backend: "vllm"` finds it as `backends/vllm`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-_PARENT = str(Path(__file__).resolve().parent.parent)
-if _PARENT not in sys.path:
-    sys.path.insert(0, _PARENT)
+if "inflight" not in sys.modules:
+    # Not through sys.path: the name of the folder may be that of another package.
+    _FOLDER = Path(__file__).resolve().parent
+    _SPEC = importlib.util.spec_from_file_location(
+        "inflight", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
+    )
+    assert _SPEC is not None and _SPEC.loader is not None
+    sys.modules["inflight"] = importlib.util.module_from_spec(_SPEC)
+    _SPEC.loader.exec_module(sys.modules["inflight"])
 
-import triton_python_backend_utils as pb_utils  # noqa: E402
+import triton_python_backend_utils as pb_utils
 
-from inflight.config import EngineConfig  # noqa: E402
-from inflight.frontend import control  # noqa: E402
-from inflight.frontend import triton_bridge as bridge  # noqa: E402
-from inflight.frontend.chat import ChatTemplate  # noqa: E402
-from inflight.frontend.contract import RequestParser  # noqa: E402
-from inflight.frontend.errors import RequestError  # noqa: E402
-from inflight.frontend.metrics import NoMetrics  # noqa: E402
-from inflight.frontend.placement import placement  # noqa: E402
-from inflight.frontend.streams import Streams  # noqa: E402
-from inflight.frontend.supervisor import Supervisor  # noqa: E402
-from inflight.frontend.text import Tokenizer  # noqa: E402
+from inflight.config import EngineConfig
+from inflight.frontend import control
+from inflight.frontend import triton_bridge as bridge
+from inflight.frontend.chat import ChatTemplate
+from inflight.frontend.contract import RequestParser
+from inflight.frontend.errors import RequestError
+from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.placement import placement
+from inflight.frontend.streams import Streams
+from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.text import Tokenizer
 
 
 class TritonPythonModel:
@@ -51,8 +59,15 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
             os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
-        source, revision = config.tokenizer_source, config.revision
-        tokenizer = Tokenizer.load(source, revision=revision, trust_remote_code=config.trust_remote_code)
+        if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
+            os.environ["HF_HUB_CACHE"] = config.download_dir
+        source, revision = config.tokenizer_source, config.tokenizer_source_revision
+        tokenizer = Tokenizer.load(
+            source,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            required=config.tokenizer is not None,
+        )
         chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
 
         self._supervisor = Supervisor(config, bridge.log, env=env)
@@ -75,8 +90,12 @@ class TritonPythonModel:
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
+            log_info=lambda line: bridge.log("info", line),
         )
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
+        self._name = args["model_name"]
+        self._layout = bridge.output_layout(model_config)
+        self._checks_health = bridge.checks_health(model_config)
         self._metrics.start()
         self._streams.start()
         self._supervisor.connect(self._streams)
@@ -84,8 +103,10 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests; the streams' sender thread sends every response.  Never raises."""
         for request in requests:
-            responder = bridge.TritonResponder(request.get_response_sender())
+            responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             try:
+                if self._checks_health:
+                    self._check_health()
                 wire = bridge.read_request(request)
                 question = control.question_of(wire)
                 if question is not None:
@@ -100,6 +121,18 @@ class TritonPythonModel:
                 message = f"{type(error).__name__}: {error}"
                 bridge.log("error", f"while reading a request: {message}")
                 self._streams.reject(responder, RequestError("INTERNAL", message))
+
+    def _check_health(self) -> None:
+        """As vllm_backend does: unload a model whose engine is lost, so that its readiness says so.
+
+        Raises:
+            RequestError: UNAVAILABLE; the engine process cannot be restarted.
+        """
+        reason = self._supervisor.refusal
+        if reason is not None:
+            bridge.log("error", f"{self._name} is not healthy and will be unloaded: {reason}")
+            bridge.unload(self._name)
+            raise RequestError("UNAVAILABLE", f"Model is unavailable due to unhealthy engine: {reason}")
 
     def finalize(self) -> None:
         """End the engine process and the threads."""

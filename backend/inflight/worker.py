@@ -1,6 +1,6 @@
 """The program of the engine process: a pipe in, a step loop, a pipe out.
 
-The frontend starts it as `python -m inflight.worker --fd N` (`frontend/engine_process.py`).  The first
+The frontend starts it like `python -m inflight.worker --fd N` (`frontend/engine_process.py`).  The first
 frame is the encoded `EngineConfig`; then `engine/messages.py` both ways.  It exits on `Shutdown`, when
 the pipe closes (the frontend died), and when loading or a step fails.
 """

@@ -22,7 +22,8 @@ Message = Mapping[str, Any]
 _SAMPLING = {
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+    "truncate_prompt_tokens",
 }
 
 _TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
@@ -64,9 +65,11 @@ class RequestOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
     logprobs: int
     prompt_logprobs: int
     skip_special_tokens: bool
+    truncate_prompt_tokens: int
     extra_parameters: Mapping[str, Any]
     model: str
     request_id: str

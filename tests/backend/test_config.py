@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from inflight import vllm_options
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 
 
@@ -22,9 +25,10 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "max_num_seq": 4}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"model": "x", "zzz": 4}, "unknown key 'zzz'; known keys: "),
         ({"model": "x", "max_num_seqs": 0}, "max_num_seqs=0: Expected `int` >= 1"),
-        ({"model": "x", "max_num_seqs": "8"}, "max_num_seqs='8': Expected `int`, got `str`"),
+        ({"model": "x", "max_num_seqs": "many"}, "max_num_seqs='many': Expected `int`, got `str`"),
+        ({"model": "x", "max_num_seqs": "0"}, "max_num_seqs='0': Expected `int` >= 1"),
         ({"model": "x", "dtype": "int4"}, "dtype='int4': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
-        ({"model": "x", "quantization": "int3"}, "quantization='int3': .*must be one of 'int8'$"),
+        ({"model": "x", "quantization": "int3"}, "quantization='int3': .*must be one of 'int8', 'fp8'$"),
         ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
@@ -96,3 +100,91 @@ def test_files(tmp_path) -> None:
 @pytest.mark.parametrize(("text", "size"), [("4GiB", 4 * 2**30), ("1.5 K", 1500), ("2M", 2 * 10**6), (77, 77)])
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+NEUTRAL = {
+    "config_format": "auto",
+    "cpu_offload_gb": 0,
+    "disable_custom_all_reduce": True,
+    "distributed_executor_backend": "ray",
+    "enable_chunked_prefill": True,
+    "enable_log_requests": False,
+    "enable_lora": False,
+    "load_format": "auto",
+    "max_seq_len_to_capture": 8192,
+    "pipeline_parallel_size": 1,
+    "runner": "generate",
+    "served_model_name": "llama",
+    "task": "generate",
+    "tokenizer_mode": "auto",
+}
+
+
+def test_keys_of_vllm_that_ask_for_nothing_special_change_nothing() -> None:
+    assert EngineConfig.from_dict({"model": "x", **NEUTRAL}) == EngineConfig(model="x")
+    strings = {key: str(value).lower() for key, value in NEUTRAL.items()}
+    assert EngineConfig.from_dict({"model": "x", **strings}) == EngineConfig(model="x")
+    assert EngineConfig.from_dict({"model": "x", **dict.fromkeys(NEUTRAL.keys() - {"load_format"})}).model == "x"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("enable_lora", True, "enable_lora=True is not supported: .*merge the adapter"),
+        ("enable_lora", "True", "enable_lora='True' is not supported"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size=2 .*one device; omit it or set it to 1"),
+        ("enable_chunked_prefill", False, "enable_chunked_prefill=False .*raise it; omit it or set it to true"),
+        ("tokenizer_mode", "mistral", "tokenizer_mode='mistral'"),
+        ("enable_log_requests", 1, "enable_log_requests=1 .*step_trace"),
+        ("task", "embed", "task='embed' .*only generates"),
+        ("runner", "pooling", "runner='pooling'"),
+        ("cpu_offload_gb", 0.5, "cpu_offload_gb=0.5"),
+        ("load_format", "bitsandbytes", "load_format='bitsandbytes': .*must be one of 'auto', 'dummy'"),
+        ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2': .*must be one of"),
+        ("speculative_config", {}, "unknown key 'speculative_config'"),
+        ("max_logprobs", -2, "max_logprobs=-2: Expected `int` >= -1"),
+        ("wire_format", "openai", "wire_format='openai': .*must be one of 'vllm', 'tensorrt_llm'"),
+    ],
+)
+def test_keys_of_vllm_that_would_change_something_are_refused_by_name(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_dict({"model": "x", key: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+        ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 2**30}),
+        ({"max_num_seqs": "8", "gpu_memory_utilization": "0.5"}, {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}),
+        ({"enforce_eager": "True", "trust_remote_code": "0"}, {"enforce_eager": True, "trust_remote_code": False}),
+        ({"step_trace": "true"}, {"step_trace": True}),
+        ({"step_trace": 1}, {"step_trace": 1}),
+        ({"swap_space": "4"}, {"swap_space": 4}),
+        ({"max_logprobs": -1, "download_dir": "/cache"}, {"max_logprobs": -1, "download_dir": "/cache"}),
+    ],
+)
+def test_names_and_spellings_of_vllm(given: dict, meant: dict) -> None:
+    found, expected = (EngineConfig.from_dict({"model": "x", **values}) for values in (given, meant))
+    assert (found.swap_bytes, found.num_traced_steps) == (expected.swap_bytes, expected.num_traced_steps)
+    for key, value in meant.items():
+        assert key == "swap_space" or (getattr(found, key), type(getattr(found, key))) == (value, type(value))
+
+
+def test_an_option_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'kv_cache_memory_bytes' and 'kv_cache_memory' are the same option"):
+        EngineConfig.from_dict({"model": "x", "kv_cache_memory_bytes": 5, "kv_cache_memory": 5})
+
+
+def test_the_tokenizers_revision_is_the_checkpoints_unless_set() -> None:
+    revisions = {"revision": "a"}, {"revision": "a", "tokenizer_revision": "b"}, {}
+    found = [EngineConfig.from_dict({"model": "x", **given}).tokenizer_source_revision for given in revisions]
+    assert found == ["a", "b", None]
+
+
+def test_the_page_on_migrating_names_every_key_of_vllm() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    assert named >= {*vllm_options._FIXED, *vllm_options._WITHOUT_EFFECT, *vllm_options._RENAMED}

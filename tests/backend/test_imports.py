@@ -17,11 +17,14 @@ _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
-    "config": set(),
+    "vllm_options": set(),
+    "config": {"vllm_options"},
+    "hub": set(),
     "engine.sampling_params": set(),
     "engine.messages": {"engine.sampling_params"},
     "engine.step": {"engine.sampling_params", "engine.messages"},
     "engine.request": {"engine.sampling_params"},
+    "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
     "engine.drafting": _STATE,
@@ -48,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         *_STATE,
     },
     "engine.step_trace": _STATE,
-    "engine.intake": {"engine.kv_pool", *_STATE},
+    "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
     "engine.queue_caps": {"config", *_STATE},
     "engine.core": {
         "config",
@@ -65,26 +68,44 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels"},
     "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
     "kernels.gpu": {"kernels.gpu", "attention.base"},
+    "kernels.gpu.gpu_ops": {"kernels.gpu", "attention.base", "ops.base", "ops.reference"},
+    "kernels.gpu.gpu_ops_kernels": {"ops.base"},
+    "kernels.gpu.gpu_rotate_and_write": {"kernels.gpu", "attention.base", "ops.base"},
     "kernels.gpu.gpu_math": {"sampling"},
     "kernels.gpu.gpu_penalties": {"sampling"},
     "kernels.gpu.gpu_sampler": {"kernels.gpu.gpu_math", "sampling"},
     "attention": {"attention"},
     "attention.base": {"attention.int8"},
     "attention.selection": {"attention", "config", "kernels"},
-    "ops": {"ops"},
+    "ops": {"ops", "attention.base"},
     "ops.selection": {"ops", "kernels"},
     "sampling": {"sampling", "kernels", *_DATA},
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.graphs": {"runner", "attention.base", "loading.memory_plan", "config", *_DATA},
+    "runner.device_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.step_inputs": {"kernels.gpu"},
+    "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
-    "runner.pipeline": {"runner", "config", *_DATA},
-    "loading": {"loading", "attention", "ops", "kernels.cpu", "config", *_BELOW_LOADING, *_DATA},
-    "frontend": {"frontend", "config", "engine.messages", "engine.sampling_params"},
+    "runner.step_output": {"sampling", *_DATA},
+    "runner.pipeline": {"runner", "loading.loader", "config", *_DATA},
+    "loading": {
+        "loading",
+        "attention",
+        "ops",
+        "kernels.cpu",
+        "config",
+        "hub",
+        "engine.rope_choice",
+        *_BELOW_LOADING,
+        *_DATA,
+    },
+    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
-TORCH_FREE = ("config", "engine", "frontend", "model")
+TORCH_FREE = ("config", "vllm_options", "hub", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:

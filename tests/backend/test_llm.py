@@ -80,6 +80,19 @@ def test_n_logprobs_and_defaults(llm):
     assert len(llm.generate(PROMPTS[0])[0].outputs[0].token_ids) <= 16
 
 
+def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
+    params = greedy(6, allowed_token_ids=[300, 7], logprobs=-1, prompt_logprobs=-1, detokenize=False, ignore_eos=True)
+    result, plain = llm.generate(["Return a list"] * 2, [params, greedy(6, logprobs=1)])
+    (output,) = result.outputs
+    assert set(output.token_ids) <= {300, 7}
+    assert (output.text, plain.outputs[0].text != "") == ("", True)
+    vocab_size = llm.core.info.vocab_size
+    for entry in [*output.logprobs, *result.prompt_logprobs[1:]]:
+        assert sorted({token for token, _, _ in entry}) == list(range(vocab_size))
+        assert sorted(rank for _, _, rank in entry[1:])[0] == 1
+    assert all(len(entry) == 2 for entry in plain.outputs[0].logprobs), "a neighbour gets what it asked for"
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [

@@ -44,9 +44,17 @@ def test_values_become_plain_json() -> None:
         logit_bias={np.int64(5): np.float32(0.5)},
         stop=("a", "b"),
         stop_token_ids=np.array([7]),
+        allowed_token_ids=(0, 1),
+        truncate_prompt_tokens=np.int64(9),
     )
     assert request.input_ids == [1, 2] and type(request.input_ids[0]) is int
-    assert request.sampling == {"logit_bias": {"5": 0.5}, "stop": ["a", "b"], "stop_token_ids": [7]}
+    assert request.sampling == {
+        "logit_bias": {"5": 0.5},
+        "stop": ["a", "b"],
+        "stop_token_ids": [7],
+        "allowed_token_ids": [0, 1],
+        "truncate_prompt_tokens": 9,
+    }
 
 
 @pytest.mark.parametrize(

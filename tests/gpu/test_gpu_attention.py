@@ -17,10 +17,10 @@ from paged_case import PagedCase, relative_error
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.attention.selection import select_backend
-from inflight.kernels.gpu import gpu_attention_kernel, gpu_kv_write
+from inflight.kernels.gpu import gpu_attention_kernel, gpu_attention_plan, gpu_kv_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card
-from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
+from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -95,7 +95,12 @@ def test_nothing_is_compiled_after_load() -> None:
     layer = spec(32, 8, 64)
     backend = GpuAttention()
     cache = backend.new_cache(2000, 16, layer, torch.bfloat16, CUDA)
-    kernels = (gpu_attention_kernel.attend_kernel, gpu_attention_kernel.reduce_kernel, gpu_kv_write.write_kernel)
+    kernels = (
+        gpu_attention_plan.plan_kernel,
+        gpu_attention_kernel.attend_kernel,
+        gpu_attention_kernel.reduce_kernel,
+        gpu_kv_write.write_kernel,
+    )
 
     def compiled() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
@@ -118,22 +123,35 @@ def test_nothing_is_compiled_after_load() -> None:
     assert compiled() == at_load
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
-    """Captured with the longest contexts and all rows used, replayed with shorter contexts and empty rows."""
-    layer = spec(8, 2, 128)
-    big = PagedCase(layer, [3000] * 4, [1] * 4, 16, torch.bfloat16, device="cuda")
-    small = PagedCase(layer, [700, 3000, 10, 1], [1, 1, 1, 0], 16, torch.bfloat16, device="cuda")
-    backend = GpuAttention(None if splits else Card((9, 0), 1, 227 * 1024))
-    cache = big.filled_cache(backend)
-    metadata, query = big.metadata(big.query_lens), big.query.clone()
-    batch = backend.prepare(metadata)
-    backend.attend(query, cache, batch, layer, None)
+def test_one_long_context_among_short_ones() -> None:
+    """Split into many parts, while the others are not."""
+    lengths = [900] * 100
+    lengths[37] = 60000
+    case = PagedCase(spec(4, 1, 128), lengths, [1] * 100, 16, torch.bfloat16, device="cuda")
+    backend = GpuAttention()
+    assert relative_error(case.run(backend).cpu(), exact(case)) < allowed(torch.bfloat16)
+    (work,) = case.prepared(backend).work.values()
+    num_items, num_joins = work.plan[:2].tolist()
+    assert num_joins == 1 and num_items >= 100 + 32
+
+
+@pytest.mark.parametrize("num_sms", [None, 1], ids=["split", "never split"])
+def test_a_captured_step_serves_other_batches(num_sms: int | None) -> None:
+    """Captured with `prepare`, all rows used; replayed with one long context, shorter ones and empty rows."""
+    layer, rows = spec(8, 2, 128), 6
+    full = PagedCase(layer, [3000] * rows, [1] * rows, 16, torch.bfloat16, device="cuda")
+    backend = GpuAttention(num_sms and Card((9, 0), num_sms, 227 * 1024))
+    cache = full.filled_cache(backend)
+    metadata, query = full.metadata(full.query_lens), full.query.clone()
+    metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.max_seq_len = [], [], -1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(query, cache, batch, layer, None)
-    for case in (big, small):
-        filled, now = case.filled_cache(backend), case.metadata(case.query_lens)
+        out = backend.attend(query, cache, backend.prepare(metadata), layer, None)
+    for lengths in ([3000] * rows, [20, 2900, 1, 1, 700, 0], [0, 0, 0, 0, 0, 5], [17] * rows):
+        case = PagedCase(
+            layer, [n or 1 for n in lengths], [min(n, 1) for n in lengths], 16, torch.bfloat16, device="cuda", seed=1
+        )
+        filled, now = case.filled_cache(backend), case.metadata(case.query_lens, lengths)
         for pool, contents in ((cache.key, filled.key), (cache.value, filled.value)):
             pool.fill_(torch.nan)
             pool[: len(contents)] = contents
@@ -144,6 +162,7 @@ def test_a_captured_launch_serves_other_batches(splits: bool) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert relative_error(out[: len(case.query)].cpu(), exact(case)) < allowed(torch.bfloat16)
+        assert out[len(case.query) :].isnan().all()
 
 
 def test_auto_selects_it() -> None:
@@ -165,8 +184,12 @@ def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))
 
 
-@pytest.mark.parametrize("name", ["decode", "mix", "window", "softcap", "blocks as tiles"])
-def test_flashinfer_agrees_if_it_is_installed(name: str) -> None:
-    pytest.importorskip("flashinfer")
-    case = case_of(name, torch.bfloat16, device="cuda")
-    assert relative_error(case.run(FlashInferAttention()).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)
+@pytest.mark.parametrize("name", ["decode", "prompts", "mix", "window", "softcap", "blocks as tiles"])
+def test_flash3_agrees_if_it_is_installed(name: str) -> None:
+    case, backend = case_of(name, torch.bfloat16, device="cuda"), Flash3Attention()
+    if (reason := backend.unsupported(case.spec, case.dtype, case.block_size)) is not None:
+        pytest.skip(reason)
+    cache = case.filled_cache(backend)
+    cache.key.nan_to_num_()
+    cache.value.nan_to_num_()
+    assert relative_error(case.attend(backend, cache).cpu(), exact(case)) < 2 * allowed(torch.bfloat16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ if not torch.cuda.is_available():
 
 import gpu_ops
 
+from inflight.attention.base import LayerAttention, LayerSpec
+from inflight.kernels.gpu import gpu_kv_cache
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.ops.base import Angles, HeadNorms
+from inflight.ops.reference import rotate_and_write_in_parts
 from inflight.ops.selection import select_ops
 
 CUDA = torch.device("cuda")
@@ -37,6 +44,41 @@ def test_elementwise_kernels_are_bitwise_equal_to_the_reference(dtype: torch.dty
     gpu_ops.REFERENCE.add_rms_norm(x, total, cos.new_ones(1024), 1e-6)
     gpu_ops.KERNELS.add_rms_norm(x, residual, cos.new_ones(1024), 1e-6)
     assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_rotary_and_write_in_one_are_bitwise_the_separate_kernels(dtype, kv_dtype) -> None:
+    """Also where rows are padding, and on a pool whose other slots stay as they were."""
+    torch.manual_seed(3)
+    count, slots = 77, torch.randperm(128, device=CUDA)[:77]
+    slots[::5] = -1
+    spec = LayerSpec(32, 8, 128, 128, 1.0, kv_cache_dtype=kv_dtype)
+    backend = GpuAttention()
+    pools = [backend.new_cache(8, 16, spec, dtype, CUDA) for _ in range(2)]
+    for pool in pools:
+        pool.key.view(torch.uint8).fill_(0x5B)
+        pool.value.view(torch.uint8).fill_(0x5B)
+    metadata = replace(gpu_kv_cache.one_request(count, 16, CUDA), slot_mapping=slots)
+    qkv = torch.randn(count, 48 * 128, device=CUDA).to(dtype)
+    norms = HeadNorms(*torch.randn(2, 128, device=CUDA).to(dtype), 1e-6)
+    angles = Angles(*torch.randn(2, 500, 64, device=CUDA).to(dtype), 128, torch.randint(500, (count,), device=CUDA))
+    ours, parts = (LayerAttention(spec, backend, pool) for pool in pools)
+    batch = backend.prepare(metadata)
+    expected = rotate_and_write_in_parts(gpu_ops.KERNELS, qkv.clone(), parts, batch, norms, angles)
+    assert torch.equal(gpu_ops.KERNELS.rotate_and_write(qkv, ours, batch, norms, angles), expected)
+    for got, right in ((pools[0].key, pools[1].key), (pools[0].value, pools[1].value)):
+        assert torch.equal(got.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="no e4m3 before compute capability 8.9")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantized_rows_are_bitwise_equal_to_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(77, 4096, device=CUDA).to(dtype)
+    got, expected = gpu_ops.KERNELS.quantize_rows(x), gpu_ops.REFERENCE.quantize_rows(x)
+    assert torch.equal(got.scales, expected.scales)
+    assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
 
 
 def test_more_tokens_than_a_grid_dimension() -> None:

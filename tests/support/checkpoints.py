@@ -52,6 +52,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama4_text": dict(
         head_dim=8, intermediate_size_mlp=48, **_MOE, attention_chunk_size=POSITIONS, interleave_moe_layer_step=2
     ),
+    "afmoe": dict(**_MOE, moe_intermediate_size=24, head_dim=8, num_shared_experts=1, sliding_window=16),
+    "jetmoe": dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=8),
+    "phimoe": dict(num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4, sliding_window=20, pad_token_id=0),
     "gpt_oss": dict(**_MOE, head_dim=16, sliding_window=16, pad_token_id=0),
 }
 

@@ -18,6 +18,7 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
+from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 
@@ -32,6 +33,7 @@ class Info:
     num_blocks: int = 64
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
+    rope: RopeChoice | None = None
 
 
 def next_token(token_ids: list[int]) -> int:

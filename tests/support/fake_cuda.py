@@ -28,6 +28,7 @@ class FakeCuda(TorchDispatchMode):
         self.others = others
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._reserved = self._peak = 0
+        self._at_most = 0  # alive, and perhaps freed since
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -42,9 +43,12 @@ class FakeCuda(TorchDispatchMode):
         if ref.cdata in self._alive and not self._alive[ref.cdata][0].expired():
             return
         self._alive[ref.cdata] = ref, storage.nbytes()
+        self._at_most += storage.nbytes()
+        if self._at_most <= self._reserved:
+            return
         if self.memory_allocated() > self.total - self.others:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
-        self._reserved = max(self._reserved, self.memory_allocated())
+        self._reserved = max(self._reserved, self._at_most)
         self._peak = max(self._peak, self._reserved)
 
     def count_weights(self, model: nn.Module) -> nn.Module:
@@ -56,7 +60,8 @@ class FakeCuda(TorchDispatchMode):
     def memory_allocated(self, device: Any = None) -> int:
         for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
             del self._alive[key]
-        return sum(size for _, size in self._alive.values())
+        self._at_most = sum(size for _, size in self._alive.values())
+        return self._at_most
 
     def memory_reserved(self, device: Any = None) -> int:
         return self._reserved

@@ -34,6 +34,9 @@ def make_request(
     prepend_text: str = "",
     timeout: float | None = None,
     cumulative_logprobs: list[float] | None = None,
+    cumulative: bool = False,
+    separate: bool = False,
+    name: str = "",
     fields: dict[str, Any] | None = None,
     **params: Any,
 ) -> ParsedRequest:
@@ -51,6 +54,9 @@ def make_request(
         shows_logprobs=params.get("logprobs") is not None,
         timeout=timeout,
         cumulative_logprobs=cumulative_logprobs or [],
+        cumulative=cumulative,
+        separate=separate,
+        name=name,
     )
 
 

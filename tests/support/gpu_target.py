@@ -64,7 +64,18 @@ class Compiled:
             shared_limit=SHARED_MEMORY[arch] * 1024,
             tf32="tf32" in self.ptx,
             instructions=products,
+            overlapped=self.overlapped(),
         )
+
+    def overlapped(self) -> int:
+        """Exponentials that are computed while products of wgmma are under way."""
+        count, is_under_way = 0, False
+        for name in re.findall(r"\b(wgmma\.commit_group|wgmma\.wait_group|ex2\.approx)", self.ptx):
+            if name == "ex2.approx":
+                count += is_under_way
+            else:
+                is_under_way = name == "wgmma.commit_group"
+        return count
 
 
 class _Driver:

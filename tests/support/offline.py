@@ -8,10 +8,12 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.device_queue import DeviceQueue
+from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.pipeline import make_runner
 
 
-def make_core(path: str, **options: Any) -> EngineCore:
+def make_config(path: str, **options: Any) -> EngineConfig:
     options = {
         "model": path,
         "dtype": "float32",
@@ -20,8 +22,18 @@ def make_core(path: str, **options: Any) -> EngineCore:
         "admission": "free_blocks",  # lets tests with a small pool preempt
         **options,
     }
-    config = EngineConfig.from_dict(options)
+    return EngineConfig.from_dict(options)
+
+
+def make_core(path: str, **options: Any) -> EngineCore:
+    config = make_config(path, **options)
     return EngineCore(config, make_runner(config))
+
+
+def make_device_core(path: str, queue: DeviceQueue | None = None, **options: Any) -> EngineCore:
+    """With the runner of a GPU over CPU tensors; launches ahead unless told otherwise."""
+    config = make_config(path, **{"async_scheduling": True, **options})
+    return EngineCore(config, DeviceRunner(config, queue=queue))
 
 
 def run(

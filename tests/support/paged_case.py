@@ -99,6 +99,9 @@ class PagedCase:
         """A pool full of NaN to which all keys and values are written."""
         num_blocks = sum(self._blocks(n) for n in self.seq_lens) + 2
         cache = backend.new_cache(num_blocks, self.block_size, self.spec, self.dtype, torch.device(self.device))
+        for scale, rows in ((cache.key_scale, self.keys), (cache.value_scale, self.values)):
+            if scale is not None:  # an fp8 pool, as if calibrated with these keys and values
+                scale.copy_(torch.cat(rows).abs().amax(dim=(0, 2)).float() * (4 / 448))
         for pool in (cache.key, cache.value):
             pool.fill_(torch.nan if pool.is_floating_point() else -1)  # which is NaN in the bytes of a scale
         # Two writes, so that a block is written in pieces; all requests in one batch.

@@ -6,7 +6,7 @@ the layer's KV cache on the attention module, and passes both to an `AttentionBa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -90,10 +90,14 @@ class KVCache:
         key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout.  A backend may
             use another layout after the first dimension: only its `write` and `attend` read it.
         value: the same with value_head_size.
+        key_scale, value_scale: float32 [num_kv_heads] if the pool is fp8: stored = actual / scale.  Set when the
+            pool is allocated, and the same ever after.
     """
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = field(default=None, kw_only=True)
+    value_scale: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -127,9 +131,13 @@ class AttentionBackend(Protocol):
 
     Once per step, before the forward pass, `prepare` does all host-side work of the batch; each layer then
     passes the result to `write` and `attend`.
+
+    Attributes:
+        capturable: whether what these launch depends on sizes alone, so that a CUDA graph may replay it.
     """
 
     name: str
+    capturable: bool
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         """The first feature of the layer that this kernel does not support, by name; None if it supports all."""

@@ -19,6 +19,7 @@ class ReferenceAttention:
     """Implements `AttentionBackend`, one request at a time."""
 
     name = "reference"
+    capturable = False
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         return unsupported_kv_dtype(spec, "auto", "int8")

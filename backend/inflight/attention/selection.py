@@ -10,7 +10,7 @@ from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu.attention import CpuAttention
 from inflight.kernels.gpu.gpu_attention import GpuAttention
-from inflight.kernels.gpu.gpu_flashinfer import FlashInferAttention
+from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 from inflight.kernels.gpu.launch import interpreted
 
 __all__ = ["select_backend"]
@@ -21,7 +21,7 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
     ReferenceAttention.name: ReferenceAttention,
     CpuAttention.name: CpuAttention,
     GpuAttention.name: GpuAttention,
-    FlashInferAttention.name: FlashInferAttention,
+    Flash3Attention.name: Flash3Attention,
 }
 _OLDER_NAMES = {"triton": GpuAttention.name}
 # "auto" selects the first one that supports all of a model's layers.
@@ -29,7 +29,10 @@ _PREFERENCE = {
     "cpu": (CpuAttention.name, ReferenceAttention.name),
     "cuda": (GpuAttention.name, ReferenceAttention.name),
 }
-_GPU_ONLY = (GpuAttention.name, FlashInferAttention.name)
+_GPU_ONLY = (GpuAttention.name, Flash3Attention.name)
+_REMOVED = {
+    "flashinfer": "its plan is made on the host in every step, which a CUDA graph cannot capture",
+}
 # The cost of the reference kernel.  On a CPU as measured by bench/cpu_attention.py --reference.
 _COST = {
     "cpu": "6 to 15 times slower in decode and 1.4 to 3 times slower in prefill",
@@ -46,6 +49,11 @@ def select_backend(
         ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
     """
     name = _OLDER_NAMES.get(name, name)
+    if name in _REMOVED:
+        raise _config_error(
+            f"attention_backend={name!r} was removed: {_REMOVED[name]}; use 'auto', or {Flash3Attention.name!r} for "
+            "long prompts on a Hopper card"
+        )
     if name != "auto" and name not in _BACKENDS:
         raise _config_error(f"attention_backend={name!r} is not one of {', '.join(['auto', *_BACKENDS])}")
     if name == CpuAttention.name and device.type != "cpu":

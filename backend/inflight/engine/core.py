@@ -30,7 +30,10 @@ __all__ = ["EngineCore", "ModelInfo", "Runner"]
 
 
 class Runner(Protocol):
-    """Owns the device: turns batches into tokens, in the order in which they are launched."""
+    """Owns the device: turns batches into tokens, in the order in which they are launched.
+
+    It may count, in `num_collected_first`, launches that had to wait for the tokens of the step before.
+    """
 
     @property
     def info(self) -> ModelInfo:
@@ -204,6 +207,7 @@ class EngineCore:
             host_blocks_used=self.swap.num_used,
             swapped_out_total=self.swap.num_swapped_out,
             swapped_in_total=self.swap.num_swapped_in,
+            collected_first_total=getattr(self.runner, "num_collected_first", 0),
         )
 
     def _make_trace(self) -> StepTrace | None:

@@ -10,6 +10,7 @@ import msgspec
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
+from inflight.engine.rope_choice import RopeChoice
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -25,6 +26,7 @@ class ModelInfo(Protocol):
     num_blocks: int
     num_host_blocks: int
     swap_seconds_per_block: float
+    rope: RopeChoice | None
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -62,6 +64,9 @@ def make_sequences(
     of_others = msgspec.structs.replace(params, prompt_logprobs=None)
     arrival = clock() if message.arrival is None else message.arrival
     outputs = message.output_token_ids or [[]] * params.n
+    salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
+    if info.rope is not None:
+        salt = info.rope.salted(salt, len(message.prompt_token_ids), params.max_tokens)
     first = next(index for index, output in enumerate(outputs) if output is not None)
     return [
         Request(
@@ -74,7 +79,7 @@ def make_sequences(
             priority=message.priority,
             tenant=message.tenant,
             deadline=message.deadline,
-            cache_salt=message.cache_salt if caches_prefixes else f"request {message.request_id}",
+            cache_salt=salt,
             caches_blocks=caches_prefixes or params.n > 1,
             seed=sequence_seed(params.seed or 0, index),
             stop_ids=_stop_ids(message, info),

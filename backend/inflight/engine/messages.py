@@ -160,6 +160,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     host_blocks_used: int = 0
     swapped_out_total: int = 0
     swapped_in_total: int = 0
+    collected_first_total: int = 0
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):

@@ -22,6 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: subtracted once from tokens of the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id -> value added to its logit before everything else.
+        allowed_token_ids: the only token ids that may be chosen; `None`: all.
         bad_words_ids: token id sequences that must not appear in the output.
         stop: texts that end the request; matched by the frontend, which owns the text.
         stop_token_ids: token ids that end the request, beside the checkpoint's EOS ids.
@@ -29,10 +30,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ignore_eos: do not end at the checkpoint's EOS ids.
         max_tokens: most output tokens.
         min_tokens: EOS and stop token ids are masked until this many output tokens.
-        logprobs: return the chosen token's log probability and this many top ones.
+        logprobs: return the chosen token's log probability and this many top ones; -1: the whole vocabulary.
         prompt_logprobs: the same for each prompt token.
         seed: with it the output depends only on (weights, prompt, params, seed).
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text of the output; without it there are token ids only.
     """
 
     n: int = 1
@@ -44,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words_ids: list[list[int]] = []
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -55,12 +58,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def validate(self, *, vocab_size: int | None = None) -> None:
         """Raise `ValueError` naming the first parameter out of range, its value and the range.
 
         Args:
-            vocab_size: when given, token ids in `logit_bias`, `stop_token_ids` and
+            vocab_size: when given, token ids in `logit_bias`, `stop_token_ids`, `allowed_token_ids` and
                 `bad_words_ids` must lie in [0, vocab_size).
         """
         for name, low, high, open_low in _RANGES:
@@ -74,6 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower one or raise the other"
             )
+        if self.allowed_token_ids == []:
+            raise ValueError("allowed_token_ids is empty: give at least one token id, or omit it")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs the text: omit detokenize=False, or give stop_token_ids instead")
         if vocab_size is not None:
             self._validate_token_ids(vocab_size)
 
@@ -81,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         named = [
             ("logit_bias", list(self.logit_bias or ())),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words_ids", [t for word in self.bad_words_ids for t in word]),
         ]
         for name, ids in named:
@@ -102,7 +111,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("frequency_penalty", -2.0, 2.0, False),
     ("max_tokens", 1, _BIG, False),
     ("min_tokens", 0, _BIG, False),
-    ("logprobs", 0, 100, False),
-    ("prompt_logprobs", 0, 100, False),
+    ("logprobs", -1, _BIG, False),
+    ("prompt_logprobs", -1, _BIG, False),
     ("seed", -(2**63), 2**64 - 1, False),
 )

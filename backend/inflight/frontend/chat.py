@@ -16,7 +16,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from inflight.frontend.text import TokenizerError, checkpoint_file, read_text
+from inflight.frontend.text import TokenizerError, read_text
+from inflight.hub import checkpoint_file
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 

@@ -19,16 +19,21 @@ import numpy as np
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.chat import ChatTemplate, ChatTemplateError
+from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.errors import RequestError, shown
+from inflight.frontend.generation_defaults import generation_defaults
+from inflight.frontend.prompts import PROMPTS, PromptReader
 from inflight.frontend.sampling_keys import (
-    sampling_params,
+    CUMULATIVE,
+    FINAL_ONLY,
+    RequestKeys,
+    request_keys,
     to_bool,
     to_float,
     to_int,
     to_text,
 )
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.text import Tokenizer, TokenizerError
 
 __all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
 
@@ -45,7 +50,7 @@ def _specs(data_type: str, dims: tuple[int, ...], *names: str) -> tuple[TensorSp
     return tuple(TensorSpec(name, data_type, dims) for name in names)
 
 
-_ONE, _ANY = (1,), (-1,)
+_ONE, _ANY, _TABLE = (1,), (-1,), (-1, -1)
 
 RETURN_FLAGS = (
     "return_finish_reason",
@@ -55,8 +60,8 @@ RETURN_FLAGS = (
     "return_num_output_tokens",
     "return_token_ids",
     "return_prompt_logprobs",
+    "return_log_probs",
 )
-_PROMPTS = ("text_input", "input_ids", "messages")
 _SCHEDULING = ("request_priority", "tenant", "cache_salt")
 
 INPUTS: tuple[TensorSpec, ...] = (
@@ -75,7 +80,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_BOOL", _ONE, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
     *_specs("TYPE_INT32", _ONE, "end_id", "pad_id", "beam_width", "num_return_sequences"),
     *_specs("TYPE_FP32", _ONE, "length_penalty"),
-    *_specs("TYPE_BOOL", _ONE, "return_log_probs", "return_context_logits", "return_generation_logits"),
+    *_specs("TYPE_BOOL", _ONE, "return_context_logits", "return_generation_logits"),
     *_specs("TYPE_INT32", _ONE, "request_priority"),
     *_specs("TYPE_STRING", _ONE, "tenant", "cache_salt"),
 )
@@ -89,6 +94,9 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_INT64", _ANY, "token_ids"),
     *_specs("TYPE_UINT32", _ANY, "token_counts"),
     *_specs("TYPE_STRING", _ONE, "prompt_logprobs"),
+    *_specs("TYPE_FP32", _ANY, "cum_log_probs"),
+    *_specs("TYPE_FP32", _TABLE, "output_log_probs"),
+    *_specs("TYPE_INT32", _ONE, "sequence_index", "batch_index"),
 )
 
 # Request parameters that Triton, its clients and proxies add: never sampling keys.  Triton's
@@ -98,7 +106,7 @@ _FOREIGN = {"id", "priority", "timeout", "binary_data_output", "binary_data_size
 _FOREIGN_PREFIXES = ("sequence_", "triton_", "classification", "traceparent", "tracestate")
 
 _SAMPLING_INPUTS = {spec.name for spec in INPUTS} - {
-    *_PROMPTS,
+    *PROMPTS,
     *_SCHEDULING,
     *RETURN_FLAGS,
     "stream",
@@ -117,11 +125,13 @@ class WireRequest:
         inputs: name -> array as received.
         parameters: request parameters, decoded.
         timeout_us: the timeout that Triton has for the request, in microseconds; 0 for none.
+        request_id: the client's name for it; "" for none.
     """
 
     inputs: Mapping[str, np.ndarray]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     timeout_us: int = 0
+    request_id: str = ""
 
 
 @dataclass(slots=True)
@@ -138,6 +148,9 @@ class ParsedRequest:
         shows_logprobs: the client requested `logprobs` itself.
         timeout: seconds from arrival to the deadline; None for none.
         cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty for 0.
+        cumulative: each response repeats what the ones before it contained.
+        separate: each response is about one sequence, as TensorRT-LLM's are.
+        name: the client's, for the log; "" for none.
     """
 
     engine_request: AddRequest
@@ -147,6 +160,9 @@ class ParsedRequest:
     shows_logprobs: bool = False
     timeout: float | None = None
     cumulative_logprobs: list[float] = field(default_factory=list)
+    cumulative: bool = False
+    separate: bool = False
+    name: str = ""
 
     def with_id(self, request_id: int) -> ParsedRequest:
         """The same request under an id of the engine's."""
@@ -157,7 +173,7 @@ class RequestParser:
     """Checks and converts what clients send; the frontend checks nothing after it.
 
     Args:
-        config: engine options (`default_max_tokens`, `seed`).
+        config: engine options (`default_max_tokens`, `exclude_input_in_output`, `max_logprobs`, `seed`, `wire_format`).
         max_model_len, vocab_size: of the loaded checkpoint.
     """
 
@@ -166,13 +182,21 @@ class RequestParser:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._chat = chat
-        self._max_model_len = max_model_len
+        self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._vocab_size = vocab_size
+        self._max_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._defaults = {} if config.generation_config is None else generation_defaults(config)
+        self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
+        try:
+            return self._parse(wire)
+        except TokenizerError as error:
+            raise RequestError("INVALID_ARG", str(error)) from None
+
+    def _parse(self, wire: WireRequest) -> ParsedRequest:
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
         # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
@@ -181,19 +205,11 @@ class RequestParser:
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
 
         stream = _field(fields, "stream", to_bool, "true or false", False)
-        excludes = _field(fields, "exclude_input_in_output", to_bool, "true or false", None)
-        if stream and excludes is False:
-            raise RequestError(
-                "INVALID_ARG",
-                "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
-            )
+        prepends = self._prepends(fields, inputs, stream)
         returns = frozenset(flag for flag in RETURN_FLAGS if _field(fields, flag, to_bool, "true or false", False))
-        params = self._sampling(inputs, parameters)
-        shows_logprobs = params.logprobs is not None
-        params = self._complete(params, returns)
-        prompt, text = self._prompt(inputs)
-        # vllm_backend's default: a non-streaming client gets the prompt back.
-        prepends = not stream and (excludes is False or (excludes is None and "text_input" in inputs and bool(text)))
+        keys = self._keys(inputs, parameters)
+        params = self._complete(keys.params, returns)
+        prompt, text = self._prompts.read(inputs, keys.truncate_prompt_tokens)
         timeout, arrival = _timeout(wire), time.monotonic()
         return ParsedRequest(
             AddRequest(
@@ -206,26 +222,45 @@ class RequestParser:
                 cache_salt=_field(fields, "cache_salt", to_text, "a string", ""),
                 arrival=arrival,
             ),
-            stream=stream,
+            stream=stream and keys.output_kind != FINAL_ONLY,
             prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
             returns=returns | ({"return_prompt_logprobs"} if params.prompt_logprobs is not None else set()),
-            shows_logprobs=shows_logprobs,
+            shows_logprobs=keys.params.logprobs is not None,
             timeout=timeout,
+            cumulative=keys.output_kind == CUMULATIVE,
+            separate=self._is_tensorrt_llm,
+            name=wire.request_id,
         )
 
-    def _sampling(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> SamplingParams:
+    def _prepends(self, fields: Mapping[str, Any], inputs: Mapping[str, Any], stream: bool) -> bool:
+        """Whether the output begins with the prompt: by the request, the model's default, or as in vllm_backend."""
+        excludes = _field(fields, "exclude_input_in_output", to_bool, "true or false", None)
+        if stream:
+            if excludes is False and not self._is_tensorrt_llm:
+                raise RequestError(
+                    "INVALID_ARG",
+                    "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+                )
+            return False
+        if excludes is None:
+            excludes = self._config.exclude_input_in_output
+        return bool(inputs.get("text_input")) if excludes is None else not excludes
+
+    def _keys(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> RequestKeys:
         """Typed inputs override `sampling_parameters`, which replaces the request parameters."""
         text = inputs.get("sampling_parameters")
         weak = _json_object("sampling_parameters", text) if text else parameters
         typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
-        return sampling_params([weak, typed], self._tokenizer, self._config.default_max_tokens)
+        layers = [self._defaults, weak, typed]
+        return request_keys(layers, self._tokenizer, self._config.default_max_tokens, self._is_tensorrt_llm)
 
     def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
         """Resolve the seed, request the logprobs that the outputs need, check ranges."""
         changes: dict[str, Any] = {}
+        self._tokenizer.check_texts(params.stop)
         if params.seed is None:
             changes["seed"] = self._seeds.getrandbits(63)
-        if params.logprobs is None and "return_cumulative_logprob" in returns:
+        if params.logprobs is None and {"return_cumulative_logprob", "return_log_probs"} & returns:
             changes["logprobs"] = 0
         if params.prompt_logprobs is None and "return_prompt_logprobs" in returns:
             changes["prompt_logprobs"] = 0
@@ -234,51 +269,14 @@ class RequestParser:
             params.validate(vocab_size=self._vocab_size)
         except ValueError as error:
             raise RequestError("INVALID_ARG", str(error)) from None
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(params, name)
+            if given is not None and (self._vocab_size if given == -1 else given) > self._max_logprobs:
+                raise RequestError(
+                    "INVALID_ARG",
+                    f"{name}={given} is more than the {self._max_logprobs} allowed; raise max_logprobs in model.json",
+                )
         return params
-
-    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Token ids, and the text they came from ("" for `input_ids`)."""
-        given = [name for name in _PROMPTS if inputs.get(name)]
-        if len(given) != 1:
-            got = " and ".join(given) or "no prompt or an empty one"
-            raise RequestError("INVALID_ARG", f"got {got}: give exactly one of {', '.join(_PROMPTS)}, not empty")
-        value = inputs[given[0]]
-        if given[0] == "input_ids":
-            return self._checked(value), ""
-        text = value if given[0] == "text_input" else self._render(value)
-        limit = self._max_model_len - 1
-        if len(text) > limit * self._tokenizer.longest_token:  # spare the tokeniser what cannot fit
-            raise RequestError(
-                "INVALID_ARG", f"the prompt has {len(text)} characters, which must be more than {limit} tokens"
-            )
-        return self._checked(self._tokenizer.encode(text, add_special_tokens=given[0] == "text_input")), text
-
-    def _render(self, value: str) -> str:
-        try:
-            messages = json.loads(value)
-            text = self._chat.render(self._chat.check_messages(messages))
-            text.encode("utf-8")  # JSON can contain unpaired surrogates, which UTF-8 cannot
-            return text
-        except ChatTemplateError as error:
-            raise RequestError("INVALID_ARG", f"messages: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise RequestError("INVALID_ARG", f"messages: not valid JSON: {error}") from None
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        limit = self._max_model_len - 1
-        if not 1 <= len(ids) <= limit:
-            raise RequestError(
-                "INVALID_ARG",
-                f"the prompt has {len(ids)} tokens: it must be 1 to {limit} long "
-                f"(max_model_len={self._max_model_len} minus one output token)",
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(
-                "INVALID_ARG", f"input_ids: token id {bad} is not in the vocabulary [0, {self._vocab_size - 1}]"
-            )
-        return ids
 
 
 def _is_foreign(key: str) -> bool:
@@ -291,7 +289,7 @@ def _plain(name: str, array: np.ndarray) -> Any:
     values = array.reshape(-1)
     if values.dtype.kind in "OS":
         plain: list[Any] = [_decoded(name, value) for value in values]
-    elif values.dtype == np.float32:
+    elif values.dtype in (np.float16, np.float32):
         plain = [float(str(value)) for value in values]  # 0.7, not 0.699999988: as in JSON
     else:
         plain = values.tolist()

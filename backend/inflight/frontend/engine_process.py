@@ -30,7 +30,7 @@ from inflight.engine.messages import (
 
 __all__ = ["EngineProcess", "EngineStartError", "engine_command"]
 
-_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, wherever it was copied to
+_PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
 _TERM_SECONDS = 2.0
 
@@ -42,6 +42,16 @@ _EXEC_TIED_TO_PARENT = (
     "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
     "if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
     "os.execvp(sys.argv[2],sys.argv[2:])"
+)
+
+# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).
+_RUN_WORKER = (
+    "import importlib.util as u,runpy,sys\n"
+    "folder=sys.argv.pop(1)\n"
+    "spec=u.spec_from_file_location('inflight',folder+'/__init__.py',submodule_search_locations=[folder])\n"
+    "sys.modules['inflight']=package=u.module_from_spec(spec)\n"
+    "spec.loader.exec_module(package)\n"
+    "runpy.run_module('inflight.worker',run_name='__main__',alter_sys=True)"
 )
 
 
@@ -66,7 +76,7 @@ def interpreter() -> str:
 
 def engine_command(config: EngineConfig) -> list[str]:
     """Command line of the engine process, without its `--fd N`."""
-    return [config.python_executable or interpreter(), "-m", "inflight.worker"]
+    return [config.python_executable or interpreter(), "-c", _RUN_WORKER, str(_PACKAGE)]
 
 
 class EngineProcess:
@@ -89,14 +99,13 @@ class EngineProcess:
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
             )
         ours, theirs = socket.socketpair()
-        paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
         wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
                 [*wrapper, *command, "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env},
+                env={**os.environ, **env},
             )
         except OSError as error:
             ours.close()

@@ -113,6 +113,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
+    MetricSpec(
+        "inflight_steps_collected_first_total",
+        COUNTER,
+        "Steps launched only once the tokens of the step before were there, for a row whose rule reads them.",
+    ),
     MetricSpec("inflight_step_seconds", COUNTED, "Duration of an engine step in seconds.", _STEP),
     MetricSpec("inflight_batch_size", COUNTED, "Sequences in an engine step.", _POWERS),
     MetricSpec("inflight_scheduled_tokens", COUNTED, "Tokens in an engine step.", _POWERS),

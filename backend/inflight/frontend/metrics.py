@@ -45,6 +45,7 @@ _TOTALS = {
     "inflight_swapped_in_blocks_total": "swapped_in_total",
     "inflight_prefix_cache_queries_total": "prefix_queries_total",
     "inflight_prefix_cache_hits_total": "prefix_hits_total",
+    "inflight_steps_collected_first_total": "collected_first_total",
     "vllm:num_preemptions_total": "preempted_total",
     "vllm:prefix_cache_queries_total": "prefix_queries_total",
     "vllm:prefix_cache_hits_total": "prefix_hits_total",

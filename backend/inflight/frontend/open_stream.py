@@ -61,8 +61,10 @@ class OpenStream:
         self._num_prompt_tokens = len(message.prompt_token_ids)
         self._interval = interval
         self._num_sent_tokens = 0
-        # Token ids and logprobs are worth a response even if they complete no text.
-        self._sends_tokens = bool({"return_token_ids", "return_logprobs"} & request.returns)
+        # Token ids and logprobs are worth a response even if they complete no text; so is a token that gets none.
+        self._sends_tokens = not message.params.detokenize or bool(
+            {"return_token_ids", "return_logprobs", "return_log_probs"} & request.returns
+        )
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
 
     @property
@@ -81,7 +83,17 @@ class OpenStream:
             return False  # they go with the first response, complete
         if self._num_sent_tokens and self.num_output_tokens - self._num_sent_tokens < self._interval:
             return False
-        return any(s.text or (self._sends_tokens and s.new_token_ids) for s in self.sequences)
+        return any(map(self._is_news, self.sequences))
+
+    def _is_news(self, sequence: SequenceOutput) -> bool:
+        return bool(sequence.text or (self._sends_tokens and sequence.new_token_ids))
+
+    def parts(self, final: bool) -> list[list[SequenceOutput]]:
+        """The sequences that share a response, response by response; `final`: the last ones of the stream."""
+        if not self.request.separate:
+            return [self.sequences]
+        told = [s for s in self.sequences if (not s.end_sent if final else self._is_news(s))]
+        return [[sequence] for sequence in told or self.sequences[-1:]]
 
     def take_inbox(self) -> list[int]:
         """Process the deltas that came.

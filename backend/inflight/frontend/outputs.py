@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,23 @@ class SequenceOutput:
         num_generated_tokens: those of them that the request did not begin with.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
         text, new_token_ids, new_logprobs: what was not sent yet.
+        index: its place among the request's sequences.
+        end_sent: the response that says how it ended was made.
     """
 
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0) -> None:
         message = request.engine_request
         params = message.params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
+            if params.detokenize
+            else _NoText()
+        )
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
-        self._keeps_logprobs = request.shows_logprobs
+        self._keeps_logprobs = request.shows_logprobs or "return_log_probs" in request.returns
+        self._sent = _Sent() if request.cumulative else None
         self.ended = False
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -53,6 +61,8 @@ class SequenceOutput:
         self.text = ""
         self.new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
+        self.index = index
+        self.end_sent = False
 
         given = message.output_token_ids[index] if message.output_token_ids else []
         for token_id in given or ():
@@ -62,6 +72,8 @@ class SequenceOutput:
         self.ended = self.ended or given is None
         if request.cumulative_logprobs:
             self.cumulative_logprob = request.cumulative_logprobs[index]
+        if self._sent is not None:
+            self._sent.text, self._sent.token_ids = self.text, self.new_token_ids
         self.new_token_ids = []
         self.text = request.prepend_text
 
@@ -127,15 +139,43 @@ class SequenceOutput:
 
     def take_text(self) -> str:
         text, self.text = self.text, ""
-        return text
+        if self._sent is None:
+            return text
+        self._sent.text += text
+        return self._sent.text
 
     def take_token_ids(self) -> list[int]:
         ids, self.new_token_ids = self.new_token_ids, []
-        return ids
+        if self._sent is None:
+            return ids
+        self._sent.token_ids += ids
+        return self._sent.token_ids
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         logprobs, self.new_logprobs = self.new_logprobs, []
-        return logprobs
+        if self._sent is None:
+            return logprobs
+        self._sent.logprobs += logprobs
+        return self._sent.logprobs
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What earlier responses contained, where each repeats it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class _NoText:
+    """Stands in for an `IncrementalDetokenizer` whose text nobody wants."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 def response_outputs(
@@ -147,6 +187,7 @@ def response_outputs(
     """Everything not sent yet as output tensors, one element per sequence; marks it as sent.
 
     Args:
+        sequences: all of the request's, or one of them if each has responses of its own.
         prompt_logprobs: one entry per prompt token for the response that carries them, else None.
     """
     returns = request.returns
@@ -155,11 +196,15 @@ def response_outputs(
         outputs["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
     if "return_cumulative_logprob" in returns:
         outputs["cumulative_logprob"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
+    spelt = tokenizer if request.engine_request.params.detokenize else None
+    entries = [sequence.take_logprobs() for sequence in sequences]
     if "return_logprobs" in returns:
-        entries = [s.take_logprobs() for s in sequences]
         outputs["logprobs"] = _texts(
-            [_logprobs_json(tokenizer, entry) if request.shows_logprobs else "null" for entry in entries]
+            [_logprobs_json(spelt, entry) if request.shows_logprobs else "null" for entry in entries]
         )
+    if "return_log_probs" in returns:
+        outputs["cum_log_probs"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
+        outputs["output_log_probs"] = _padded([[entry[0][1] for entry in tokens] for tokens in entries])
     if "return_num_input_tokens" in returns:
         outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
     new_token_ids = [sequence.take_token_ids() for sequence in sequences]
@@ -170,23 +215,39 @@ def response_outputs(
         outputs["token_ids"] = np.array([i for ids in new_token_ids for i in ids], dtype=np.int64)
         outputs["token_counts"] = counts
     if prompt_logprobs is not None:
-        outputs["prompt_logprobs"] = _texts([_logprobs_json(tokenizer, prompt_logprobs)])
+        outputs["prompt_logprobs"] = _texts([_logprobs_json(spelt, prompt_logprobs)])
+    if request.separate:
+        outputs["sequence_index"] = np.array([sequences[0].index], dtype=np.int32)
+        outputs["batch_index"] = np.zeros(1, dtype=np.int32)
+    for sequence in sequences:
+        sequence.end_sent = sequence.ended
     return outputs
+
+
+def _padded(rows: list[list[float]]) -> np.ndarray:
+    """float32[n, longest]: the rows, filled up with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))), dtype=np.float32)
+    for values, row in zip(table, rows):
+        values[: len(row)] = row
+    return table
 
 
 def _texts(values: list[str]) -> np.ndarray:
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
-def _logprobs_json(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> str:
-    """vllm_backend's format: per token an object of id -> logprob, rank, text; null for a token without any."""
+def _logprobs_json(tokenizer: Tokenizer | None, entries: list[TokenLogprobs]) -> str:
+    """vllm_backend's format: per token an object of id -> logprob, rank, text; null for a token without any.
+
+    Without a tokenizer the texts are null.
+    """
     rows: list[dict[str, Any] | None] = []
     for entry in entries:
         row = {
             str(token_id): {
                 "logprob": logprob if math.isfinite(logprob) else _LOWEST_LOGPROB,
                 "rank": rank,
-                "decoded_token": tokenizer.token_text(token_id),
+                "decoded_token": None if tokenizer is None else tokenizer.token_text(token_id),
             }
             for token_id, logprob, rank in entry
         }

@@ -10,18 +10,46 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.text import Tokenizer
 
-__all__ = ["MAX_STOP_CHARS", "MAX_STOP_ENTRIES", "MAX_STOP_TOTAL", "SAMPLING_KEYS", "sampling_params"]
+__all__ = [
+    "CUMULATIVE",
+    "FINAL_ONLY",
+    "MAX_STOP_CHARS",
+    "MAX_STOP_ENTRIES",
+    "MAX_STOP_TOTAL",
+    "SAMPLING_KEYS",
+    "RequestKeys",
+    "request_keys",
+]
 
 MAX_STOP_ENTRIES = 1024
 MAX_STOP_CHARS = 4096
 MAX_STOP_TOTAL = 65536
 _LOGIT_BIAS_LIMIT = 100.0  # vLLM clamps there
+
+# Values of `output_kind`, in the order of vLLM's `RequestOutputKind`.
+CUMULATIVE, DELTA, FINAL_ONLY = _OUTPUT_KINDS = range(3)
+
+
+@dataclass(slots=True)
+class RequestKeys:
+    """What a request's sampling keys say.
+
+    Attributes:
+        params: for the engine; `seed` is None if not given, and ranges are not checked.
+        truncate_prompt_tokens: keep the last tokens of the prompt, at most so many; None: all of them.
+        output_kind: what a streaming response contains; None: what is new.
+    """
+
+    params: SamplingParams
+    truncate_prompt_tokens: int | None = None
+    output_kind: int | None = None
 
 
 def to_int(value: Any) -> int:
@@ -31,6 +59,11 @@ def to_int(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
         raise ValueError
     return int(value)
+
+
+def to_count(value: Any) -> int | None:
+    """An integer; true is 1, as vllm_backend has it, and false is none: Triton's OpenAI frontend sends it."""
+    return (1 if value else None) if isinstance(value, bool) else to_int(value)
 
 
 def to_float(value: Any) -> float:
@@ -68,13 +101,26 @@ def to_texts(value: Any) -> list[str]:
 
 
 def to_ids(value: Any) -> list[int]:
-    """Token ids from a list, or from a string that is a JSON list."""
+    """Distinct token ids from a list, or from a string that is a JSON list."""
     if isinstance(value, str):
         value = json.loads(value)
-    ids = [to_int(entry) for entry in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(to_int(entry) for entry in (value if isinstance(value, list) else [value])))
+
+
+def to_stop_ids(value: Any) -> list[int]:
+    """`to_ids`, not too many."""
+    ids = to_ids(value)
     if len(ids) > MAX_STOP_ENTRIES:
         raise _TooLong(f"{len(ids)} entries")
-    return list(dict.fromkeys(ids))
+    return ids
+
+
+def to_output_kind(value: Any) -> int:
+    """A number of `_OUTPUT_KINDS`."""
+    kind = to_int(value)
+    if kind not in _OUTPUT_KINDS:
+        raise ValueError
+    return kind
 
 
 def to_logit_bias(value: Any) -> dict[int, float]:
@@ -96,7 +142,7 @@ _TEXTS = (
     f"and {MAX_STOP_TOTAL} in total"
 )
 _INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
-_IDS = (to_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
+_STOP_IDS = (to_stop_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
 
 # Canonical key -> (conversion, what the value must be).
 SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -111,16 +157,21 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "logit_bias": (to_logit_bias, "an object that maps token ids to numbers"),
     "bad_words": (to_texts, _TEXTS),
     "stop": (to_texts, _TEXTS),
-    "stop_token_ids": _IDS,
+    "stop_token_ids": _STOP_IDS,
+    "allowed_token_ids": (to_ids, "a list of token ids"),
     "end_id": _INT,
     "include_stop_str_in_output": _BOOL,
     "ignore_eos": _BOOL,
     "max_tokens": _INT,
     "min_tokens": _INT,
-    "logprobs": _INT,
-    "prompt_logprobs": _INT,
+    "logprobs": (to_count, "an integer"),
+    "prompt_logprobs": (to_count, "an integer"),
     "seed": _INT,
     "skip_special_tokens": _BOOL,
+    "detokenize": _BOOL,
+    "truncate_prompt_tokens": _INT,
+    "output_kind": (to_output_kind, "0 (cumulative), 1 (delta) or 2 (final only)"),
+    "flat_logprobs": _BOOL,
 }
 
 # A key wins over its alias if both are given, except that `max_completion_tokens` wins over
@@ -142,22 +193,33 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False, 0),
     "length_penalty": (1.0, 0.0),
     "len_penalty": (1.0, 0.0),
-    "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
-    "return_log_probs": (False,),
+    "skip_clone": (False, True),
+    "skip_reading_prefix_cache": (False,),
+    "return_perf_metrics": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
+}
+_UNSERVED = {
+    "lora_name": "LoRA feature is not enabled.",  # vllm_backend's words
+    **{
+        key: f"{key} is not supported: nothing guides decoding; omit it"
+        for key in ("structured_outputs", "guided_decoding")
+    },
 }
 _IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
 
-def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, default_max_tokens: int) -> SamplingParams:
-    """Merge and convert a request's sampling keys; `seed` stays None if not given.
+def request_keys(
+    layers: list[Mapping[str, Any]], tokenizer: Tokenizer, default_max_tokens: int, is_tensorrt_llm: bool = False
+) -> RequestKeys:
+    """Merge and convert a request's sampling keys.
 
     Ranges are checked by `SamplingParams.validate`.
 
     Args:
         layers: key -> value as received; later layers win.
+        is_tensorrt_llm: take TensorRT-LLM's defaults.
 
     Raises:
         RequestError: INVALID_ARG; an unknown key, or a value of the wrong type.
@@ -165,6 +227,7 @@ def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, defau
     values: dict[str, Any] = {"max_tokens": default_max_tokens}
     for layer in layers:
         values |= _canonical(layer)
+    values.pop("flat_logprobs", None)  # how vLLM keeps them in memory; vllm_backend's JSON is the same
     if (bad_words := values.pop("bad_words", None)) is not None:
         values["bad_words_ids"] = tokenizer.bad_words_ids(bad_words)
     if (end_id := values.pop("end_id", None)) is not None:
@@ -175,7 +238,18 @@ def sampling_params(layers: list[Mapping[str, Any]], tokenizer: Tokenizer, defau
             values["stop_token_ids"] = [*values.get("stop_token_ids", []), end_id]
     if values.get("seed") == -1:  # vLLM: -1 means no seed
         del values["seed"]
-    return SamplingParams(**values)
+    if is_tensorrt_llm:
+        _apply_greedy_default(values)
+    truncate, output_kind = values.pop("truncate_prompt_tokens", None), values.pop("output_kind", None)
+    return RequestKeys(SamplingParams(**values), truncate, output_kind)
+
+
+def _apply_greedy_default(values: dict[str, Any]) -> None:
+    """TensorRT-LLM is greedy unless `top_k` or `top_p` is given; 0, the default of both, is not to give it."""
+    if values.get("top_p") == 0:
+        del values["top_p"]
+    if not values.get("top_k") and "top_p" not in values:
+        values["temperature"] = 0.0
 
 
 def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,12 +261,14 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if key in _NEUTRAL:
             _check_neutral(key, value)
-        elif key == "lora_name":
-            raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
+        elif key in _UNSERVED:
+            raise RequestError("INVALID_ARG", _UNSERVED[key])
         elif name not in SAMPLING_KEYS:
             raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
         else:
             converted = _convert(key, name, value)
+            if converted is None:
+                continue
             if name == "stop":
                 converted = list(dict.fromkeys([*found.get(name, []), *converted]))
             found[name] = converted

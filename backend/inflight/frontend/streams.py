@@ -66,7 +66,7 @@ class Streams:
     Args:
         engine: takes requests and aborts.
         stats: takes step and request statistics.
-        log_error: writes one line to the server's log.
+        log_error, log_info: write one line to the server's log.
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
         sweep_seconds: from one look for cancelled and late requests to the next.
@@ -81,11 +81,13 @@ class Streams:
         max_sequences: int = 0,
         interval: int = 1,
         sweep_seconds: float = SWEEP_SECONDS,
+        log_info: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
         self._stats = stats
         self._log_error = log_error
+        self._log_info = log_info
         self._max_sequences = max_sequences
         self._interval = interval
         self._streams: dict[int, OpenStream] = {}
@@ -183,7 +185,7 @@ class Streams:
     def _drop(self, stream: OpenStream, ending: str, make_error: Callable[[], RequestError]) -> None:
         stream.dropped = True
         self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
-        self._events.put(lambda: self._fail(stream.request_id, make_error(), ending))
+        self._events.put(lambda: self._cancel(stream, make_error(), ending))
 
     # -- sender thread ---------------------------------------------------------------------
 
@@ -258,8 +260,10 @@ class Streams:
         self._engine.release(stream.request_id)
 
     def _send(self, stream: OpenStream, final: bool) -> None:
-        outputs = response_outputs(stream.request, stream.sequences, self._tokenizer, stream.take_prompt_logprobs())
-        stream.responder.send(outputs, final)
+        parts = stream.parts(final)
+        for number, sequences in enumerate(parts, 1):
+            outputs = response_outputs(stream.request, sequences, self._tokenizer, stream.take_prompt_logprobs())
+            stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
 
     def _register(self, stream: OpenStream) -> None:
@@ -271,6 +275,15 @@ class Streams:
         del self._streams[stream.request_id]
         with self._lock:
             self._open_sequences -= len(stream.sequences)
+
+    def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
+        if not stream.closed:
+            name = f" {stream.request.name!r}" if stream.request.name else ""
+            self._log_info(
+                f"cancelled request {stream.request_id}{name} after {stream.num_output_tokens} output tokens: "
+                f"{error.message}"
+            )
+            self._fail(stream.request_id, error, ending)
 
     def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
         """End a stream with an error of the kind `ending`; does nothing if it has ended."""

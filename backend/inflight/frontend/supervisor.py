@@ -209,6 +209,12 @@ class Supervisor:
             self._in_engine.discard(request_id)
 
     @property
+    def refusal(self) -> str | None:
+        """Why requests are refused: the engine process cannot be restarted.  None while they are taken."""
+        with self._changed:
+            return self._refusal
+
+    @property
     def pid(self) -> int | None:
         """Process id of the engine process if it is up, else None."""
         with self._changed:

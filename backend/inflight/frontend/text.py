@@ -7,37 +7,22 @@ then, because it imports torch if torch is installed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "checkpoint_file", "read_text"]
+from inflight.hub import CheckpointFileError, checkpoint_file
+
+__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "read_text"]
 
 _REPLACEMENT = "\ufffd"
 _PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
 _MAX_PENDING = 16  # tokens without text that are kept
 
 
-class TokenizerError(ValueError):
+class TokenizerError(CheckpointFileError):
     """The checkpoint's tokenizer cannot be used; the message says why."""
-
-
-def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path | None:
-    """Path of one file of a checkpoint directory or hub repository; None if it has no such file."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(source, name, revision=revision))
-    except LocalEntryNotFoundError as error:  # offline and not cached: the hub may have it
-        raise TokenizerError(f"{source}: cannot get {name} from the hub: {error}") from None
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise TokenizerError(f"{source}: no such directory, and the hub says: {error}") from None
 
 
 def read_text(path: Path) -> str:
@@ -101,6 +86,41 @@ class _Slow:
         return max(map(len, self._tokenizer.get_vocab()))
 
 
+# A checkpoint with none of these has no tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+
+class _Absent:
+    """What stands for the tokenizer of a checkpoint that has none: token ids have no text, and text no token ids."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise TokenizerError(
+            f"{self._source} has no tokenizer, so prompts, stop and bad words cannot be text: give token ids, or set "
+            '"tokenizer" to a checkpoint that has one'
+        )
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return ""
+
+    def size(self) -> int:
+        return 0
+
+    def longest_token(self) -> int:
+        return sys.maxsize  # no text is too long for what comes next, which says what is missing
+
+
 class Tokenizer:
     """Text to token ids and back.
 
@@ -108,24 +128,36 @@ class Tokenizer:
         size: entries of the vocabulary, added tokens included.
         longest_token: characters of the longest entry; a text of more than n times as many
             characters has more than n tokens.
+        is_absent: the checkpoint has none: only token ids can be served.
     """
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
         self.size = backend.size()
         self.longest_token = backend.longest_token()
+        self.is_absent = isinstance(backend, _Absent)
         self._token_texts: dict[int, str] = {}
+        if self.is_absent:
+            self._anchor, self._anchor_text = [], ""
+            return
         # Some decoders drop the space in front of the first token; a letter before it keeps it.
         self._anchor = backend.encode("a", False)
         self._anchor_text = backend.decode(self._anchor, False)
 
     @classmethod
-    def load(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    def load(
+        cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False, required: bool = True
+    ) -> Tokenizer:
         """Read the tokenizer of a checkpoint directory or hub id.
+
+        Args:
+            required: there must be one; else its place is taken by one that knows token ids only.
 
         Raises:
             TokenizerError: there is none, or it cannot be read.
         """
+        if not required and not any(checkpoint_file(source, name, revision) for name in _TOKENIZER_FILES):
+            return cls(_Absent(source))
         path = checkpoint_file(source, "tokenizer.json", revision)
         if path is not None:
             from tokenizers import Tokenizer as FastTokenizer
@@ -144,8 +176,17 @@ class Tokenizer:
         fast = getattr(slow, "backend_tokenizer", None)
         return cls(_Slow(slow) if fast is None else _Fast(fast))
 
+    def check_texts(self, texts: Sequence[str]) -> None:
+        """Raise TokenizerError if there are any, and no tokenizer."""
+        if self.is_absent and texts:
+            self.encode(texts[0])
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; the checkpoint's post-processor adds special tokens."""
+        """Token ids; the checkpoint's post-processor adds special tokens.
+
+        Raises:
+            TokenizerError: the tokenizer is absent.
+        """
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

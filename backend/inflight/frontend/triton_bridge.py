@@ -16,14 +16,27 @@ from inflight.frontend.metric_specs import MetricSpec
 from inflight.frontend.metrics import Metrics, NoMetrics
 
 __all__ = [
+    "OutputLayout",
     "TritonResponder",
     "check_numpy",
+    "checks_health",
     "complete_config",
     "create_metrics",
     "log",
+    "output_layout",
     "read_request",
+    "unload",
     "wants_metrics",
 ]
+
+# What `config.pbtxt` may declare a tensor as: any type of the same kind as the wire contract's.
+_KINDS = {
+    **{f"TYPE_{sign}INT{bits}": "an integer type" for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    **{f"TYPE_FP{bits}": "a floating-point type" for bits in (16, 32, 64)},
+}
+
+# Output -> its declared type and rank, where these are not the contract's.
+OutputLayout = dict[str, tuple[Any, int]]
 
 
 # A response up to this size fits into shared memory that is nearly full (it grows by 1 MiB at a time).
@@ -45,14 +58,16 @@ class TritonResponder:
     (Triton 24.10, `ProcessIsRequestCancelled`), so a lock keeps them apart.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, layout: OutputLayout | None = None) -> None:
         self._sender = sender
+        self._layout = layout or {}
         self._lock = threading.Lock()
         self._finished = False
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send the outputs; raises if Triton does not take them."""
-        response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+        tensors = [pb_utils.Tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
+        response = pb_utils.InferenceResponse(tensors)
         whole = final and _num_bytes(outputs) <= _SMALL_BYTES
         if not whole:
             self._sender.send(response, flags=0)
@@ -68,6 +83,12 @@ class TritonResponder:
         """Ask the server process (about 0.15 ms), unless FINAL was sent."""
         with self._lock:
             return not self._finished and self._sender.is_cancelled()
+
+    def _laid_out(self, name: str, array: np.ndarray) -> np.ndarray:
+        if name not in self._layout:
+            return array
+        dtype, rank = self._layout[name]
+        return array.astype(dtype).reshape((1,) * (rank - array.ndim) + array.shape)
 
     def _send_final(self, response: Any) -> None:
         with self._lock:
@@ -104,23 +125,28 @@ def read_request(request: Any) -> WireRequest:
         inputs={tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
         parameters=json.loads(request.parameters() or "{}"),
         timeout_us=request.timeout(),
+        request_id=request.request_id(),
     )
 
 
 def complete_config(config: Any) -> Any:
     """Declare inputs, outputs, no Triton batching and the decoupled policy; keep what `config.pbtxt` declares.
 
+    Declared types and dims decide, within the kind of the wire contract's type (`output_layout`): clients of
+    TensorRT-LLM send two dimensions, and a `seed` of UINT64.
+
     Raises:
-        ConfigError: it declares an input or output with a data type other than the wire contract's.
+        ConfigError: it declares an input or output with a data type of another kind than the wire contract's.
     """
     given = config.as_dict()
     inputs, outputs = ({tensor["name"]: tensor["data_type"] for tensor in given[kind]} for kind in ("input", "output"))
     for declared, specs in ((inputs, INPUTS), (outputs, OUTPUTS)):
         for name, data_type, _ in specs:
-            if declared.get(name, data_type) != data_type:
+            given_type = declared.get(name, data_type)
+            if _kind(given_type) != _kind(data_type):
                 raise ConfigError(
-                    f"config.pbtxt: {name} is declared as {declared[name]} but must be {data_type}; remove it: inputs "
-                    "and outputs are completed at load"
+                    f"config.pbtxt: {name} is declared as {given_type} but must be {_kind(data_type)}; "
+                    "remove it: inputs and outputs are completed at load"
                 )
     for spec in INPUTS:
         if spec.name not in inputs:
@@ -133,6 +159,39 @@ def complete_config(config: Any) -> Any:
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
     return config
+
+
+def _kind(data_type: str) -> str:
+    return _KINDS.get(data_type, data_type)
+
+
+def output_layout(model_config: dict[str, Any]) -> OutputLayout:
+    """How outputs are sent that `config.pbtxt` declares otherwise than the contract does."""
+    contract = {spec.name: spec for spec in OUTPUTS}
+    layout: OutputLayout = {}
+    for tensor in model_config["output"]:
+        spec, data_type, rank = contract.get(tensor["name"]), tensor["data_type"], len(tensor["dims"])
+        if spec is not None and (data_type, rank) != (spec.data_type, len(spec.dims)):
+            layout[spec.name] = pb_utils.triton_string_to_numpy(data_type), rank
+    return layout
+
+
+def _parameter(model_config: dict[str, Any], name: str) -> str:
+    """A parameter of `config.pbtxt` in lower case, "" if it is not there."""
+    return model_config.get("parameters", {}).get(name, {}).get("string_value", "").lower()
+
+
+def checks_health(model_config: dict[str, Any]) -> bool:
+    """True if `ENABLE_VLLM_HEALTH_CHECK`, a parameter of vllm_backend, is "true" in `config.pbtxt`."""
+    return _parameter(model_config, "ENABLE_VLLM_HEALTH_CHECK") == "true"
+
+
+def unload(model: str) -> None:
+    """Ask Triton to unload a model, which it does only in explicit model control."""
+    try:
+        pb_utils.unload_model(model)
+    except Exception as error:
+        log("error", f"{model} cannot be unloaded: {error}")
 
 
 def log(level: str, line: str) -> None:
@@ -156,8 +215,7 @@ def wants_metrics(model_config: dict[str, Any], config: EngineConfig) -> bool:
 
     The parameter is vllm_backend's, where it must be "true" to turn metrics on.
     """
-    parameter = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {})
-    return not config.disable_log_stats and parameter.get("string_value", "true").lower() != "false"
+    return not config.disable_log_stats and _parameter(model_config, "REPORT_CUSTOM_METRICS") != "false"
 
 
 def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:

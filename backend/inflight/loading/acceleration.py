@@ -30,11 +30,14 @@ class CannotQuantize(RuntimeError):
     """The model cannot run with weights in int8; the message says why."""
 
 
-def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], bool], int8: bool = False) -> Any:
+def accelerate(
+    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, int8: bool = False
+) -> Any:
     """What to call instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; if not, the change is undone and logged.
+        num_positions: positions that requests can have.
         int8: store the weights of linear layers in int8, on a CPU.
 
     Returns:
@@ -44,7 +47,7 @@ def accelerate(model: nn.Module, device: torch.device, passes: Callable[[Any], b
         CannotQuantize: with `int8`, if a layer has too many inputs, or no forward pass runs and passes.
     """
     if device.type != "cpu":
-        return use_ops(model, select_ops(device), passes)
+        return use_ops(model, select_ops(device), passes, num_positions)
     name = type(model).__name__
     if int8:
         _check_int8(model)
@@ -78,9 +81,9 @@ def _check_int8(model: nn.Module) -> None:
             )
 
 
-def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool]) -> nn.Module:
+def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:
     """`model`, with `ops` in its modules, unless that makes its logits wrong."""
-    undo = fuse_modules(model, ops)
+    undo = fuse_modules(model, ops, num_positions)
     if undo is not None and not _passes(model, passes):
         undo()
         name = type(model).__name__

@@ -4,9 +4,10 @@
 layer's attention.  Unsupported features are rejected here, by name, before the first request.
 
 On a CPU the pool comes first: the native decoder needs its address.  On a GPU it comes last, and gets what merged
-weights, workspaces and the largest step leave:
+weights, workspaces, the largest step and CUDA graphs leave:
 
-    load  ->  a pool of a few blocks  ->  merge, check  ->  `LoadedModel.allocate`: measure a step, plan, pool, check
+    load  ->  a pool of a few blocks  ->  merge, check
+          ->  `LoadedModel.allocate`: measure a step and graphs, plan, pool, check, capture
 """
 
 from __future__ import annotations
@@ -15,36 +16,43 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend
+from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
 from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.acceleration import CannotQuantize, accelerate
-from inflight.loading.checkpoint import (
-    check_weights_fit,
-    dtype_of,
-    eos_token_ids,
-    load_weights,
-    max_model_len,
-    read_config,
-)
-from inflight.loading.checks import LoadCheck, lengths_that_fit, num_check_blocks, reference, tolerance
-from inflight.loading.errors import LoadError
+from inflight.loading.check_cases import Case, blocks_of, cases, position_limits, that_fit
+from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
+from inflight.loading.checks import EXACT, LoadCheck, Reference, reference, tolerance
+from inflight.loading.errors import LoadError, in_models_code
+from inflight.loading.fp8_linear import check_device
+from inflight.loading.in_float32 import can_run_in_float32
+from inflight.loading.keeps_logits import KeepsLogits
+from inflight.loading.kv_scales import kv_scales
 from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.probe import probe
+from inflight.loading.quantized import loader_of
+from inflight.loading.rotary import RequestRotary, attach_request_rotary
+from inflight.loading.weights import check_weights_fit
 from inflight.runner.memory import DeviceMeter, available_memory, meter_of
 from inflight.runner.swap import HostCache, host_cache_of
 
-__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "load"]
+__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
 
 _log = logging.getLogger(__name__)
+
+# The longest sequence of the check at load, and how many weights it may read, token by token, to be longer than a few
+# tokens: a fifth of a second on a CPU core.
+_CHECKED_TOKENS = 512
+_CHECKED_WEIGHTS = 4_000_000_000
 
 
 @dataclass
@@ -60,6 +68,8 @@ class CheckpointInfo:
         kv_bytes: size of the pool.
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
+        rope: how requests choose their rotary embedding, where it depends on their length.
+        graph_bytes: what captured CUDA graphs take.
     """
 
     max_model_len: int
@@ -73,6 +83,8 @@ class CheckpointInfo:
     kv_bytes: int = 0
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
+    rope: RopeChoice | None = None
+    graph_bytes: int = 0
 
 
 @dataclass
@@ -94,6 +106,16 @@ class _Sizing:
     check: LoadCheck
 
 
+class StepGraphs(Protocol):
+    """What the runner captures of its steps, if anything."""
+
+    def measure(self, meter: DeviceMeter) -> int:
+        """Bytes that `capture` will take; leaves nothing of it allocated.  On a pool of any size."""
+
+    def capture(self, meter: DeviceMeter) -> int:
+        """Capture on the pool that steps will use; returns the bytes that it took."""
+
+
 @dataclass
 class LoadedModel:
     """Ready for ragged batches; on a GPU after `allocate`.
@@ -102,6 +124,7 @@ class LoadedModel:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
         host_cache: host memory for swapped requests, if any.
+        rotary: its `step` must be called before each forward pass, if there is one.
     """
 
     config: EngineConfig
@@ -113,13 +136,15 @@ class LoadedModel:
     dtype: torch.dtype
     start: float
     host_cache: HostCache | None = None
+    rotary: RequestRotary | None = None
     _sizing: _Sizing | None = field(default=None, repr=False)
 
-    def allocate(self, run: Callable[[SchedulerOutput], StepOutput]) -> None:
-        """On a GPU, give the pool what the largest step leaves; on a CPU `load` has allocated it.
+    def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
+        """On a GPU, give the pool what the largest step and the graphs leave; on a CPU `load` has allocated it.
 
         Args:
             run: runs a step as it will be run, sampling included.
+            graphs: captured here, once the addresses of the pool are known.
 
         Raises:
             LoadError: the largest step, or one request of `max_model_len`, does not fit; or the logits are wrong.
@@ -127,11 +152,15 @@ class LoadedModel:
         if self._sizing is None:
             return
         sizing, self._sizing = self._sizing, None
-        self._allocate(self._measured_plan(sizing, run))
+        self._allocate(self._measured_plan(sizing, run, graphs))
         _require(sizing.check.that_fits(self.info.num_blocks), self.model)
+        if graphs is not None:
+            self.info.graph_bytes = graphs.capture(sizing.meter)
         self._finish()
 
-    def _measured_plan(self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput]) -> MemoryPlan:
+    def _measured_plan(
+        self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None
+    ) -> MemoryPlan:
         config, info, meter = self.config, self.info, sizing.meter
         limits = config.max_num_seqs, config.max_num_batched_tokens
         out = largest_step(*limits, info.max_model_len, config.block_size, sizing.num_blocks, info.vocab_size)
@@ -142,7 +171,8 @@ class LoadedModel:
                 f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
-        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step)
+        for_graphs = graphs.measure(meter) if graphs is not None else 0
+        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step, for_graphs)
         return plan_on_gpu(config, self.layers.bytes_per_block, info.max_model_len, memory)
 
     def _allocate(self, plan: MemoryPlan) -> None:
@@ -168,21 +198,23 @@ def load(config: EngineConfig) -> LoadedModel:
         ConfigError: an option that contradicts the checkpoint.
     """
     start = time.perf_counter()
-    device = _device(config.device)
+    device = device_of(config.device)
     hf_config = read_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
+    load_weights = loader_of(config, hf_config)
+    check_device(config, device, dtype)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
     model = load_weights(config, hf_config, dtype, device)
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
-    probed = [
-        (module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in probe(model, text_config, length, device)
-    ]
+    found = probe(model, text_config, length, device)
+    probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
     backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
-    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages)
+    scales = kv_scales(config, model, probed, text_config, length)
+    layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
     info = CheckpointInfo(
         max_model_len=length,
         vocab_size=int(text_config.vocab_size),
@@ -192,15 +224,20 @@ def load(config: EngineConfig) -> LoadedModel:
         attention_backend=backend.name,
     )
     loaded = LoadedModel(config, model, backend, layers, info, device, dtype, start)
-    num_blocks = num_check_blocks(config.block_size)
+    limits = position_limits(text_config)
+    found_cases = _cases(text_config, limits, length, [spec for _, spec in probed], model, device)
+    num_blocks = sum(blocks_of(case, config.block_size) for case in found_cases)
     if meter is not None:
         layers.allocate(num_blocks)
     else:
         loaded._allocate(plan_on_cpu(config, layers.bytes_per_block, length, available_memory(device)))
         num_blocks = info.num_blocks
-    lengths = lengths_that_fit(length, num_blocks, config.block_size)
-    check = _load_check(model, text_config.model_type, loaded, lengths)
-    loaded.model = _checked_forward(model, config, check, device)
+    found_cases = that_fit(found_cases, num_blocks, config.block_size)
+    check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
+    loaded.model = _checked_forward(model, config, check, device, length)
+    if loaded.model is model and not found.keeps_logits:
+        _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
+        loaded.model = KeepsLogits(model)
     if meter is not None:
         loaded._sizing = _Sizing(meter, used_before, _weight_bytes(model), num_blocks, check)
     else:
@@ -208,7 +245,12 @@ def load(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that the option `device` stands for.
+
+    Raises:
+        LoadError: there is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise LoadError('device="cuda", but torch finds no CUDA device; install a CUDA build of torch or use "cpu"')
     if name == "auto":
@@ -222,15 +264,54 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _load_check(model: nn.Module, model_type: str, loaded: LoadedModel, lengths: list[int]) -> LoadCheck:
-    """Made before anything of `model` is replaced: computes what transformers' attention does."""
+def _cases(
+    text_config: Any, limits: list[int], max_len: int, specs: list[LayerSpec], model: nn.Module, device: torch.device
+) -> list[Case]:
+    """Sequences for the check at load; past a window only where that costs little time."""
+    windows = [spec.sliding_window for spec in specs if spec.sliding_window is not None]
+    worth = _CHECKED_WEIGHTS * (1000 if device.type == "cuda" else 1)
+    budget = min(_CHECKED_TOKENS, worth // max(1, sum(parameter.numel() for parameter in model.parameters())))
+    return cases(int(text_config.vocab_size), max_len, limits, min(windows, default=None), budget)
+
+
+def _load_check(
+    model: nn.Module, model_type: str, loaded: LoadedModel, found: list[Case], limits: list[int]
+) -> LoadCheck:
+    """Made before anything of `model` is replaced: computes what transformers does.  Attaches the rotary choice.
+
+    Raises:
+        LoadError: paged attention drops a feature of the model.
+    """
     config, device = loaded.config, loaded.device
-    expected = reference(model, loaded.info.vocab_size, lengths, device) if config.check_on_load else None
-    allowed = tolerance(loaded.dtype, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
-    return LoadCheck(model_type, loaded.backend, expected, allowed, config.block_size, device)
+    expected = _reference(model, model_type, found, device) if config.check_on_load else None
+    num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
+    step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
+    loaded.rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
+    loaded.info.rope = None if loaded.rotary is None else loaded.rotary.choice
+    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
+    check = LoadCheck(
+        model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.rotary, tuple(limits)
+    )
+    if allowed > EXACT:
+        _require_right(check, lambda part: part.structure_error(model, loaded.layers), EXACT, "in float32 ")
+    return check
 
 
-def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device) -> Any:
+def _reference(model: nn.Module, model_type: str, found: list[Case], device: torch.device) -> Reference:
+    try:
+        if can_run_in_float32(model):
+            return reference(model, found, device, widens=True)
+        return reference(model, found, device)
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError) as error:
+        raise LoadError(
+            f"model type {model_type!r} is not supported: transformers' eager attention, with which its logits are "
+            f"compared, fails: {type(error).__name__}: {error}{in_models_code(error)}"
+        ) from error
+
+
+def _checked_forward(
+    model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
+) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
     int8 = config.quantization == "int8"
     if int8 and (device.type != "cpu" or not config.native_forward):
@@ -238,7 +319,7 @@ def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, d
     forward = model
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, int8)
+            forward = accelerate(model, device, check.passes, max_model_len, int8)
         except CannotQuantize as why:
             raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
     _require(check, forward)
@@ -247,10 +328,24 @@ def _checked_forward(model: nn.Module, config: EngineConfig, check: LoadCheck, d
 
 def _require(check: LoadCheck, forward: Any) -> None:
     """Raise LoadError unless the logits of `forward` are right."""
-    off = check.error(forward)
-    if not off <= check.tolerance:
-        raise LoadError(
-            f"model type {check.model_type!r} is not supported: the logits of a test batch differ by "
-            f"{off:.1%} (tolerance: {check.tolerance:.1%}) from those of transformers' attention, so paged attention "
-            "drops a feature of the model; set check_on_load to false only if you know why they differ"
-        )
+    _require_right(check, lambda part: part.error(forward), check.tolerance)
+
+
+def _require_right(check: LoadCheck, error_of: Callable[[LoadCheck], float], allowed: float, how: str = "") -> None:
+    off = error_of(check)
+    if off <= allowed:
+        return
+    for limit in check.limits:
+        within = check.up_to(limit)
+        if within is not None and error_of(within) <= allowed:
+            raise LoadError(
+                f"model type {check.model_type!r} is not supported at this max_model_len: beyond {limit} tokens, which "
+                f"its config.json names, {how}the logits of a test batch differ by {off:.1%} from those of each "
+                "request alone: what the model computes depends on the other requests, or on where a prompt is cut "
+                f"into chunks; set max_model_len to at most {limit}"
+            )
+    raise LoadError(
+        f"model type {check.model_type!r} is not supported: {how}the logits of a test batch differ by "
+        f"{off:.1%} (tolerance: {allowed:.1%}) from those of transformers' attention, so paged attention "
+        "drops a feature of the model; set check_on_load to false only if you know why they differ"
+    )

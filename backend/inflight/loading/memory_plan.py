@@ -5,6 +5,7 @@ The functions that plan a pool are pure: they know only what they are given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from inflight.config import EngineConfig, parse_bytes
 from inflight.loading.errors import LoadError
 from inflight.runner.memory import available_memory, format_bytes
 
-__all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
+__all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "graph_bytes", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
 
 # Share of the free RAM that the KV pool takes on a CPU unless `kv_cache_memory` is set.  The system provides
 # pages when they are first written, so this is a limit rather than a cost.
@@ -101,10 +102,12 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
     left = int(memory.total * config.gpu_memory_utilization) - taken - HEADROOM
     source = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {format_bytes(memory.total)}, less "
-        f"{format_bytes(memory.used)} in use, {format_bytes(memory.step + memory.graphs)} for steps and "
-        f"{format_bytes(HEADROOM)} of headroom"
+        f"{format_bytes(memory.used)} in use, {format_bytes(memory.step)} for steps, {format_bytes(memory.graphs)} for "
+        f"CUDA graphs and {format_bytes(HEADROOM)} of headroom"
     )
     advice = "raise gpu_memory_utilization, lower max_num_batched_tokens"
+    if memory.graphs:
+        advice += ", set enforce_eager to true"
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, _Budget(max(0, left), source, advice))
     pool, room = num_blocks * bytes_per_block, memory.total - taken
     if pool > room:  # only a configured size can be
@@ -112,7 +115,7 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         limit = repr(f"{room // 2**20}MiB") if key == "kv_cache_memory" else str(room // bytes_per_block)
         raise LoadError(
             f"{key}={getattr(config, key)!r} is a KV pool of {format_bytes(pool)}, but the device has "
-            f"{format_bytes(max(0, room))} left besides weights and steps; set it to at most {limit}"
+            f"{format_bytes(max(0, room))} left besides weights, steps and graphs; set it to at most {limit}"
         )
     headroom = min(HEADROOM, room - pool)
     others = min(memory.used_before, memory.used - memory.weights)  # less, if another process left meanwhile
@@ -128,6 +131,16 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         unused=room - pool - headroom,
         num_blocks=num_blocks,
     )
+
+
+def graph_bytes(measured: Sequence[int], count: int) -> int:
+    """What `count` captured graphs take, of which the largest take `measured`, in order of their capture.
+
+    The first fills a memory pool that the others find their tensors' memory in.  They add what a graph itself takes,
+    its kernels with their arguments, which hardly depends on the number of rows.
+    """
+    first, *others = (max(0, size) for size in measured)
+    return first + (count - 1) * (others[0] if others else 0)
 
 
 class _Budget(NamedTuple):

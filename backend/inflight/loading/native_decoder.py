@@ -1,14 +1,13 @@
 """The native CPU forward pass of a model: which decoders it can run, and their weights in its format.
 
 The families around llama (llama, mistral, qwen2, qwen3, phi3, granite, smollm3 and similar ones) are one
-computation with a few options.  A model is recognised by its modules (`recognition.py`), not by its name.
+computation with a few options.  A model is recognised by its modules (`decoder_recognition.py`), not by its name.
 Whatever remains different (a multiplier) shows in the check at load, which compares logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +19,10 @@ from inflight.kernels.cpu import decoder as native
 from inflight.kernels.cpu.attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
 from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.linear import PackedWeight, unsupported_weight
+from inflight.loading.decoder_recognition import Decoder, decoder_of
 from inflight.loading.packed_linear import drop_weights, shared_weights
-from inflight.loading.recognition import (
-    DecoderLayer,
-    NotRecognised,
-    RmsNorm,
-    Rotary,
-    check,
-    children_of,
-    decoder_layer,
-    rms_norm,
-    rotary,
-)
+from inflight.loading.recognition import DecoderLayer, NotRecognised, RmsNorm, Rotary, linears_of, rotary
+from inflight.ops.base import HeadNorms
 
 __all__ = ["NativeDecoder", "native_decoder"]
 
@@ -58,19 +49,6 @@ class NativeDecoder:
         return SimpleNamespace(logits=logits[None])
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """A recognised model."""
-
-    embedding: nn.Embedding
-    layers: list[DecoderLayer]
-    final_norm: RmsNorm
-    rotary: Rotary
-    head: nn.Linear
-    embedding_factor: float
-    logits_factor: float
-
-
 def native_decoder(model: nn.Module, int8: bool = False) -> tuple[NativeDecoder, Callable[[], None]] | str:
     """Make the native decoder of a loaded model with attention attached; it takes over the linear weights.
 
@@ -83,37 +61,15 @@ def native_decoder(model: nn.Module, int8: bool = False) -> tuple[NativeDecoder,
     if (missing := unavailable()) is not None:
         return missing
     try:
-        decoder = _recognise(model)
-        _expect_supported(decoder)
+        decoder = decoder_of(model)
+        angles = rotary(decoder.rotary_embedding)
+        _expect_supported(decoder, angles)
     except NotRecognised as reason:
         return str(reason)
-    return _pack(model, decoder, int8)
+    return _pack(model, decoder, angles, int8)
 
 
-def _recognise(model: Any) -> _Decoder:
-    base, head = _children(model, "model", "lm_head")
-    embedding, layers, norm, rotary_embedding = _children(base, "embed_tokens", "layers", "norm", "rotary_emb")
-    if not isinstance(embedding, nn.Embedding) or not isinstance(layers, nn.ModuleList):
-        raise NotRecognised(f"{type(base).__name__} has other modules than an embedding and a list of layers")
-    found = _Decoder(
-        embedding,
-        [decoder_layer(layer) for layer in layers],
-        rms_norm(norm),
-        rotary(rotary_embedding),
-        head,
-        embedding_factor=float(getattr(base, "embedding_multiplier", 1.0)),
-        logits_factor=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
-    )
-    checked = set()
-    for layer, part in zip(layers, found.layers):
-        kind = type(layer), part.attention.rotary, part.attention.layer.spec
-        if kind not in checked:  # one layer of a kind: the others read as many weights and compute the same
-            check(layer, part)
-            checked.add(kind)
-    return found
-
-
-def _expect_supported(decoder: _Decoder) -> None:
+def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
     """Check the limits of the native forward pass.
 
     Raises:
@@ -123,18 +79,19 @@ def _expect_supported(decoder: _Decoder) -> None:
         backend, head_size = layer.attention.layer.backend, layer.attention.layer.spec.key_head_size
         if not isinstance(backend, CpuAttention):
             raise NotRecognised(f"the native forward pass requires attention_backend='cpu', not {backend.name!r}")
-        if not 2 * len(decoder.rotary.inverse_frequencies) <= head_size <= MAX_HEAD_SIZE:
+        if not 2 * len(angles.inverse_frequencies) <= head_size <= MAX_HEAD_SIZE:
             raise NotRecognised(f"head size {head_size} is smaller than its rotary embedding or above {MAX_HEAD_SIZE}")
-    norms = [decoder.final_norm]
+    norms: list[RmsNorm | HeadNorms] = [decoder.final_norm]
     for layer in decoder.layers:
         norms += [layer.input_norm, layer.post_norm]
-        norms += [norm for norm in (layer.attention.query_norm, layer.attention.key_norm) if norm is not None]
+        norms += [layer.attention.norms] if layer.attention.norms is not None else []
     if len({norm.eps for norm in norms}) > 1:
         raise NotRecognised("its norms differ in eps")
     if len({layer.residual_factor for layer in decoder.layers}) > 1:
         raise NotRecognised("its layers differ in their residual multiplier")
     dtype = decoder.embedding.weight.dtype
-    for linear in _linears(decoder):
+    linears: list[Any] = [linear for layer in decoder.layers for linear in linears_of(layer)]
+    for linear in [*linears, decoder.head]:
         if type(linear) is not nn.Linear:
             raise NotRecognised(f"{type(linear).__name__} is not a plain linear layer")
         if linear.weight.dtype != dtype:
@@ -146,14 +103,7 @@ def _expect_supported(decoder: _Decoder) -> None:
         raise NotRecognised("its embedding and layers differ in size")
 
 
-def _linears(decoder: _Decoder) -> list[nn.Linear]:
-    linears = []
-    for layer in decoder.layers:
-        linears += [*layer.attention.qkv.linears, layer.attention.output, *layer.mlp.gate_up.linears, layer.mlp.down]
-    return [*linears, decoder.head]
-
-
-def _pack(model: nn.Module, decoder: _Decoder, int8: bool) -> tuple[NativeDecoder, Callable[[], None]]:
+def _pack(model: nn.Module, decoder: Decoder, angles: Rotary, int8: bool) -> tuple[NativeDecoder, Callable[[], None]]:
     undone: list[Callable[[], None]] = []
     shared = shared_weights(model)
 
@@ -165,9 +115,9 @@ def _pack(model: nn.Module, decoder: _Decoder, int8: bool) -> tuple[NativeDecode
     tables = native.DecoderTables(
         layers=[_layer_tables(layer, pack) for layer in decoder.layers],
         embedding=decoder.embedding.weight.data.clone(),  # so that nothing refers to the mapped file
-        inverse_frequencies=decoder.rotary.inverse_frequencies,
-        rotary_scaling=decoder.rotary.scaling,
-        final_norm=_floats(decoder.final_norm),
+        inverse_frequencies=angles.inverse_frequencies,
+        rotary_scaling=angles.scaling,
+        final_norm=_floats(decoder.final_norm.weight),
         head=pack(decoder.head),
         eps=decoder.final_norm.eps,
         embedding_factor=decoder.embedding_factor,
@@ -183,31 +133,21 @@ def _pack(model: nn.Module, decoder: _Decoder, int8: bool) -> tuple[NativeDecode
 
 
 def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> native.LayerTables:
-    attention = layer.attention
+    attention, norms = layer.attention, layer.attention.norms
     assert isinstance(attention.layer.cache, CpuKVCache)
     return native.LayerTables(
         qkv=pack(*attention.qkv.linears),
         output=pack(attention.output),
         gate_up=pack(*layer.mlp.gate_up.linears, gated=True),
         down=pack(layer.mlp.down),
-        input_norm=_floats(layer.input_norm),
-        post_norm=_floats(layer.post_norm),
-        query_norm=None if attention.query_norm is None else _floats(attention.query_norm),
-        key_norm=None if attention.key_norm is None else _floats(attention.key_norm),
+        input_norm=_floats(layer.input_norm.weight),
+        post_norm=_floats(layer.post_norm.weight),
+        query_norm=None if norms is None else _floats(norms.query_weight),
+        key_norm=None if norms is None else _floats(norms.key_weight),
         attention=attention.layer.cache.address,
         rotary=attention.rotary,
     )
 
 
-def _floats(norm: RmsNorm) -> Tensor:
-    return norm.weight.to(torch.float32, copy=True)
-
-
-def _children(module: nn.Module, *names: str) -> list[Any]:
-    """The children of these names; there must be no others."""
-    children = children_of(module)
-    if set(children) != set(names):
-        raise NotRecognised(
-            f"{type(module).__name__} has {', '.join(sorted(children))}, not {', '.join(sorted(names))}"
-        )
-    return [children[name] for name in names]
+def _floats(weight: Tensor) -> Tensor:
+    return weight.to(torch.float32, copy=True)

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
-from inflight.ops.base import FusedOps
+from inflight.loading.errors import NotRecognised
+from inflight.loading.fp8_linear import Fp8Linear
+from inflight.loading.projection import Linear, Projection, is_linear, result_like
+from inflight.ops.base import Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
 from inflight.ops.reference import ReferenceOps
 
 __all__ = [
@@ -33,18 +36,19 @@ __all__ = [
     "children_of",
     "decoder_layer",
     "gated_mlp",
+    "linears_of",
     "rms_norm",
     "rotary",
+    "same",
 ]
 
 Forward = Callable[..., Any]
 
+# Between two ways to an input of a layer in fp8: what differs in the last bit of the dtype may round to the next of
+# eight numbers.
+_FP8_TOLERANCE = 0.05
 _VOID = torch.empty(0)
 _NO_METADATA = AttentionMetadata(_VOID, _VOID, _VOID, _VOID, [], [], 0, 0, 0)
-
-
-class NotRecognised(ValueError):
-    """The module is something else; the message says how it differs."""
 
 
 @dataclass(frozen=True)
@@ -54,52 +58,25 @@ class RmsNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H] or [T, heads, H]."""
-        return ops.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, ops: FusedOps, quantized: bool = False) -> Tensor | QuantizedRows:
+        """x [T, H]."""
+        compute = ops.rms_norm_quantized if quantized else ops.rms_norm
+        return compute(x, self.weight, self.eps)
+
+    def of_sum(
+        self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps, quantized: bool
+    ) -> Tensor | QuantizedRows:
+        """The norm of residual [T, H] += factor * x [T, H]."""
+        compute = ops.add_rms_norm_quantized if quantized else ops.add_rms_norm
+        return compute(x, residual, self.weight, self.eps, factor)
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
 
         def forward(x: Tensor) -> Tensor:
-            return self(x.reshape(-1, x.shape[-1]), ops).view(x.shape)
+            return ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
         return forward
-
-
-@dataclass
-class Projection:
-    """Linear layers with a common input; their outputs are concatenated.
-
-    Attributes:
-        weight, bias: those of all layers, once they are merged.
-    """
-
-    linears: tuple[nn.Linear, ...]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.cat([linear(x) for linear in self.linears], dim=-1)
-
-    @property
-    def in_features(self) -> int:
-        return self.linears[0].in_features
-
-    def merge(self) -> None:
-        """Compute all layers in one product; their parameters become views of the merged ones.
-
-        Raises:
-            NotRecognised: some layers only have a bias, or dtypes differ.
-        """
-        first = self.linears[0]
-        kinds = {(linear.weight.dtype, linear.bias is None) for linear in self.linears}
-        if len(kinds) > 1:
-            raise NotRecognised("the layers of one projection differ in dtype, or in whether they have a bias")
-        self.weight = _merged([linear.weight for linear in self.linears])
-        self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])
 
 
 @dataclass(frozen=True)
@@ -107,11 +84,14 @@ class GatedMlp:
     """down(silu(gate(x)) * up(x))"""
 
     gate_up: Projection
-    down: nn.Linear
+    down: Linear
 
-    def __call__(self, x: Tensor, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, ops: FusedOps) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down(ops.silu_and_mul(self.gate_up(x)))
+        gate_up = self.gate_up(x)
+        if isinstance(self.down, Fp8Linear):
+            return self.down(ops.silu_and_mul_quantized(gate_up))
+        return self.down(ops.silu_and_mul(gate_up))
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
@@ -128,36 +108,27 @@ class Attention:
 
     Attributes:
         layer: the module's paged attention.
+        norms: None if it has none.
         rotary: whether query and key are rotated.
     """
 
     layer: LayerAttention
     qkv: Projection
-    output: nn.Linear
-    query_norm: RmsNorm | None
-    key_norm: RmsNorm | None
+    output: Linear
+    norms: HeadNorms | None
     rotary: bool
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H], cos and sin [T, R] -> [T, H]; in a forward context."""
-        layer, spec = self.layer, self.layer.spec
-        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        parts = self.qkv(x).split(_projection_sizes(spec), dim=-1)
-        query, key, value = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads))
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query, ops), self.key_norm(key, ops)
-        if self.rotary:
-            ops.rotary(query, key, cos, sin)
-        batch = current_batch()
-        layer.backend.write(key, value, layer.cache, batch)
-        return self.output(layer.backend.attend(query, layer.cache, batch, spec, None).flatten(1))
+    def __call__(self, x: Tensor | QuantizedRows, angles: Angles, ops: FusedOps) -> Tensor:
+        """x [T, H] -> [T, H]; in a forward context."""
+        layer, batch = self.layer, current_batch()
+        query = ops.rotate_and_write(self.qkv(x), layer, batch, self.norms, angles if self.rotary else None)
+        return self.output(layer.backend.attend(query, layer.cache, batch, layer.spec, None).flatten(1))
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
 
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
-            cos, sin = position_embeddings
-            return self(hidden_states[0], cos[0], sin[0], ops)[None], None
+            return self(hidden_states[0], _angles(position_embeddings), ops)[None], None
 
         return forward
 
@@ -172,21 +143,28 @@ class DecoderLayer:
     mlp: GatedMlp
     residual_factor: float
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ops: FusedOps) -> Tensor:
-        """x [T, H], cos and sin [T, R]; updates x in place and returns it."""
-        out = self._scaled(self.attention(self.input_norm(x, ops), cos, sin, ops))
-        normed = ops.add_rms_norm(out, x, self.post_norm.weight, self.post_norm.eps)
-        return x.add_(self._scaled(self.mlp(normed, ops)))
+    def __call__(self, normed: Tensor | QuantizedRows, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+        """All but the input norm and the last sum, which is computed together with the norm that follows it.
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.residual_factor == 1.0 else x * self.residual_factor
+        Args:
+            normed: [T, H], the input norm of x; quantized if that is what `attention.qkv` takes.
+            x: [T, H]; attention is added in place.
+
+        Returns:
+            The MLP's output [T, H], to be added to x.
+        """
+        out = self.attention(normed, angles, ops)
+        quantized = self.mlp.gate_up.takes_quantized
+        return self.mlp(self.post_norm.of_sum(out, x, self.residual_factor, ops, quantized), ops)
 
     def as_forward(self, ops: FusedOps) -> Forward:
-        """A replacement of the module's `forward`."""
+        """A replacement of the module's `forward`; updates its input in place."""
 
         def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-            cos, sin = position_embeddings
-            return self(hidden_states[0], cos[0], sin[0], ops)[None]
+            x = hidden_states[0]
+            normed = self.input_norm(x, ops, self.attention.qkv.takes_quantized)
+            out = self(normed, x, _angles(position_embeddings), ops)
+            return x.add_(out if self.residual_factor == 1.0 else out * self.residual_factor)[None]
 
         return forward
 
@@ -244,19 +222,14 @@ def attention(module: Any) -> Attention:
     names = ["qkv_proj"] if "qkv_proj" in children else ["q_proj", "k_proj", "v_proj"]
     _expect_children(module, children, *names, "o_proj")
     linears, output = [_linear(children[name]) for name in names], _linear(children["o_proj"])
-    sizes = _projection_sizes(spec)
+    sizes = projection_sizes(spec)
     expected = [*(sizes if len(linears) == 3 else [sum(sizes)]), spec.num_heads * spec.value_head_size]
     if [*(linear.out_features for linear in linears), output.in_features] != expected:
         raise NotRecognised(f"{_name(module)} has projections of other sizes than its heads")
     if output.out_features != linears[0].in_features:
         raise NotRecognised(f"{_name(module)} has an output projection to another size than its input's")
-    query_norm, key_norm = (None if norm is None else rms_norm(norm) for norm in norms)
-    if (query_norm is None) != (key_norm is None):
-        raise NotRecognised(f"{_name(module)} has a norm for one of query and key only")
-    if any(norm is not None and len(norm.weight) != spec.key_head_size for norm in (query_norm, key_norm)):
-        raise NotRecognised(f"{_name(module)} has norms over more than a head")
     rotates = bool(getattr(module, "use_rope", True))
-    return Attention(layer, Projection(tuple(linears)), output, query_norm, key_norm, rotates)
+    return Attention(layer, Projection(tuple(linears)), output, _head_norms(module, *norms), rotates)
 
 
 def decoder_layer(module: nn.Module) -> DecoderLayer:
@@ -272,11 +245,11 @@ def decoder_layer(module: nn.Module) -> DecoderLayer:
 def rotary(module: Any) -> Rotary:
     """Recognise and check a rotary embedding whose frequencies do not depend on the sequence's length."""
     kind = getattr(module, "rope_type", None)
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "dynamic"):  # the last two: within short lengths
         raise NotRecognised(f"{_name(module)} has a rotary embedding of type {kind}")
     frequencies = module.inv_freq.detach().float().contiguous()
     found = Rotary(frequencies, float(module.attention_scaling))
-    positions = torch.tensor([[0, 5, 40]], device=frequencies.device)
+    positions = torch.tensor([[0, 5, 11]], device=frequencies.device)
     angles = positions[..., None] * frequencies.repeat(2)
     expected = angles.cos() * found.scaling, angles.sin() * found.scaling
     tables = module(torch.zeros(1, device=frequencies.device), positions)
@@ -297,7 +270,8 @@ def check(module: nn.Module, part: RmsNorm | GatedMlp | Attention | DecoderLayer
         expected, results = _run(module, part), _run(forward, part)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # other arguments, or other shapes
         raise NotRecognised(f"{_name(module)} cannot be called as {_name(part)}: {error}") from error
-    if not all(map(_same, results, expected)):
+    in_fp8 = any(isinstance(linear, Fp8Linear) for linear in linears_of(part))
+    if not all(same(*pair, _FP8_TOLERANCE if in_fp8 else 0.0) for pair in zip(results, expected)):
         raise NotRecognised(f"{_name(module)} computes something else than {_name(part)}")
 
 
@@ -306,9 +280,9 @@ def _run(function: Forward, part: RmsNorm | GatedMlp | Attention | DecoderLayer)
     if isinstance(part, RmsNorm):
         return [function(_random(3, len(part.weight), like=part.weight))]
     if isinstance(part, GatedMlp):
-        return [function(_random(3, part.gate_up.in_features, like=part.down.weight))]
+        return [function(_random(3, part.gate_up.in_features, like=result_like(part.down)))]
     attending = part.attention if isinstance(part, DecoderLayer) else part
-    layer, like = attending.layer, attending.output.weight
+    layer, like = attending.layer, result_like(attending.output)
     recorder, backend = _Recorder(), layer.backend
     cos, sin = _random(2, 1, 5, layer.spec.key_head_size, like=like)
     hidden = _random(1, 5, attending.qkv.in_features, like=like)
@@ -325,6 +299,7 @@ class _Recorder:
     """An `AttentionBackend` that records its arguments; each token attends only to itself."""
 
     name = "recorder"
+    capturable = False
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -359,32 +334,44 @@ def _expect_children(module: nn.Module, children: dict[str, Any], *names: str) -
         raise NotRecognised(f"{_name(module)} has parameters besides those of its children")
 
 
-def _linear(module: Any) -> nn.Linear:
-    if type(module) is not nn.Linear:
+def _linear(module: Any) -> Linear:
+    if not is_linear(module):
         raise NotRecognised(f"{_name(module)} is not a plain linear layer")
     return module
 
 
-def _projection_sizes(spec: LayerSpec) -> list[int]:
-    """Output features of the projections of query, key and value."""
-    keys, values = spec.num_kv_heads * spec.key_head_size, spec.num_kv_heads * spec.value_head_size
-    return [spec.num_heads * spec.key_head_size, keys, values]
+def _head_norms(module: Any, *norms: Any) -> HeadNorms | None:
+    if norms == (None, None):
+        return None
+    if None in norms:
+        raise NotRecognised(f"{_name(module)} has a norm for one of query and key only")
+    query_norm, key_norm = map(rms_norm, norms)
+    if {len(query_norm.weight), len(key_norm.weight)} != {module.inflight.spec.key_head_size}:
+        raise NotRecognised(f"{_name(module)} has norms over more than a head")
+    if query_norm.eps != key_norm.eps:
+        raise NotRecognised(f"{_name(module)} has norms that differ in eps")
+    return HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps)
 
 
-def _merged(parts: list[Tensor]) -> Tensor:
-    """The parts, concatenated; they become views of the result."""
-    if len(parts) == 1:
-        return parts[0].data
-    whole = torch.cat([part.data for part in parts])
-    for part, view in zip(parts, whole.split([len(part) for part in parts])):
-        part.data = view
-    return whole
+def _angles(position_embeddings: tuple[Tensor, Tensor]) -> Angles:
+    """transformers' cos and sin, each [1, T, R]."""
+    cos, sin = position_embeddings
+    return Angles(cos[0], sin[0], cos.shape[-1])
 
 
-def _same(result: Tensor, expected: Tensor) -> bool:
-    """Equal up to a few roundings of the dtype."""
-    tolerance = 4 * torch.finfo(expected.dtype).eps
+def same(result: Tensor, expected: Tensor, tolerance: float = 0.0) -> bool:
+    """Equal up to a few roundings of the dtype, or to a relative error of `tolerance`."""
+    tolerance = max(tolerance, 4 * torch.finfo(expected.dtype).eps)
     return result.shape == expected.shape and bool((result - expected).norm() <= tolerance * expected.norm())
+
+
+def linears_of(part: RmsNorm | GatedMlp | Attention | DecoderLayer) -> list[Linear]:
+    """The linear layers of a part."""
+    if isinstance(part, GatedMlp):
+        return [*part.gate_up.linears, part.down]
+    if isinstance(part, Attention):
+        return [*part.qkv.linears, part.output]
+    return [*linears_of(part.attention), *linears_of(part.mlp)] if isinstance(part, DecoderLayer) else []
 
 
 def _random(*shape: int, like: Tensor) -> Tensor:

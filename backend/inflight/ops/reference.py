@@ -7,10 +7,15 @@ they are bitwise equal.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["ReferenceOps"]
+from inflight.attention.base import LayerAttention
+from inflight.ops.base import E4M3_MAX, MIN_SCALE, Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
+
+__all__ = ["ReferenceOps", "rotate_and_write_in_parts"]
 
 
 class ReferenceOps:
@@ -24,10 +29,20 @@ class ReferenceOps:
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (scaled * weight.float()).to(x.dtype).contiguous()
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
         """See `FusedOps.add_rms_norm`; the result has the dtype of `residual`."""
-        residual.copy_(residual.float() + x.float())
+        residual.copy_(residual.float() + x.float() * factor)
         return self.rms_norm(residual, weight, eps)
+
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+        """See `FusedOps.rms_norm_quantized`."""
+        return self.quantize_rows(self.rms_norm(x, weight, eps))
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+    ) -> QuantizedRows:
+        """See `FusedOps.add_rms_norm_quantized`."""
+        return self.quantize_rows(self.add_rms_norm(x, residual, weight, eps, factor))
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `FusedOps.rotary`."""
@@ -38,7 +53,40 @@ class ReferenceOps:
             first, second = wide.chunk(2, dim=-1)
             heads[..., :size] = wide * cos + torch.cat((-second, first), dim=-1) * sin
 
+    def rotate_and_write(
+        self, qkv: Tensor, layer: LayerAttention, batch: Any, norms: HeadNorms | None, angles: Angles | None
+    ) -> Tensor:
+        """See `FusedOps.rotate_and_write`; without norms the result is a view of `qkv`."""
+        return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
+        """See `FusedOps.silu_and_mul_quantized`."""
+        return self.quantize_rows(self.silu_and_mul(gate_up))
+
+    def quantize_rows(self, x: Tensor) -> QuantizedRows:
+        """See `FusedOps.quantize_rows`."""
+        wide = x.float()
+        scales = (wide.abs().amax(-1) / E4M3_MAX).clamp_min(MIN_SCALE)
+        return QuantizedRows((wide / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales)
+
+
+def rotate_and_write_in_parts(
+    ops: FusedOps, qkv: Tensor, layer: LayerAttention, batch: Any, norms: HeadNorms | None, angles: Angles | None
+) -> Tensor:
+    """The definition of `FusedOps.rotate_and_write`: its steps one by one, for any backend and cache."""
+    spec = layer.spec
+    heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+    parts = qkv.split(projection_sizes(spec), dim=-1)
+    query, key, value = (part.unflatten(-1, (count, -1)) for part, count in zip(parts, heads))
+    if norms is not None:
+        query = ops.rms_norm(query, norms.query_weight, norms.eps)
+        key = ops.rms_norm(key, norms.key_weight, norms.eps)
+    if angles is not None:
+        ops.rotary(query, key, *angles.of_tokens())
+    layer.backend.write(key, value, layer.cache, batch)
+    return query

@@ -50,6 +50,7 @@ class BatchState:
         token_ids: int32 [max_num_seqs, max_model_len]; prompt and output, then drafts, void behind them.
         num_prompt_tokens: int64 [max_num_seqs].
         block_table: int32 [max_num_seqs, blocks of max_model_len].
+        num_blocks: int64 [max_num_seqs]; valid entries of each slot's block table.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
@@ -59,14 +60,14 @@ class BatchState:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, out: SchedulerOutput) -> None:
         """Bring the block tables up to the scheduler's view.  May come before the step before has run."""
         for slot, num_blocks in out.num_kept_blocks.items():
-            self._num_blocks[slot] = num_blocks
+            self.num_blocks[slot] = num_blocks
         for row in out.new_rows:
-            self._num_blocks[row.slot] = 0
+            self.num_blocks[row.slot] = 0
             self._append_blocks(row.slot, row.block_ids)
         for slot, block_ids in out.new_block_ids.items():
             self._append_blocks(slot, block_ids)
@@ -124,9 +125,9 @@ class BatchState:
         return self._to_device(ids)[None]
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        start = self._num_blocks[slot]
+        start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(block_ids)] = block_ids
-        self._num_blocks[slot] += len(block_ids)
+        self.num_blocks[slot] += len(block_ids)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -61,12 +61,15 @@ class ForwardPass:
 
     def _chunks(self, decoder: Any, output: Any, inputs: dict[str, Tensor], asked: Tensor) -> Iterator[Tensor]:
         """Logits of `asked`, from the decoder's output."""
+        replaced = vars(decoder).get("forward")  # such as the fused decoder's
         for part in asked.split(self.max_rows):
             decoder.forward = lambda *_, **__: output
             try:
                 logits = self._logits(inputs, part)
             finally:
                 del decoder.forward
+                if replaced is not None:
+                    decoder.forward = replaced
             yield logits
 
     def _logits(self, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:

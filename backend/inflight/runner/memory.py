@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union
 
 import torch
 
 __all__ = [
     "DeviceMeter",
+    "Outcome",
+    "attempt",
     "available_memory",
     "format_bytes",
     "free_cached_memory",
@@ -19,6 +22,12 @@ __all__ = [
     "pin",
     "unpin",
 ]
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# What an attempt returned and "", or None and why it ran out of memory.
+Outcome = Union[tuple[_T, str], tuple[None, str]]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -45,6 +54,23 @@ def out_of_memory(error: BaseException, device: torch.device) -> str | None:
     if device.type == "cuda":
         return "the step ran out of GPU memory; lower max_num_batched_tokens or gpu_memory_utilization"
     return "the step ran out of memory; lower max_num_batched_tokens or kv_cache_memory"
+
+
+def attempt(run: Callable[[], _T], device: torch.device) -> Outcome[_T]:
+    """Run a part of a step.  If memory runs out, what it had allocated is free again, and the next step can run.
+
+    Raises:
+        RuntimeError: it failed for another reason.
+    """
+    try:
+        return run(), ""
+    except (RuntimeError, MemoryError) as error:
+        failure = out_of_memory(error, device)
+        if failure is None:
+            raise
+        _log.error("%s: %s", failure, str(error))  # the error would keep its frames
+    free_cached_memory(device)  # outside of the handler, whose traceback holds the step's tensors
+    return None, failure
 
 
 class DeviceMeter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import numpy as np
@@ -16,15 +15,14 @@ from inflight.loading.loader import load
 from inflight.runner import cpu_threads
 from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.forward_pass import ForwardPass
-from inflight.runner.memory import free_cached_memory, out_of_memory
+from inflight.runner.memory import Outcome, attempt
 from inflight.runner.prompt_logprobs import PromptLogprobs
+from inflight.runner.step_output import step_output
 from inflight.runner.swap import HostCache
-from inflight.sampling import Sampler, SamplingTable, fail_unusable_rows
+from inflight.sampling import Sampler, SamplingTable
 from inflight.sampling.upload import upload
 
 __all__ = ["ModelRunner"]
-
-_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -54,6 +52,7 @@ class ModelRunner:
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        self.rotary = loaded.rotary
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -64,13 +63,13 @@ class ModelRunner:
     def collect(self, ticket: StepOutput) -> StepOutput:
         return ticket
 
-    def prepare(self, out: SchedulerOutput) -> StepInputs:
+    def prepare(self, out: SchedulerOutput) -> Outcome[StepInputs]:
         """All of the step's tensors that need no token of the step before, which may still run."""
         self.state.apply(out)
-        return self.state.step_inputs(out)
+        return attempt(lambda: self.state.step_inputs(out), self.device)
 
     @torch.inference_mode()
-    def execute(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
+    def execute(self, out: SchedulerOutput, prepared: Outcome[StepInputs]) -> StepOutput:
         """Run a prepared step; its tokens are in the batch state when this returns.
 
         A step that runs out of memory fails alone: its copies are made, its rows are in their slots, its tokens are
@@ -78,75 +77,44 @@ class ModelRunner:
         """
         started = time.monotonic()
         if self.host_cache is not None:
-            self._swap(self.host_cache, out)
+            self.host_cache.swap(out)
         self._fill_rows(out)
-        try:
-            step = self._run(out, inputs)
-        except (RuntimeError, MemoryError) as error:
-            failure = out_of_memory(error, self.device)
-            if failure is None:
-                raise
-            _log.error("%s: %s", failure, str(error))  # the error would keep its frames
+        inputs, failure = prepared
+        step = None
+        if inputs is not None:
+            step, failure = attempt(lambda: self._run(out, inputs), self.device)
+        if step is None:
             step = StepOutput(failure=failure)
-        if step.failure:  # outside of the handler, whose traceback holds the step's tensors
-            free_cached_memory(self.device)
         step.started, step.ended = started, time.monotonic()
         return step
 
     def _run(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
-        asked = self.prompt_logprobs.asked(out, inputs)
-        keep = upload(inputs.logits_indices, self.device)
+        asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
+        keep, ask = (upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices))
         with forward_context(inputs.metadata, self.backend):
-            logits, more = self.forward(self.state.input_ids(inputs), inputs.positions, keep, asked.indices)
+            logits, more = self.forward(self.state.input_ids(inputs), inputs.positions, keep, ask)
         forward_end = time.monotonic()
         step = self._sample(out, inputs, logits)
-        step.prompt_logprobs = asked.entries(more)
+        step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).entries()
         step.forward_end = forward_end
         return step
-
-    def _swap(self, host_cache: HostCache, out: SchedulerOutput) -> None:
-        """Out before in: a block may be freed and given to a request that comes back in one step."""
-        if out.swap_out:
-            host_cache.swap_out(out.swap_out)
-        if out.swap_in:
-            host_cache.swap_in(out.swap_in)
 
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
+        if self.rotary is not None:
+            self.rotary.step(out)
         for row in out.new_rows:
             self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
 
     def _sample(self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor) -> StepOutput:
-        """The target's own choice at each of the N logits; drafts count while they equal it."""
-        token_ids = np.full(len(out.slots), -1, dtype=np.int64)
+        """The target's own choice at each of the N logits."""
         rows = inputs.row_of_logits
         if not len(rows):
-            return StepOutput(token_ids.tolist())
+            return step_output(out, rows, rows, {})
         slots = inputs.slot_of_token[inputs.logits_indices]
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
         sampled = result.token_ids.cpu().numpy()
         self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them
-        token_ids[rows] = sampled
-        step = StepOutput()
-        for row, drafts in out.draft_token_ids.items():
-            start = int(np.searchsorted(rows, row))
-            step.token_runs[row] = _accepted(sampled[start : start + len(drafts) + 1].tolist(), drafts)
-            token_ids[row] = -1
-        step.token_ids = token_ids.tolist()
-        for index, entry in result.logprobs.items():
-            row = int(rows[index])
-            entries = step.logprobs.setdefault(row, [])
-            if len(entries) < len(step.token_runs.get(row, (0,))):
-                entries.append(entry)
-        fail_unusable_rows(step, sampled, rows)
-        return step
-
-
-def _accepted(sampled: list[int], drafts: list[int]) -> list[int]:
-    """The target's tokens up to the first that is not the draft in its place: 1 to len(drafts) + 1 of them."""
-    for count, draft in enumerate(drafts):
-        if sampled[count] != draft:
-            return sampled[: count + 1]
-    return sampled
+        return step_output(out, rows, sampled, result.logprobs)

@@ -1,4 +1,4 @@
-"""How a step's work on the host and on the device is spread over threads."""
+"""Who runs the steps, and on which threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.loading.loader import device_of
+from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.model_runner import ModelRunner
 
 __all__ = ["ThreadedRunner", "make_runner"]
@@ -40,10 +42,12 @@ class ThreadedRunner:
 
 
 def make_runner(config: EngineConfig) -> Any:
-    """The runner that `model.json` asks for, with the checkpoint loaded.
+    """The runner that `model.json` asks for, with the checkpoint loaded: on a GPU, launching never waits.
 
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
+    if device_of(config.device).type == "cuda":
+        return DeviceRunner(config)
     runner = ModelRunner(config)
     return ThreadedRunner(runner) if config.async_scheduling else runner

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput
-from inflight.runner.batch_state import BatchState, StepInputs
-from inflight.sampling import prompt_logprobs
-from inflight.sampling.upload import upload
+from inflight.runner.batch_state import BatchState
+from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
 
-__all__ = ["AskedPositions", "PromptLogprobs"]
+__all__ = ["AskedPositions", "PendingPromptLogprobs", "PromptLogprobs"]
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+_ALL = 2**31 - 1  # more than any vocabulary has
 
 
 @dataclass(slots=True)
 class AskedPositions:
-    """The P positions of a step that predict a prompt token of a row that asked, row after row.
+    """The P positions of a step that predict a prompt token of a row that asked, row after row; on the host.
 
     Attributes:
         counts: row -> how many of them are its own.
-        indices: int64 [P] on the device; tokens among the step's T.
-        next_token_ids: int64 [P] on the host; the prompt token after each.
+        indices: int64 [P]; tokens among the step's T.
+        next_token_ids: int64 [P]; the prompt token after each.
         tops: [P]; number of most likely tokens in each entry.
     """
 
     counts: dict[int, int]
-    indices: Tensor
+    indices: np.ndarray
     next_token_ids: np.ndarray
     tops: list[int]
 
-    def entries(self, chunks: Iterable[Tensor]) -> dict[int, list[TokenLogprobs]]:
-        """row -> its entries, from logits [P, V] in chunks of any size."""
-        entries: list[TokenLogprobs] = []
+    def launch(self, chunks: Iterable[Tensor], next_token_ids: Tensor) -> PendingPromptLogprobs:
+        """Start making the entries, from logits [P, V] in chunks of any size; `next_token_ids` is on their device."""
+        parts: list[PendingLogprobs] = []
+        start = 0
         for logits in chunks:
-            part = slice(len(entries), len(entries) + len(logits))
-            next_token_ids, tops = upload(self.next_token_ids[part], logits.device), self.tops[part]
-            found = prompt_logprobs(logits, next_token_ids, max(tops))
-            entries += [entry[: 1 + top] for entry, top in zip(found, tops)]
-        of_row, start = {}, 0
-        for row, count in self.counts.items():
-            of_row[row] = entries[start : start + count]
-            start += count
-        return of_row
+            part = slice(start, start + len(logits))
+            parts.append(token_logprobs(logits, next_token_ids[part], self.tops[part]))
+            start = part.stop
+        return PendingPromptLogprobs(self.counts, parts)
+
+
+@dataclass(slots=True)
+class PendingPromptLogprobs:
+    """Entries on their way to the host: `AskedPositions.counts`, and all rows' entries in parts."""
+
+    counts: dict[int, int]
+    parts: list[PendingLogprobs]
+
+    def entries(self) -> dict[int, list[TokenLogprobs]]:
+        """row -> its entries; waits for the device."""
+        entries = chain.from_iterable(part.entries() for part in self.parts)
+        return {row: list(islice(entries, count)) for row, count in self.counts.items()}
 
 
 class PromptLogprobs:
@@ -60,13 +72,17 @@ class PromptLogprobs:
         """Take the wishes of the rows that enter."""
         for row in out.new_rows:
             self._tops.pop(row.slot, None)
-            if row.params.prompt_logprobs is not None:
-                self._tops[row.slot] = row.params.prompt_logprobs
+            if (top := row.params.prompt_logprobs) is not None:
+                self._tops[row.slot] = _ALL if top == -1 else top
 
-    def asked(self, out: SchedulerOutput, inputs: StepInputs) -> AskedPositions:
-        """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more."""
-        state, starts = self._state, inputs.metadata.query_start_loc_cpu
-        asked = AskedPositions({}, torch.empty(0, dtype=torch.int64), np.empty(0, dtype=np.int64), [])
+    def asked(self, out: SchedulerOutput, starts: Sequence[int]) -> AskedPositions:
+        """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more.
+
+        Args:
+            starts: `query_start_loc`.
+        """
+        state = self._state
+        asked = AskedPositions({}, _NOTHING, _NOTHING, [])
         indices, next_token_ids = [], []
         for row, slot in enumerate(out.slots if self._tops else ()):
             if (top := self._tops.get(slot)) is None:
@@ -83,6 +99,6 @@ class PromptLogprobs:
             indices.append(np.arange(starts[row], starts[row] + count))
             next_token_ids.append(state.token_ids[slot, first + 1 : first + 1 + count])
         if indices:
-            asked.indices = upload(np.concatenate(indices), state.device)
+            asked.indices = np.concatenate(indices)
             asked.next_token_ids = np.concatenate(next_token_ids).astype(np.int64)
         return asked

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import KVCache
+from inflight.engine.step import SchedulerOutput
 from inflight.runner.memory import pin, unpin
 
 __all__ = ["HostCache", "StagedHostCache", "host_cache_of"]
@@ -39,6 +40,13 @@ class HostCache:
         # Not every device supports gathering fp8, but every one supports bytes.
         self._device = [pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool for pool in pools]
         self._host = [torch.empty(num_blocks, *pool.shape[1:], dtype=pool.dtype) for pool in self._device]
+
+    def swap(self, out: SchedulerOutput) -> None:
+        """Make a step's copies, out before in: a block may be freed and given to a request that comes back at once."""
+        if out.swap_out:
+            self.swap_out(out.swap_out)
+        if out.swap_in:
+            self.swap_in(out.swap_in)
 
     def swap_out(self, copies: dict[int, int]) -> None:
         """Copy blocks to the host; `copies` is host block -> block.  The blocks may be overwritten afterwards."""

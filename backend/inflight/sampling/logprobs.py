@@ -39,7 +39,7 @@ class PendingLogprobs:
         if self._copied is not None:
             self._copied.synchronize()
         rows = (row for chunk in self._chunks for row in zip(*(tensor.tolist() for tensor in chunk)))
-        return [list(zip(*row))[: 1 + top] for row, top in zip(rows, self._tops)]
+        return [list(zip(*(column[: 1 + top] for column in row))) for row, top in zip(rows, self._tops)]
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> list[TokenLogprobs]:
@@ -78,7 +78,9 @@ def _chunk_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor
     if top:
         top_values, top_ids = top_candidates(logits, top)
         # Equal logits share the rank of the first of them.
-        top_ranks = (top_values.unsqueeze(-1) < top_values.unsqueeze(-2)).sum(-1) + 1
+        places = torch.arange(1, top_values.shape[-1] + 1, device=logits.device).expand_as(top_ids)
+        repeats = torch.nn.functional.pad(top_values[:, 1:] == top_values[:, :-1], (1, 0))
+        top_ranks = places.masked_fill(repeats, 1).cummax(-1).values
         ids = torch.cat([ids, top_ids], dim=-1)
         values = torch.cat([values, top_values], dim=-1)
         ranks = torch.cat([ranks, top_ranks], dim=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +14,19 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.logprobs import PendingLogprobs
 from inflight.sampling.rules import LogitsEdit
 
-__all__ = ["RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
+__all__ = ["COLUMN_LINES", "Kind", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
+
+COLUMN_LINES = 7  # of `SamplingMetadata.columns`
+
+
+class Kind(IntEnum):
+    """How a column of `SamplingMetadata.columns` is drawn: data, so that one captured launch serves any mix."""
+
+    PADDING = -1  # not at all
+    GREEDY = 0
+    RANDOM = 1  # from the whole vocabulary
+    NARROWED = 2  # by top_p or min_p
+    TOP_K = 3  # and perhaps top_p and min_p as well
 
 
 @dataclass(slots=True)
@@ -90,12 +103,12 @@ class SamplingMetadata:
     Attributes:
         num_rows: R.
         vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
-        greedy_rows: int64[g], rows that take the argmax; None if all rows do.
-        columns: int64[6, R] as uploaded, one column per row, ordered by kind: greedy, plain random,
-            narrowed by top_p or min_p, top_k.  Lines: row of the logits; the row's two int32 keys
-            (`noise.row_keys`), the first in the low half; top_k; then inverse temperature, top_p
-            and min_p as the bits of float64.  None if all rows are greedy.
-        first_columns: where the second, third and fourth kind start.
+        greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where the GPU kernel
+            draws all of them.
+        columns: int64[COLUMN_LINES, R] on the device, one column per row, in any order.  Lines: row of
+            the logits; the row's two int32 keys (`noise.row_keys`), the first in the low half; top_k;
+            then inverse temperature, top_p and min_p as the bits of float64; `Kind`.  May be None
+            if all rows are greedy.
         random_groups: the random rows once more, grouped by how they are drawn; empty where the
             GPU kernel draws all of them.
         edits: changes to the logits, in order of application.
@@ -106,7 +119,6 @@ class SamplingMetadata:
     vocab_size: int | None = None
     greedy_rows: Tensor | None = None
     columns: Tensor | None = None
-    first_columns: tuple[int, int, int] = (0, 0, 0)
     random_groups: list[RandomGroup] = field(default_factory=list)
     edits: list[LogitsEdit] = field(default_factory=list)
     logprobs: dict[int, int] = field(default_factory=dict)

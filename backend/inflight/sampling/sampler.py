@@ -74,14 +74,14 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     of_model = logits
     if metadata.edits:
         logits = edit_logits(logits, metadata)
+    if metadata.columns is not None and can_launch(logits.device):
+        from inflight.kernels.gpu import gpu_sampler
+
+        return mark_unusable(gpu_sampler.choose(logits, metadata.columns), of_model.amax(-1))
     greedy, suspect = metadata.greedy_rows, bool(metadata.edits)
     if greedy is None:
         tops, token_ids = largest(logits)
         return mark_unusable(token_ids, largest(of_model)[0] if suspect else tops)
-    if can_launch(logits.device):
-        from inflight.kernels.gpu import gpu_sampler
-
-        return mark_unusable(gpu_sampler.choose(logits, metadata), of_model.amax(-1))
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(greedy):
         tops, token_ids[greedy] = largest(logits[greedy])

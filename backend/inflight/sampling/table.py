@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
-from inflight.sampling.metadata import RandomGroup, SampleRow, SamplingMetadata
+from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
-from inflight.sampling.rules import RULES, LogitsRule, RowBatch
+from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
 from inflight.sampling.upload import upload
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
@@ -25,7 +26,7 @@ _RANDOM, _LOGPROBS, _FIRST_RULE = 1, 2, 4
 # How a random slot is drawn: from the whole vocabulary, plain or narrowed by top_p or min_p, or
 # from its top_k tokens.  Rows of a bucket are drawn together; there are several top_k buckets so
 # that a row with a large k does not widen the candidates of all the others.
-_FULL, _NARROWED = 1, 2
+_FULL, _NARROWED = int(Kind.RANDOM), int(Kind.NARROWED)
 _TOP_K_BUCKETS = (64, 1024, 2**31)
 _NUM_BUCKETS = _NARROWED + 1 + len(_TOP_K_BUCKETS)
 
@@ -65,6 +66,7 @@ class SamplingTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self._rules = [(_FIRST_RULE << i, rule(max_num_seqs, vocab_size, self.device)) for i, rule in enumerate(rules)]
+        self._reading_rules = sum(flag for flag, rule in self._rules if rule.reads_tokens)
 
     def set_row(
         self, slot: int, params: SamplingParams, seed: int, eos_token_ids: Sequence[int], num_prompt_tokens: int
@@ -88,7 +90,7 @@ class SamplingTable:
             self._set_random(slot, params, seed)
         if params.logprobs is not None:
             flags |= _LOGPROBS
-            self._logprobs[slot] = params.logprobs
+            self._logprobs[slot] = self.vocab_size if params.logprobs == -1 else params.logprobs
         for flag, rule in self._rules:
             if rule.set_row(slot, params, eos_token_ids):
                 flags |= flag
@@ -109,6 +111,9 @@ class SamplingTable:
         slots: np.ndarray | Sequence[int],
         positions: np.ndarray | Sequence[int],
         token_ids: np.ndarray | None = None,
+        put: Put | None = None,
+        history: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> SamplingMetadata:
         """Describe one sampling call: row i of the logits belongs to `slots[i]`.
 
@@ -122,6 +127,10 @@ class SamplingTable:
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
                 `set_row`; those after it are drafts and may be others in the next call.
+            put: brings the rules' arrays to the device; by default each at once.
+            history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
+            columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
+                logits have C rows, of which only the first R belong to a slot.
 
         Raises:
             ValueError: `token_ids` is None but a row needs it.
@@ -130,6 +139,8 @@ class SamplingTable:
         flags = self._flags[slots]
         needed = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
         metadata = SamplingMetadata.all_greedy(len(slots))
+        if columns is not None:
+            metadata.num_rows, metadata.columns = columns.shape[1], columns
         if not needed:
             return metadata
         metadata.vocab_size = self.vocab_size
@@ -140,35 +151,72 @@ class SamplingTable:
             rows = np.flatnonzero(flags & _LOGPROBS)
             metadata.logprobs = dict(zip(rows.tolist(), self._logprobs[slots[rows]].tolist()))
         if needed >= _FIRST_RULE:
-            self._add_edits(metadata, flags, slots, positions, token_ids)
+            batch = RowBatch(
+                rows=np.arange(len(slots)),
+                slots=slots,
+                positions=positions,
+                first_positions=_first_positions(slots, positions),
+                num_prompt_tokens=self._num_prompt_tokens[slots],
+                token_ids=_NO_TOKENS if token_ids is None else token_ids,
+                put=put or self._put,
+                history=history,
+            )
+            self._add_edits(metadata, flags, batch, has_tokens=token_ids is not None)
         return metadata
 
+    def fill_columns(
+        self, columns: np.ndarray, slots: np.ndarray, positions: np.ndarray, rows: np.ndarray | None = None
+    ) -> None:
+        """Describe R rows to the GPU kernel.
+
+        Args:
+            columns: int64[COLUMN_LINES, C >= R] on the host, overwritten; see `SamplingMetadata.columns`.  The
+                columns behind the R rows become padding.
+            slots, positions: int64[R], as for `select`.
+            rows: int64[R], rows of the logits; 0, 1, 2 ... by default.
+        """
+        count = len(slots)
+        columns[:, count:] = int(Kind.PADDING)
+        columns = columns[:, :count]
+        columns[0] = np.arange(count) if rows is None else rows
+        columns[1] = row_keys(self._origin[slots], positions).T.copy().view(np.int64)[:, 0]
+        columns[2] = self._top_k[slots]
+        columns[3] = self._inverse_temperature[slots].view(np.int64)
+        columns[4] = self._top_p[slots].view(np.int64)
+        columns[5] = self._min_p[slots].view(np.int64)
+        np.minimum(self._bucket[slots], int(Kind.TOP_K), out=columns[6])
+
+    def reads_tokens(self, slots: np.ndarray) -> bool:
+        """Whether `select` for int64 `slots` needs `token_ids`."""
+        return bool((self._flags[slots] & self._reading_rules).any())
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return upload(array, self.device)
+
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
+        if self._has_gpu_kernel and metadata.columns is not None:
+            return
         bucket = self._bucket[slots]
         order = np.argsort(bucket, kind="stable")
-        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
-        by_bucket = slots[order]
         # One array of 8-byte values, so that one copy brings everything to the device.
-        packed = np.empty((6, len(slots)), dtype=np.int64)
-        packed[0] = order
-        packed[1] = row_keys(self._origin[by_bucket], positions[order]).T.copy().view(np.int64)[:, 0]
-        packed[2] = top_k = self._top_k[by_bucket]
-        top_p, min_p = self._top_p[by_bucket], self._min_p[by_bucket]
-        packed[3:] = np.stack([self._inverse_temperature[by_bucket], top_p, min_p]).view(np.int64)
-        metadata.columns = uploaded = upload(packed, self.device)
-        ends = np.cumsum(sizes)
-        metadata.first_columns = int(ends[0]), int(ends[_FULL]), int(ends[_NARROWED])
-        metadata.greedy_rows = uploaded[0, : ends[0]]
+        packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
+        self.fill_columns(packed, slots[order], positions[order], order)
+        uploaded = upload(packed, self.device)
+        if metadata.columns is None:
+            metadata.columns = uploaded
         if self._has_gpu_kernel:
             return
-        end = int(ends[0])
+        sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
+        metadata.greedy_rows = uploaded[0, : sizes[0]]
+        top_k, top_p, min_p = packed[2], packed[4].view(np.float64), packed[5].view(np.float64)
+        end = int(sizes[0])
         for index in range(1, _NUM_BUCKETS):
             start, end = end, end + int(sizes[index])
             if start == end:
                 continue
             part, rows = uploaded[:, start:end], order[start:end]
             keys = part[1].contiguous().view(torch.int32).view(-1, 2)
-            reals = part[3:].view(torch.float64).unsqueeze(-1)
+            reals = part[3:6].view(torch.float64).unsqueeze(-1)
             metadata.random_groups.append(
                 RandomGroup(
                     rows=part[0],
@@ -182,27 +230,12 @@ class SamplingTable:
                 )
             )
 
-    def _add_edits(
-        self,
-        metadata: SamplingMetadata,
-        flags: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray | None,
-    ) -> None:
-        batch = RowBatch(
-            rows=np.arange(len(slots)),
-            slots=slots,
-            positions=positions,
-            first_positions=_first_positions(slots, positions),
-            num_prompt_tokens=self._num_prompt_tokens[slots],
-            token_ids=_NO_TOKENS if token_ids is None else token_ids,
-        )
+    def _add_edits(self, metadata: SamplingMetadata, flags: np.ndarray, batch: RowBatch, has_tokens: bool) -> None:
         for flag, rule in self._rules:
             rows = np.flatnonzero(flags & flag)
             if not len(rows):
                 continue
-            if rule.reads_tokens and token_ids is None:
+            if rule.reads_tokens and not has_tokens:
                 raise ValueError(
                     f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: "
                     "pass the array that holds the tokens of all slots"

@@ -70,10 +70,14 @@ class TestWithoutTheCompiledKernel:
 
 
 def test_unknown_names_are_rejected_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match="attention_backend='xla' is not one of auto, reference, cpu, gpu, flashinfer"
-    ):
+    with pytest.raises(ConfigError, match="attention_backend='xla' is not one of auto, reference, cpu, gpu, flash3"):
         select_backend("xla", [SPEC], torch.float32, 16, CPU)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_a_removed_kernel_is_refused_with_the_way_out(device: torch.device) -> None:
+    with pytest.raises(ConfigError, match=r"'flashinfer' was removed: .* CUDA graph .*; use 'auto', or 'flash3'"):
+        select_backend("flashinfer", [SPEC], torch.bfloat16, 16, device)
 
 
 def test_the_cpu_kernel_is_rejected_on_a_gpu() -> None:
@@ -81,7 +85,7 @@ def test_the_cpu_kernel_is_rejected_on_a_gpu() -> None:
         select_backend("cpu", [SPEC], torch.float32, 16, CUDA)
 
 
-@pytest.mark.parametrize("name", ["gpu", "triton", "flashinfer"])
+@pytest.mark.parametrize("name", ["gpu", "triton", "flash3"])
 def test_gpu_kernels_are_rejected_on_a_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ConfigError, match="runs on a CUDA device, not on cpu"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.text import Tokenizer
 
 TOKENIZER = demo_tokenizer()
 CHAT = ChatTemplate.load(str(CHECKPOINT))
@@ -287,7 +289,10 @@ def test_messages_are_rendered_with_the_template() -> None:
     ("inputs", "says"),
     [
         ({"text_input": None}, "give exactly one of text_input, input_ids, messages"),
-        ({"text_input": ""}, "give exactly one of"),
+        (
+            {"text_input": "", "messages": "", "input_ids": [5], "stop": "", "sampling_parameters": "{"},
+            "not valid JSON",
+        ),
         ({"text_input": None, "input_ids": []}, "give exactly one of"),
         ({"input_ids": [5]}, "got text_input and input_ids: give exactly one"),
         ({"text_input": "word " * 100}, "tokens: it must be 1 to 63 long"),
@@ -340,7 +345,21 @@ def test_invalid_utf8_names_the_byte() -> None:
         ({"max_tokens": [1]}, "max_tokens=[1]: must be an integer"),
         ({"min_tokens": 20}, "min_tokens=20 is more than max_tokens=16"),
         ({"n": 129}, "n=129 is out of range"),
-        ({"logprobs": 101}, "logprobs=101 is out of range"),
+        ({"logprobs": 101}, "logprobs=101 is more than the 100 allowed; raise max_logprobs in model.json"),
+        ({"logprobs": -1}, "logprobs=-1 is more than the 100 allowed"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is more than the 100 allowed"),
+        ({"logprobs": -2}, "logprobs=-2 is out of range"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [5, VOCAB]}, "allowed_token_ids: token id 2560 is not in the vocabulary"),
+        ({"allowed_token_ids": "five"}, "allowed_token_ids='five': must be a list of token ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: must be 1 to 64, or -1"),
+        ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens=65: must be 1 to 64, or -1"),
+        ({"detokenize": False, "stop": "x"}, "stop needs the text: omit detokenize=False"),
+        ({"output_kind": 3}, "output_kind=3: must be 0 (cumulative), 1 (delta) or 2 (final only)"),
+        ({"output_kind": "delta"}, "output_kind='delta': must be 0"),
+        ({"structured_outputs": "{}"}, "structured_outputs is not supported: nothing guides decoding; omit it"),
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache=True is not supported"),
+        ({"flat_logprobs": "maybe"}, "flat_logprobs='maybe': must be true or false"),
         ({"seed": 2**64}, "seed="),
         ({"presence_penalty": 3}, "presence_penalty=3.0 is out of range"),
         ({"ignore_eos": "maybe"}, "ignore_eos='maybe': must be true or false"),
@@ -396,3 +415,127 @@ def test_any_input_is_parsed_or_rejected(parameters: dict[str, Any], as_tensor: 
     else:
         request.params.validate(vocab_size=VOCAB)
         assert 0 < len(request.prompt_token_ids) < MAX_LEN
+
+
+# -- keys of vLLM beyond the common ones -------------------------------------------------------
+
+
+def parse_with(config: dict[str, Any], parameters: dict[str, Any] | None = None, **inputs: Any) -> ParsedRequest:
+    """As `parse`, by a parser with other options of `model.json`."""
+    inputs.setdefault("text_input", "the list")
+    arrays = {name: tensor(name, value) for name, value in inputs.items() if value is not None}
+    return parser(**config).parse(WireRequest(arrays, parameters or {}))
+
+
+def test_keys_that_only_the_frontend_reads() -> None:
+    request = parse({"flat_logprobs": True, "detokenize": "false", "allowed_token_ids": "[7, 5, 7]"})
+    params = request.engine_request.params
+    assert (params.detokenize, params.allowed_token_ids) == (False, [7, 5])
+    assert parse({"allowed_token_ids": list(range(2000))}).engine_request.params.allowed_token_ids == list(range(2000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stream", "expected"),
+    [
+        (None, True, (True, False)),
+        (0, True, (True, True)),
+        (1, True, (True, False)),
+        ("2", True, (False, False)),
+        (2, False, (False, False)),
+    ],
+)
+def test_output_kind_is_vllms(kind: Any, stream: bool, expected: tuple[bool, bool]) -> None:
+    request = parse({"output_kind": kind}, stream=stream)
+    assert (request.stream, request.cumulative) == expected
+    assert request.prepend_text == ("" if stream else "the list")
+
+
+def test_logprobs_may_be_a_boolean_as_tritons_openai_frontend_sends_it() -> None:
+    assert (sampled({"logprobs": False}).logprobs, sampled({"logprobs": True}).logprobs) == (None, 1)
+    assert not parse({"logprobs": False}).shows_logprobs
+
+
+def test_max_logprobs_is_a_limit_that_model_json_sets() -> None:
+    assert sampled({"logprobs": 100}).logprobs == 100
+    with pytest.raises(RequestError, match="logprobs=21 is more than the 20 allowed"):
+        parse_with({"max_logprobs": 20}, {"logprobs": 21})
+    for limit in (-1, VOCAB, VOCAB + 5):
+        params = parse_with({"max_logprobs": limit}, {"logprobs": -1, "prompt_logprobs": -1}).engine_request.params
+        assert (params.logprobs, params.prompt_logprobs) == (-1, -1)
+    with pytest.raises(RequestError, match="logprobs=-1 is more than the 2559 allowed"):
+        parse_with({"max_logprobs": VOCAB - 1}, {"logprobs": -1})
+
+
+def test_an_empty_text_is_the_start_token_where_the_tokenizer_adds_one() -> None:
+    assert sent(text_input="").prompt_token_ids == TOKENIZER.encode("") == [0]
+    assert parse(text_input="").prepend_text == ""
+    bare = Tokenizer.load(str(CHECKPOINT))
+    bare.encode = lambda text, *, add_special_tokens=True: TOKENIZER.encode(text, add_special_tokens=False)
+    plain = RequestParser(EngineConfig(model="m"), bare, CHAT, MAX_LEN, VOCAB)
+    with pytest.raises(RequestError, match="text_input is empty, and the tokenizer adds no start token"):
+        plain.parse(WireRequest({"text_input": tensor("text_input", "")}))
+
+
+WORDS = " ".join(f"word{k}" for k in range(60))
+
+
+@pytest.mark.parametrize("count", [2, 3, 20, 62])
+def test_a_truncated_text_keeps_its_start_token_and_its_end(count: int) -> None:
+    whole = TOKENIZER.encode(WORDS)
+    found = sent({"truncate_prompt_tokens": count}, text_input=WORDS).prompt_token_ids
+    assert found == [whole[0], *whole[len(whole) - count + 1 :]]
+    assert len(found) == count
+    assert parse({"truncate_prompt_tokens": count}, text_input=WORDS).prepend_text == WORDS
+
+
+def test_truncation_to_what_fits() -> None:
+    assert "tokens: it must be 1 to 63 long" in rejected(text_input=WORDS)
+    assert len(sent({"truncate_prompt_tokens": -1}, text_input=WORDS).prompt_token_ids) == MAX_LEN - 1
+    assert len(sent({"truncate_prompt_tokens": -1}, text_input=WORDS * 9999).prompt_token_ids) == MAX_LEN - 1
+    assert sent({"truncate_prompt_tokens": 1}, text_input=WORDS).prompt_token_ids == TOKENIZER.encode(WORDS)[-1:]
+    assert sent({"truncate_prompt_tokens": 9}, text_input="the list").prompt_token_ids == TOKENIZER.encode("the list")
+    ids = sent({"truncate_prompt_tokens": 2}, text_input=None, input_ids=[5, 6, 7]).prompt_token_ids
+    assert ids == [6, 7], "ids are taken as they are"
+    messages = json.dumps([{"role": "user", "content": WORDS}])
+    rendered = TOKENIZER.encode(CHAT.render(json.loads(messages)), add_special_tokens=False)
+    ids = sent({"truncate_prompt_tokens": 30}, text_input=None, messages=messages).prompt_token_ids
+    assert ids == rendered[-30:]
+
+
+# -- what model.json says about clients ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("default", "prepended"), [(None, "the list"), (False, "the list"), (True, "")])
+def test_model_json_sets_the_default_of_exclude_input_in_output(default: bool | None, prepended: str) -> None:
+    config = {"exclude_input_in_output": default}
+    assert parse_with(config).prepend_text == prepended
+    assert parse_with(config, exclude_input_in_output=False).prepend_text == "the list", "the request decides"
+    assert parse_with(config, exclude_input_in_output=True).prepend_text == ""
+    assert parse_with(config, stream=True).prepend_text == "", "a default never makes a stream an error"
+
+
+class TestTensorRTLLM:
+    CONFIG = MappingProxyType({"wire_format": "tensorrt_llm"})
+
+    def sampled(self, **inputs: Any) -> SamplingParams:
+        return parse_with(self.CONFIG, **inputs).engine_request.params
+
+    def test_streaming_ignores_that_the_prompt_is_asked_for(self) -> None:
+        request = parse_with(self.CONFIG, stream=True, exclude_input_in_output=False)
+        assert (request.prepend_text, request.separate) == ("", True)
+        assert parse_with(self.CONFIG, exclude_input_in_output=False).prepend_text == "the list"
+
+    def test_sampling_is_greedy_unless_top_k_or_top_p_is_given(self) -> None:
+        assert self.sampled(temperature=0.7).temperature == 0.0
+        assert self.sampled(temperature=0.7, top_k=0, top_p=0.0).temperature == 0.0
+        assert self.sampled(temperature=0.7, top_k=5).temperature == 0.7
+        assert self.sampled(temperature=0.7, top_p=0.9, top_k=0).temperature == 0.7
+        assert (self.sampled(top_k=5, top_p=0.0).top_k, self.sampled(top_k=5, top_p=0.0).top_p) == (5, 1.0)
+        assert sampled(temperature=0.7).temperature == 0.7, "vllm_backend's clients sample"
+        assert "top_p=0.0 is out of range" in rejected(top_p=0.0)
+
+    def test_return_log_probs_asks_the_engine_for_the_chosen_tokens_alone(self) -> None:
+        request = parse_with(self.CONFIG, return_log_probs=True)
+        assert request.engine_request.params.logprobs == 0
+        assert "return_log_probs" in request.returns
+        assert not request.shows_logprobs

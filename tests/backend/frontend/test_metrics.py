@@ -137,7 +137,9 @@ def test_steps_become_gauges_and_counters(rig: Rig) -> None:
     rig.step(tokens=[(1, 0), (2, 0)], running=2, waiting=6, preempted_total=1, prefix_hits_total=6)
     rig.metrics.publish()
     assert rig["inflight_requests_waiting"] == 6
-    rig.step(tokens=[(1, 0), (2, 0)], prefix_hits_total=7, preempted_total=1, swapped_out_total=8)
+    rig.step(
+        tokens=[(1, 0), (2, 0)], prefix_hits_total=7, preempted_total=1, swapped_out_total=8, collected_first_total=3
+    )
     rig.metrics.publish()
     calls = sum(recorder.calls for recorder in rig.made.values())
     rig.metrics.publish()
@@ -148,6 +150,7 @@ def test_steps_become_gauges_and_counters(rig: Rig) -> None:
         "inflight_prompt_tokens_computed_total": 5,
         "inflight_swapped_out_blocks_total": 8,
         "inflight_prefix_cache_hits_total": 7,
+        "inflight_steps_collected_first_total": 3,
         "inflight_step_seconds_sum": 1.5,
         "inflight_step_seconds_count": 3,
         "inflight_batch_size_sum": 6,

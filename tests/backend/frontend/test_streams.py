@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
+from inflight.frontend.open_stream import OpenStream
 from inflight.frontend.streams import Streams
 
 TOKENIZER = demo_tokenizer()
@@ -48,6 +49,8 @@ class Rig:
         self.engine = EngineStub()
         self.stats = RecordingStats()
         self.errors: list[str] = []
+        self.lines: list[str] = []
+        options |= {"log_info": self.lines.append}
         options.setdefault("sweep_seconds", 0.01)
         self.streams = Streams(TOKENIZER, self.engine, self.stats, self.errors.append, **options)
         self.streams.start()
@@ -211,6 +214,91 @@ def test_every_response_has_all_n_sequences(rig: Rig) -> None:
         assert int(response["token_counts"].sum()) == len(response["token_ids"])
 
 
+def joined(client: RecordingClient, index: int) -> str:
+    """The text of the responses about one sequence."""
+    own = [response for response in client.responses if response["sequence_index"].tolist() == [index]]
+    assert all(len(response["text_output"]) == 1 for response in own)
+    return "".join(response["text_output"][0].decode() for response in own)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_separate_responses_are_about_one_sequence_each(rig: Rig, stream: bool) -> None:
+    client = rig.open("return_finish_reason", "return_token_ids", n=2, separate=True, stream=stream)
+    rig.step(SequenceDelta(1, 1, IDS[:2]))
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    rig.settle()
+    assert client.finals == 0
+    rig.step(SequenceDelta(1, 1, IDS[2:], "stop", IDS[-1]))
+    client.wait()
+    prompt = "" if stream else "Return"
+    assert joined(client, 0) == prompt + TEXT
+    assert joined(client, 1) == prompt + TOKENIZER.decode(IDS[:-1])
+    ends = {int(r["sequence_index"][0]): r["finish_reason"].tolist() for r in client.responses}
+    assert ends == {0: [b"length"], 1: [b"stop"]}
+    assert sum(len(response["token_ids"]) for response in client.responses) == 2 * len(IDS)
+    if not stream:
+        assert [int(response["sequence_index"][0]) for response in client.responses] == [0, 1]
+
+
+def test_the_end_of_each_sequence_is_told_once(rig: Rig) -> None:
+    client = rig.open("return_finish_reason", n=3, separate=True)
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    rig.settle()  # sent: it had text
+    rig.step(SequenceDelta(1, 1, [], "stop"))
+    rig.settle()  # not sent: nothing to show
+    rig.step(SequenceDelta(1, 2, IDS[:1], "length"))
+    client.wait()
+    ends = [(int(r["sequence_index"][0]), r["finish_reason"][0]) for r in client.responses]
+    assert ends == [(0, b"length"), (1, b"stop"), (2, b"length")]
+
+
+def test_the_chosen_tokens_log_probabilities_as_tensorrt_llm_sends_them(rig: Rig) -> None:
+    client = rig.open("return_log_probs", n=2, logprobs=0, stream=False)
+    for index, count in ((0, 3), (1, 2)):
+        entries = [[(token, -1.0 - k, 1)] for k, token in enumerate(IDS[:count])]
+        rig.step(SequenceDelta(1, index, IDS[:count], "length", None, entries))
+    (response,) = client.wait().responses
+    assert response["cum_log_probs"].tolist() == [-6.0, -3.0]
+    assert response["output_log_probs"].tolist() == [[-1.0, -2.0, -3.0], [-1.0, -2.0, 0.0]]
+    assert "logprobs" not in response
+
+
+def test_cumulative_responses_repeat_what_came_before(rig: Rig) -> None:
+    client = rig.open("return_token_ids", "return_num_output_tokens", "return_logprobs", logprobs=0, cumulative=True)
+    for position, token in enumerate(IDS):
+        last = position == len(IDS) - 1
+        rig.step(SequenceDelta(1, 0, [token], "length" if last else None, None, [[(token, -1.0, 1)]]))
+        rig.settle()
+    client.wait()
+    for response in client.responses:
+        ids = response["token_ids"].tolist()
+        assert ids == IDS[: len(ids)]
+        assert response["num_output_tokens"].tolist() == response["token_counts"].tolist() == [len(ids)]
+        assert TEXT.startswith(response["text_output"][0].decode())
+        assert [list(map(int, row)) for row in json.loads(response["logprobs"][0])] == [[token] for token in ids]
+    assert client.responses[-1]["text_output"][0].decode() == TEXT
+    assert len(client.responses) > 1
+
+
+def test_cumulative_responses_include_the_output_that_a_request_begins_with(rig: Rig) -> None:
+    client = rig.open("return_token_ids", cumulative=True, fields={"output_token_ids": [IDS[:3]]})
+    rig.step(SequenceDelta(1, 0, IDS[3:], "length"))
+    (response,) = client.wait().responses
+    assert (response["text_output"][0].decode(), response["token_ids"].tolist()) == (TEXT, IDS)
+
+
+def test_without_detokenization_there_are_tokens_and_no_text(rig: Rig) -> None:
+    client = rig.open("return_logprobs", "return_num_output_tokens", logprobs=0, detokenize=False)
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, [[(IDS[0], -1.0, 1)]]))
+    assert client.arrived.wait(5), "a token is worth a response"
+    rig.step(SequenceDelta(1, 0, IDS[1:], "length", None, [[(token, -1.0, 1)] for token in IDS[1:]]))
+    client.wait()
+    assert client.texts() == [""]
+    assert sum(int(response["num_output_tokens"][0]) for response in client.responses) == len(IDS)
+    rows = [row for response in client.responses for row in json.loads(response["logprobs"][0])]
+    assert rows[0] == {str(IDS[0]): {"logprob": -1.0, "rank": 1, "decoded_token": None}}
+
+
 def test_logprobs_have_vllm_backends_format(rig: Rig) -> None:
     client = rig.open("return_logprobs", "return_cumulative_logprob", logprobs=1)
     entry = [(IDS[0], -1.5, 2), (7, -0.25, 1)]
@@ -257,6 +345,27 @@ def test_a_cancelled_stream_is_aborted_at_once_and_ends_with_cancelled(rig: Rig)
     rig.feed(IDS)  # late
     time.sleep(0.05)
     assert client.finals == 1
+    assert rig.lines == ["cancelled request 1 after 1 output tokens: Request was cancelled"]
+
+
+def test_the_line_about_a_cancelled_request_has_the_clients_name_for_it(rig: Rig) -> None:
+    client = rig.open(name="poem\n7")
+    client.cancelled = True
+    client.wait()
+    rig.open(name="other")
+    rig.feed(IDS, request_id=2)
+    rig.settle()
+    assert rig.lines == ["cancelled request 1 'poem\\n7' after 0 output tokens: Request was cancelled"]
+
+
+def test_a_request_that_ended_before_its_cancellation_was_seen_is_not_logged(rig: Rig) -> None:
+    client = rig.open()
+    rig.feed(IDS)
+    client.wait()
+    stream = OpenStream(make_request(PROMPT), client, TOKENIZER, 1)
+    stream.closed = True
+    rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"), "cancelled")
+    assert rig.lines == []
 
 
 def test_a_deadline_ends_a_stream_after_its_tokens_so_far_were_sent(rig: Rig) -> None:
@@ -541,4 +650,47 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
         shown = "".join(client.texts()).removeprefix("" if stream else "Return")
         assert TOKENIZER.decode(fed[k]).startswith(shown)
     assert rig.streams._open_sequences == 0
+    assert not rig.errors
+
+
+two_sequences = st.lists(
+    st.tuples(st.sampled_from(["token", "finish", "settle", "cancel"]), st.integers(0, 1)), max_size=24
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans())
+def test_separate_and_cumulative_responses_lose_nothing(
+    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool
+) -> None:
+    """Each of two sequences gets its tokens, in order, and its end at most once, however the steps are cut."""
+    rig = Rig(sweep_seconds=0.001)
+    fed: list[list[int]] = [[], []]
+    ended = [False, False]
+    try:
+        options = {"n": 2, "separate": True, "cumulative": cumulative, "stop": ["st of"] if stop else []}
+        client = rig.open("return_token_ids", "return_finish_reason", stream=stream, **options)
+        for move, index in moves:
+            if move == "settle":
+                rig.settle()
+            elif move == "cancel":
+                client.cancelled = True
+            elif not ended[index]:
+                fed[index].append(IDS[len(fed[index]) % len(IDS)])
+                ended[index] = move == "finish"
+                rig.step(SequenceDelta(1, index, fed[index][-1:], "length" if ended[index] else None))
+        rig.settle()
+    finally:
+        rig.streams.stop("over")
+    assert client.finals == 1
+    for index in range(2):
+        own = [r for r in client.responses if r["sequence_index"].tolist() == [index]]
+        parts = [response["token_ids"].tolist() for response in own]
+        got = (parts or [[]])[-1] if cumulative else [token for part in parts for token in part]
+        assert fed[index][: len(got)] == got
+        ends = [response["finish_reason"][0] for response in own if response["finish_reason"][0] != b"None"]
+        assert len(ends) <= 1
+        if client.error is None:
+            assert len(ends) == 1
+            assert ends == [b"stop"] or got == fed[index]
     assert not rig.errors

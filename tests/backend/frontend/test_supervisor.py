@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -318,9 +320,15 @@ def test_delays_double_up_to_the_longest() -> None:
     assert [policy.delay(k) for k in (1, 2, 3, 4, 5, 500)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-def test_the_real_engine_is_a_module_of_the_package() -> None:
-    assert engine_command(EngineConfig(model="m"))[1:] == ["-m", "inflight.worker"]
-    assert engine_command(EngineConfig(model="m", python_executable="p"))[0] == "p"
+def test_the_real_engine_is_a_module_of_the_package_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    program, folder = engine_command(EngineConfig(model="m", python_executable="p"))[2:]
+    assert engine_command(EngineConfig(model="m", python_executable="p"))[:2] == ["p", "-c"]
+    assert Path(folder, "worker.py").is_file()
+    copy = tmp_path / "vllm"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "kernels"))
+    command = [sys.executable, "-I", "-c", program, str(copy), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "--fd" in done.stdout) == (0, True), done.stderr
 
 
 # -- questions ---------------------------------------------------------------------------------

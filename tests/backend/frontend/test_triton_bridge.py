@@ -132,6 +132,37 @@ def test_final_follows_a_large_response_and_goes_with_a_small_one(bridge):
         assert server.flags == flags
 
 
+def test_outputs_are_sent_in_the_declared_type_and_rank(bridge):
+    sent = []
+    server = types.SimpleNamespace(send=lambda response, flags: sent.append(dict(response[0])))
+    bridge.pb_utils.triton_string_to_numpy = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32}.get
+    layout = bridge.output_layout(
+        {
+            "output": [
+                {"name": "num_input_tokens", "data_type": "TYPE_INT32", "dims": ["1", "1"]},
+                {"name": "output_log_probs", "data_type": "TYPE_FP32", "dims": ["1", "-1", "-1"]},
+                {"name": "cum_log_probs", "data_type": "TYPE_FP32", "dims": ["-1"]},
+                {"name": "of another backend", "data_type": "TYPE_FP32", "dims": ["1", "1"]},
+            ]
+        }
+    )
+    assert set(layout) == {"num_input_tokens", "output_log_probs"}, (
+        "what is declared as the contract does is sent as is"
+    )
+    outputs = {
+        "num_input_tokens": np.array([5], dtype=np.uint32),
+        "output_log_probs": np.zeros((1, 3), dtype=np.float32),
+        "cum_log_probs": np.zeros(1, dtype=np.float32),
+    }
+    bridge.TritonResponder(server, layout).send(outputs, final=False)
+    found = {name: (array.dtype, array.shape) for name, array in sent[0].items()}
+    assert found == {
+        "num_input_tokens": (np.int32, (1, 1)),
+        "output_log_probs": (np.float32, (1, 1, 3)),
+        "cum_log_probs": (np.float32, (1,)),
+    }
+
+
 class ModelConfig:
     """Triton's object for a `config.pbtxt`."""
 
@@ -161,3 +192,24 @@ def test_declarations_in_config_pbtxt_are_kept_if_they_fit_the_contract(bridge):
     assert names.count("text_input") == 1 and "stream" in names and config.output
     with pytest.raises(ConfigError, match="text_input is declared as TYPE_INT32 but must be TYPE_STRING; remove it"):
         bridge.complete_config(ModelConfig(text_input="TYPE_INT32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data_type", "must_be"),
+    [
+        ("seed", "TYPE_UINT64", None),
+        ("max_tokens", "TYPE_UINT32", None),
+        ("temperature", "TYPE_FP16", None),
+        ("seed", "TYPE_FP32", "an integer type"),
+        ("temperature", "TYPE_INT32", "a floating-point type"),
+        ("stream", "TYPE_STRING", "TYPE_BOOL"),
+    ],
+)
+def test_a_declared_type_decides_within_its_kind(bridge, name, data_type, must_be):
+    config = ModelConfig(**{name: data_type})
+    if must_be is None:
+        (declared,) = [tensor for tensor in bridge.complete_config(config).input if tensor["name"] == name]
+        assert declared["data_type"] == data_type
+    else:
+        with pytest.raises(ConfigError, match=f"{name} is declared as {data_type} but must be {must_be}; remove it"):
+            bridge.complete_config(config)

@@ -5,22 +5,29 @@ tests/gpu repeats this on a device; interpreter and compiled kernels cannot run 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from attention_cases import CASES, FP8, case_of, spec, stored
+from attention_cases import CASES, FP8, case_of, forced_tile, spec, stored
+from fp8_twins import Fp8Reference
+from gpu_rounding import gpu_rounding  # noqa: F401  (a fixture)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_case import PagedCase, relative_error
+from paged_case import VOID, PagedCase, relative_error
 
 pytest.importorskip("triton")
 
-from inflight.attention.base import LayerSpec
+from triton.runtime.interpreter import InterpretedFunction
+
+from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.gpu import gpu_attention, gpu_attention_configs
-from inflight.kernels.gpu.gpu_attention import GpuAttention
-from inflight.kernels.gpu.gpu_attention_configs import Card, SplitPlan
+from inflight.kernels.gpu import gpu_attention, gpu_attention_configs, gpu_attention_kernel
+from inflight.kernels.gpu.gpu_attention import GpuAttention, GpuBatch
+from inflight.kernels.gpu.gpu_attention_configs import Card, Tile
 from inflight.kernels.gpu.launch import interpreted
 
 pytestmark = [
@@ -29,7 +36,7 @@ pytestmark = [
 ]
 
 ONE_SM = Card((9, 0), 1, 227 * 1024)  # always busy: keys are never split
-HUGE = Card((9, 0), 4096, 227 * 1024)  # never busy: keys are split wherever possible
+HUGE = Card((9, 0), 32, 227 * 1024)  # never busy: keys are split wherever possible
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +68,31 @@ def test_half_precision_agrees_up_to_rounding(name: str, dtype: torch.dtype) -> 
     out = case.run(GpuAttention(ONE_SM))
     assert out.dtype == dtype
     assert relative_error(out, exact) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("features", "seq_lens", "query_lens", "block_size"),
+    [
+        ({}, [20], [20], 16),
+        ({}, [70], [70], 128),
+        ({}, [200, 65, 3], [200, 1, 3], 16),
+        ({}, [300, 129], [90, 64], 16),
+        (dict(sliding_window=150, softcap=9.0, has_sinks=True), [400], [150], 16),
+    ],
+    ids=["short prompt", "blocks of four tiles", "prompts", "chunks", "features"],
+)
+def test_late_values_change_no_bit(
+    dtype: torch.dtype, features: dict, seq_lens: list[int], query_lens: list[int], block_size: int
+) -> None:
+    """Values that are multiplied one tile later, with one, several or no tile that needs no mask."""
+    case = PagedCase(spec(4, 1, 80, **features), seq_lens, query_lens, block_size, dtype)
+    out = []
+    for late in (False, True):
+        with forced_tile(Tile(64, 32, 4, 2, late)):
+            out.append(case.run(GpuAttention(ONE_SM)))
+    assert torch.equal(*out)
+    assert relative_error(out[1], case.with_dtype(torch.float32).run(ReferenceAttention())) < torch.finfo(dtype).eps
 
 
 @st.composite
@@ -95,15 +127,11 @@ def test_any_shape_agrees_with_the_reference(case: PagedCase, card: Card) -> Non
     assert relative_error(case.run(GpuAttention(card)), case.run(ReferenceAttention())) < 5e-6
 
 
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[SplitPlan]:
-    chosen = []
-
-    def plan_splits(*args: object) -> SplitPlan:
-        chosen.append(gpu_attention_configs.plan_splits(*args))
-        return chosen[-1]
-
-    monkeypatch.setattr(gpu_attention, "plan_splits", plan_splits)
-    return chosen
+def parts(batch: GpuBatch) -> list[int]:
+    """Of each work item: how many share its query block."""
+    (work,) = batch.work.values()
+    num_items = int(work.plan[0])
+    return work.plan[4 : 4 + 4 * num_items].view(-1, 4)[:, 3].tolist()
 
 
 class TestSplitKeys:
@@ -113,26 +141,133 @@ class TestSplitKeys:
         "features", [{}, dict(sliding_window=200, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
     )
     @pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 3], [1, 30, 14]], ids=str)
-    def test_partial_results_are_joined(self, monkeypatch, query_lens: list[int], features: dict) -> None:
-        chosen = plans(monkeypatch)
+    def test_partial_results_are_joined(self, query_lens: list[int], features: dict) -> None:
         case = PagedCase(spec(2, 1, 32, **features), list(self.LENS), query_lens, 16)
-        assert relative_error(case.run(GpuAttention(HUGE)), case.run(ReferenceAttention())) < 2e-6
-        assert chosen[-1].num_splits > 2 and not chosen[-1].short_only
+        backend = GpuAttention(HUGE)
+        assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+        assert max(parts(case.prepared(backend))) > 2
 
-    def test_long_prompts_are_not_split_if_scratch_is_too_small(self, monkeypatch) -> None:
-        monkeypatch.setattr(gpu_attention_configs, "SCRATCH_BYTES", 2**14)
-        chosen = plans(monkeypatch)
+    def test_more_parts_than_are_joined_at_a_time(self) -> None:
+        case = PagedCase(spec(1, 1, 16), [40 * 32 + 5, 70], [1, 1], 16)
+        backend = GpuAttention(Card((9, 0), 60, 227 * 1024))
+        with forced_tile(Tile(0, 16, 4, 1)):
+            assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+            assert max(parts(case.prepared(backend))) == 41
+
+    def test_a_row_may_see_nothing_of_many_parts(self) -> None:
+        """Their maximum is minus infinity and their weight 0, in all that are joined at first."""
+        sums, stats = torch.randn(40, 16), torch.zeros(40, 2)
+        stats[:, 0], stats[:36] = 3.0, torch.tensor([-torch.inf, 0.0])
+        sums[:36], stats[36:, 1] = 0.0, 2.0
+        out, plan = torch.full((1, 1, 16), torch.nan), torch.zeros(4 + 4 * 40 + 1, dtype=torch.int32)
+        plan[:2], plan[4:164] = torch.tensor([40, 1]), torch.tensor([[0, 0, part, 40] for part in range(40)]).flatten()
+        lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5000], dtype=torch.int32)
+        gpu_attention_kernel.reduce_kernel[(1, 1, 1)](
+            out, sums, stats, *lens, plan, 40, 1,
+            NUM_HEADS=1, NUM_KV_HEADS=1, VALUE_SIZE=16, VALUE_PADDED=16, SHORT_ROWS=16, BLOCK_M=0, CHUNK=32,
+        )  # fmt: skip
+        torch.testing.assert_close(out[0], sums[36:].sum(0, keepdim=True) / 8)
+
+    def test_little_scratch_means_few_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = PagedCase(spec(2, 1, 32), list(self.LENS), [1, 20, 2], 16)
-        assert relative_error(case.run(GpuAttention(HUGE)), case.run(ReferenceAttention())) < 2e-6
-        assert chosen[-1].num_splits > 1 and chosen[-1].short_only
+        for scratch, extra in ((2**15, 4), (2**12, 0)):
+            monkeypatch.setattr(gpu_attention_configs, "SCRATCH_BYTES", scratch)
+            backend = GpuAttention(HUGE)
+            assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+            (work,) = case.prepared(backend).work.values()
+            assert work.room.extra == extra
 
-    def test_a_plan_for_other_lengths_gives_the_same_result(self, monkeypatch) -> None:
-        """As in a captured launch: too few tiles per split, splits without tiles."""
-        case = PagedCase(spec(2, 1, 32), list(self.LENS), [1, 1, 1], 16)
-        for split_tiles in (1, 100):
-            plan = SplitPlan(3, split_tiles, len(self.LENS), 16)
-            monkeypatch.setattr(gpu_attention, "plan_splits", lambda *_, plan=plan: plan)
-            assert relative_error(case.run(GpuAttention()), case.run(ReferenceAttention())) < 2e-6
+
+@contextmanager
+def captured() -> Iterator[list[Callable[[], None]]]:
+    """Records launches with their arguments, to be repeated as a CUDA graph does: same integers, same addresses."""
+    launches: list[Callable[[], None]] = []
+    run = InterpretedFunction.run
+
+    def recorded(self: InterpretedFunction, *args: object, **options: object) -> None:
+        launches.append(partial(run, self, *args, **options))
+        run(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", recorded)
+        yield launches
+
+
+def pour(case: PagedCase, cache: KVCache) -> None:
+    """The case's keys and values into the pool, without the kernel; NaN elsewhere."""
+    for pool, numbers in ((cache.key, case.keys), (cache.value, case.values)):
+        pool.fill_(torch.nan)
+        for row, each in enumerate(numbers):
+            blocks = case.block_table()[row, : -(-len(each) // case.block_size)]
+            rows = torch.full((len(blocks) * case.block_size, *each.shape[1:]), torch.nan)
+            rows[: len(each)] = each
+            pool[blocks] = rows.unflatten(0, (-1, case.block_size)).transpose(1, 2)
+
+
+class Capture:
+    """A step of six rows at their full length, captured; replayed for other lengths in the same tensors."""
+
+    ROWS, LONGEST = 6, 500
+
+    def __init__(self, layer: LayerSpec, num_sms: int) -> None:
+        full = PagedCase(layer, [self.LONGEST] * self.ROWS, [1] * self.ROWS, 16)
+        backend = GpuAttention(Card((9, 0), num_sms, 227 * 1024))
+        num_blocks = self.ROWS * -(-self.LONGEST // 16) + 2
+        self.layer, self.query, self.sinks = layer, full.query.clone(), full.sinks
+        self.cache = backend.new_cache(num_blocks, 16, layer, torch.float32, torch.device("cpu"))
+        self.metadata = full.metadata(full.query_lens)
+        # No part of a captured step reads the lists, nor the longest length.
+        self.metadata.query_start_loc_cpu, self.metadata.seq_lens_cpu, self.metadata.max_seq_len = [], [], -1
+        with captured() as self.launches:
+            self.batch = backend.prepare(self.metadata)
+            self.out = backend.attend(self.query, self.cache, self.batch, layer, self.sinks)
+        names = [launch.args[0].fn.__name__ for launch in self.launches]
+        assert names == ["plan_kernel", "attend_kernel", "reduce_kernel"]
+        self.scratch = backend._scratch
+
+    def replay(self, lengths: list[int], seed: int = 1) -> int:
+        """Checks the rows; a length of 0 is padding.  Returns the most parts."""
+        case = PagedCase(self.layer, [n or 1 for n in lengths], [min(n, 1) for n in lengths], 16, seed=seed)
+        pour(case, self.cache)
+        now, rows = case.metadata(case.query_lens, lengths), len(case.query)
+        self.metadata.seq_lens.copy_(now.seq_lens)
+        self.metadata.query_start_loc.copy_(now.query_start_loc)
+        self.metadata.block_table.fill_(VOID)
+        self.metadata.block_table[:, : now.block_table.shape[1]] = now.block_table
+        self.query[:rows] = case.query
+        if self.sinks is not None:
+            self.sinks.copy_(case.sinks)
+        for tensor in (self.out, *self.scratch):
+            tensor.fill_(torch.nan)
+        for launch in self.launches:
+            launch()
+        assert relative_error(self.out[:rows], case.run(ReferenceAttention())) < 2e-6
+        assert self.out[rows:].isnan().all(), "padding is not written"
+        return max(parts(self.batch))
+
+
+class TestCapture:
+    """Whatever the lengths are when a captured step is replayed: it has baked in nothing but the batch's size."""
+
+    @pytest.mark.parametrize(
+        "features", [{}, dict(sliding_window=400, softcap=9.0, has_sinks=True)], ids=["plain", "features"]
+    )
+    def test_long_beside_short_and_padding(self, features: dict) -> None:
+        capture = Capture(spec(2, 1, 32, **features), num_sms=12)
+        assert capture.replay([5, 500, 1, 30, 70, 2]) > 4
+        assert capture.replay([400, 33, 0, 0, 0, 0]) > 4
+        assert capture.replay([1] * 6) == 1
+        assert capture.replay([0] * 5 + [490]) > 4
+
+    def test_any_lengths(self) -> None:
+        capture = Capture(spec(2, 1, 32), num_sms=6)
+
+        @settings(max_examples=5, deadline=None)
+        @given(st.lists(st.integers(0, 300), min_size=6, max_size=6).filter(any), st.integers(0, 2**16))
+        def check(lengths: list[int], seed: int) -> None:
+            capture.replay(lengths, seed)
+
+        check()
 
 
 @pytest.mark.parametrize("query_lens", [[3, 0, 1, 0], [20, 0, 1, 0]], ids=str)
@@ -186,12 +321,27 @@ class TestFp8:
             assert relative_error(kept, actual) < 0.2
         assert relative_error(out, exact.run(ReferenceAttention())) < 2e-6
 
-    def test_scales_are_per_head_and_set_by_the_first_write(self) -> None:
+    @pytest.mark.usefixtures("gpu_rounding")
+    @pytest.mark.parametrize("name", ["decode", "mix", "all features"])
+    def test_the_twin_computes_the_same(self, name: str) -> None:
+        layer, seq_lens, query_lens, block_size = CASES[name]
+        case = PagedCase(replace(layer, kv_cache_dtype=FP8), seq_lens, query_lens, block_size)
+        case.keys = [key * 3 for key in case.keys]
+        out, plain = case.run(GpuAttention()), case_of(name, torch.float32)
+        plain.keys = case.keys
+        assert relative_error(out, case.run(Fp8Reference())) < 2e-6
+        assert relative_error(out, plain.run(ReferenceAttention())) > 0.005
+
+    def test_scales_are_per_head_and_no_write_changes_them(self) -> None:
         case = PagedCase(spec(2, 2, 32, kv_cache_dtype=FP8), [60], [1], 16)
-        case.keys[0][:, 1] *= 1000
-        case.keys[0][20:] *= 50  # filled_cache writes the first third alone
         backend = GpuAttention()
         cache = case.filled_cache(backend)
-        first = case.keys[0][:20].abs().amax(dim=(0, 2))
-        assert torch.allclose(cache.key_scale, first * 4 / 448)
-        assert cache.key.float()[cache.key.float().isfinite()].abs().max() == 448, "later values saturate"
+        before = cache.key_scale.clone(), cache.value_scale.clone()
+        assert before[0][0] != before[0][1]
+        batch = backend.prepare(case.metadata([60]))
+        backend.write(case.keys[0] * 1e6, case.values[0] * 1e-6, cache, batch)
+        assert torch.equal(cache.key_scale, before[0])
+        assert torch.equal(cache.value_scale, before[1])
+        keys, values = (pool.float()[pool.float().isfinite()] for pool in (cache.key, cache.value))
+        assert keys.abs().max() == 448, "what exceeds the scale saturates"
+        assert values.abs().max() < 1e-3

@@ -9,9 +9,11 @@ pytest.importorskip("triton")
 
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import can_launch
+from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
 from inflight.ops.selection import select_ops
 
+pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels, reference = GpuOps(), ReferenceOps()
@@ -34,13 +36,6 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     tolerance = max(torch.finfo(got.dtype).eps, 1e-6)
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=1e-6)
-
-
-def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    if DEVICE == "cpu" and got.dtype == torch.bfloat16:
-        assert_close(got, expected)  # the interpreter truncates to bfloat16, where a GPU rounds
-    else:
-        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +64,7 @@ def test_add_rms_norm(shape, dtype):
     weight, expected = random(shape[-1], dtype=dtype, seed=2), residual.clone()
     out = kernels.add_rms_norm(x, residual, weight, 1e-5)
     reference.add_rms_norm(x, expected, weight, 1e-5)
-    assert_same_bits(residual, expected)
+    assert torch.equal(residual, expected)
     assert_close(out, reference.rms_norm(residual, weight, 1e-5))
 
 
@@ -86,7 +81,7 @@ def test_rotary_is_bitwise_equal(heads, size, rotated, dtype):
     for ops, rows in ((kernels, merged), (reference, expected)):
         query, key, _ = rows.view(tokens, -1, size).split((query_heads, key_heads, key_heads), dim=1)
         ops.rotary(query, key, cos, sin)
-    assert_same_bits(merged, expected)
+    assert torch.equal(merged, expected)
     assert not torch.equal(merged[:, :rotated], random(tokens, rotated, dtype=dtype))
 
 
@@ -114,11 +109,71 @@ def test_silu_does_not_overflow():
     assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 96), (3, 5000)], ids=str)
+def test_quantized_rows_are_bitwise_equal(shape, dtype):
+    sizes = 2.0 ** (torch.arange(shape[0], device=DEVICE) % 12 - 6)
+    x = random(*shape, dtype=dtype) * sizes.to(dtype)[:, None]
+    got, expected = kernels.quantize_rows(poisoned(x, 16, 8)), reference.quantize_rows(x)
+    assert_same_rows(got, expected)
+    assert (got.values.float().abs().amax(-1) == 448).all(), "the whole range is used"
+    error = (got.values.float() * got.scales[:, None] - x.float()).abs()
+    assert (error <= torch.maximum(x.abs() * 2**-4, got.scales[:, None] * 2**-9)).all()
+
+
+def assert_same_rows(got: QuantizedRows, expected: QuantizedRows) -> None:
+    assert got.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(got.scales, expected.scales)
+    assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 96), (3, 5000)], ids=str)
+def test_quantized_results_are_those_of_two_steps(shape, dtype):
+    """Bitwise: a norm or a gate, rounded to its dtype, then quantized."""
+    x, weight = poisoned(random(*shape, dtype=dtype), 16, 8), random(shape[1], dtype=dtype, seed=1)
+    assert_same_rows(
+        kernels.rms_norm_quantized(x, weight, 1e-5), kernels.quantize_rows(kernels.rms_norm(x, weight, 1e-5))
+    )
+    sums = [random(*shape, dtype=dtype, seed=2) for _ in range(2)]
+    got = kernels.add_rms_norm_quantized(x, sums[0], weight, 1e-5, 0.22)
+    assert_same_rows(got, kernels.quantize_rows(kernels.add_rms_norm(x, sums[1], weight, 1e-5, 0.22)))
+    assert torch.equal(*sums)
+    gate_up = poisoned(random(shape[0], 2 * shape[1], dtype=dtype, seed=3) * 8, 8, 16)
+    assert_same_rows(kernels.silu_and_mul_quantized(gate_up), kernels.quantize_rows(kernels.silu_and_mul(gate_up)))
+
+
+def test_a_factor_of_what_is_added():
+    """Of the product, not of the sum; both in float32, rounded once."""
+    x, residual = random(5, 96, dtype=torch.bfloat16), random(5, 96, dtype=torch.bfloat16, seed=1)
+    weight, expected = torch.ones(96, device=DEVICE), residual.clone()
+    sums = (residual.float() + x.float() * 0.22).bfloat16()
+    kernels.add_rms_norm(x, residual, weight, 1e-5, 0.22)
+    reference.add_rms_norm(x, expected, weight, 1e-5, 0.22)
+    assert torch.equal(residual, sums)
+    assert torch.equal(expected, sums)
+
+
+def test_quantized_rows_at_the_limits():
+    """Zeros stay zeros, numbers too small for a scale round to zero, NaN stays NaN."""
+    x = torch.zeros(4, 32, device=DEVICE)
+    x[1, 3], x[2, 5], x[3, 7] = 1e-30, torch.finfo(torch.float32).max, torch.nan
+    for ops in (kernels, reference):
+        rows = ops.quantize_rows(x)
+        assert (rows.values[:2].float() == 0).all() and (rows.scales[:2] == 1e-12).all()
+        assert rows.values[2, 5].float() == 448
+        assert rows.values[3, 7].isnan()
+    assert kernels.quantize_rows(x[:0]).values.shape == (0, 32)
+
+
 def test_no_tokens():
     empty, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert kernels.rms_norm(empty, weight, 1e-6).shape == (0, 64)
     assert kernels.add_rms_norm(empty, empty.clone(), weight, 1e-6).shape == (0, 64)
     assert kernels.silu_and_mul(empty).shape == (0, 32)
+    assert kernels.rms_norm_quantized(empty, weight, 1e-6).values.shape == (0, 64)
+    assert kernels.add_rms_norm_quantized(empty, empty.clone(), weight, 1e-6).scales.shape == (0,)
+    assert kernels.silu_and_mul_quantized(empty).values.shape == (0, 32)
     kernels.rotary(empty.view(0, 2, 32), empty.view(0, 2, 32), empty[:, :32], empty[:, :32])
 
 

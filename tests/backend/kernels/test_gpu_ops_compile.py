@@ -17,10 +17,19 @@ SCRIPT = """
 import json, sys
 import torch
 from gpu_target import target
+from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec
 from inflight.kernels.gpu.gpu_ops import GpuOps
-from inflight.kernels.gpu import gpu_penalties, gpu_sampler
-from inflight.sampling.metadata import SamplingMetadata
+from inflight.kernels.gpu import gpu_kv_cache, gpu_penalties, gpu_sampler
+from inflight.ops.base import Angles, HeadNorms
+from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.rules.penalties import PenalisedTokens
+
+def layer_and_batch(tokens, kv_dtype):
+    spec = LayerSpec(16, 8, 128, 128, 1.0, kv_cache_dtype=kv_dtype)
+    cache = gpu_kv_cache.new_cache(4, 16, spec, dtype, torch.device("cpu"))
+    slots = torch.zeros(tokens + 3, dtype=torch.int64)[3:]  # at any place of a step's packed buffer
+    metadata = AttentionMetadata(slots, slots, slots, slots, [], [], 1, 1, 16)
+    return LayerAttention(spec, None, cache), metadata
 
 arch, dtype, vocab_size = json.loads(sys.argv[1])
 dtype, ops = getattr(torch, dtype), GpuOps()
@@ -34,19 +43,46 @@ with target(arch) as compiled:
         ops.add_rms_norm(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
         ops.rotary(query, key, angles, angles)
         ops.silu_and_mul(torch.empty(tokens, 6144, dtype=dtype))
-        columns = torch.zeros(6, tokens, dtype=torch.int64)
-        for first_columns in ((0, 0, 0), (1, 1, tokens), (tokens, tokens, tokens)):
-            metadata = SamplingMetadata(tokens, vocab_size, columns=columns, first_columns=first_columns)
-            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), metadata)
+        table, positions = torch.empty(40960, 64, dtype=dtype), torch.zeros(tokens + 1, dtype=torch.int64)[1:]
+        angles = Angles(table, table, 128, positions)
+        norms = HeadNorms(torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6)
+        qkv = torch.empty(tokens, 32 * 128, dtype=dtype)
+        ops.rotate_and_write(qkv, *layer_and_batch(tokens, None), norms, angles)
+        if arch >= 89:
+            ops.quantize_rows(hidden)
+            ops.rms_norm_quantized(hidden, torch.empty(1024, dtype=dtype), 1e-6)
+            ops.add_rms_norm_quantized(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
+            ops.silu_and_mul_quantized(torch.empty(tokens, 6144, dtype=dtype))
+            ops.rotate_and_write(qkv, *layer_and_batch(tokens, torch.float8_e4m3fn), None, angles)
+        columns = torch.zeros(COLUMN_LINES, tokens + 7, dtype=torch.int64)
+        for part in (columns, columns[:, :tokens], columns[:, 1 : tokens + 1]):
+            gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), part)
         index, of_row = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
         penalised = PenalisedTokens(index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
         gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalised)
 print(json.dumps([kernel.report(arch) for kernel in compiled]))
 """
-ONCE = ["add_rms_norm_kernel", "choose_kernel", "penalise_kernel", "rotary_kernel", "silu_and_mul_kernel"]
+ONCE = [
+    "add_rms_norm_kernel",
+    "choose_kernel",
+    "penalise_kernel",
+    "rotary_kernel",
+    "rotate_and_write_kernel",
+    "silu_and_mul_kernel",
+]
+# Results in e4m3, which has no conversion before compute capability 8.9; an fp8 pool.
+QUANTIZING = [
+    "add_rms_norm_kernel",
+    "quantize_rows_kernel",
+    "rms_norm_kernel",
+    "rotate_and_write_kernel",
+    "silu_and_mul_quantized_kernel",
+]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936)])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936), (100, "bfloat16", 128256)]
+)
 def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
     """rms_norm has two shapes in a model.  The first step compiles everything."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
@@ -55,7 +91,10 @@ def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, voca
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(kernel["kernel"] for kernel in kernels) == sorted([*ONCE, "rms_norm_kernel", "rms_norm_kernel"])
+    quantizing = QUANTIZING if arch >= 89 else []
+    assert sorted(kernel["kernel"] for kernel in kernels) == sorted(
+        [*ONCE, "rms_norm_kernel", "rms_norm_kernel", *quantizing]
+    )
     for kernel in kernels:
         if kernel["kernel"] == "choose_kernel":
             # Two programs of 512 threads share a multiprocessor's registers and shared memory.

@@ -18,6 +18,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
 from inflight.sampling import Sampler, SamplingTable, sampler, table
+from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
 from inflight.sampling.rules import penalties
 
@@ -53,8 +54,7 @@ def both(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0) -> t
     expected = Sampler()(logits, metadata).token_ids.tolist()
     if metadata.columns is None:
         return expected, expected
-    metadata.columns = metadata.columns.to(DEVICE)
-    return gpu_sampler.choose(logits.to(DEVICE), metadata).tolist(), expected
+    return gpu_sampler.choose(logits.to(DEVICE), metadata.columns.to(DEVICE)).tolist(), expected
 
 
 def random_logits(rows: int, vocab_size: int, scale: float, seed: int = 0) -> torch.Tensor:
@@ -154,12 +154,54 @@ def test_a_row_does_not_depend_on_those_beside_it():
         metadata = rows.select(np.array(slots), np.full(len(slots), 9))
         if metadata.columns is None:
             return logits[slots].argmax(-1).tolist()
-        metadata.columns = metadata.columns.to(DEVICE)
-        return gpu_sampler.choose(logits[slots].to(DEVICE), metadata).tolist()
+        return gpu_sampler.choose(logits[slots].to(DEVICE), metadata.columns.to(DEVICE)).tolist()
 
     whole = tokens(list(range(len(KINDS))))
     assert [tokens([slot])[0] for slot in range(len(KINDS))] == whole
     assert tokens([6, 1, 3]) == [whole[6], whole[1], whole[3]]
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_the_scratch_contains_does_not_matter(monkeypatch):
+    """A captured launch finds there what other graphs left."""
+    logits = random_logits(len(KINDS), 203, 2.0)
+    _, expected = both(logits, KINDS)
+    empty = torch.empty
+    monkeypatch.setattr(gpu_sampler.torch, "empty", lambda *size, **options: empty(*size, **options).fill_(77))
+    assert both(logits, KINDS)[0] == expected
+
+
+def test_columns_in_any_order_with_padding_behind_them():
+    """What a captured launch gets: a column for each row of its bucket, in a view of a larger buffer."""
+    logits = random_logits(len(KINDS) + 3, 203, 2.0)
+    rows = SamplingTable(len(KINDS), 203)
+    for slot, params in enumerate(KINDS):
+        rows.set_row(slot, params, slot, [], 1)
+    slots, positions = np.arange(len(KINDS)), np.arange(len(KINDS)) + 5
+    expected = Sampler()(logits[: len(KINDS)], rows.select(slots, positions)).token_ids
+    buffer = np.full((COLUMN_LINES, len(logits) + 2), 99, dtype=np.int64)
+    rows.fill_columns(buffer[:, : len(logits)], slots, positions)
+    assert (buffer[:, len(logits) :] == 99).all()
+    columns = torch.from_numpy(buffer).to(DEVICE)[:, : len(logits)]
+    out = torch.full((len(logits),), -7, device=DEVICE)
+    assert gpu_sampler.choose(logits.to(DEVICE), columns, out) is out
+    assert out[: len(KINDS)].tolist() == expected.tolist()
+    assert out[len(KINDS) :].tolist() == [-7] * 3, "padding writes nothing"
+    again = columns[:, torch.randperm(len(logits), generator=torch.Generator().manual_seed(3))]
+    assert torch.equal(gpu_sampler.choose(logits.to(DEVICE), again, torch.full_like(out, -7)), out)
+
+
+def test_rows_that_are_all_greedy_take_the_first_largest_logit():
+    rows = SamplingTable(3, 64)
+    for slot in range(3):
+        rows.set_row(slot, SamplingParams(temperature=0.0, top_k=3), 0, [], 1)
+    columns = np.empty((COLUMN_LINES, 3), dtype=np.int64)
+    rows.fill_columns(columns, np.arange(3), np.ones(3, dtype=np.int64))
+    logits = random_logits(3, 64, 1.0)
+    logits[1, [5, 40]] = 9.0
+    got = gpu_sampler.choose(logits.to(DEVICE), torch.from_numpy(columns).to(DEVICE)).tolist()
+    assert got == logits.argmax(-1).tolist()
+    assert got[1] == 5
 
 
 def test_a_slot_reused_without_top_k_forgets_it():
@@ -167,8 +209,9 @@ def test_a_slot_reused_without_top_k_forgets_it():
     rows.set_row(0, SamplingParams(top_k=1), 0, [], 1)
     rows.set_row(0, SamplingParams(), 0, [], 1)
     metadata = rows.select(np.zeros(12, dtype=np.int64), np.arange(12))
-    metadata.columns = metadata.columns.to(DEVICE)
-    assert len(set(gpu_sampler.choose(torch.zeros(12, 64, device=DEVICE), metadata).tolist())) > 4
+    assert metadata.columns is not None
+    chosen = gpu_sampler.choose(torch.zeros(12, 64, device=DEVICE), metadata.columns.to(DEVICE))
+    assert len(set(chosen.tolist())) > 4
 
 
 def test_the_sampler_uses_the_kernel_if_there_is_one(monkeypatch):

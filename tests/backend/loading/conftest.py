@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpu_rounding import gpu_rounding
 from kernel_build import current_kernel
 
-__all__ = ["current_kernel"]
+__all__ = ["current_kernel", "gpu_rounding"]

@@ -12,7 +12,7 @@ from offline import make_core, run, tokens
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import checkpoint
+from inflight.loading import weights
 from inflight.loading.errors import LoadError
 from inflight.loading.loader import load
 
@@ -67,7 +67,7 @@ def test_without_it_the_weights_must_be_there(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(weights, "available_memory", lambda device: 1000)
     with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B free"):
         make_core(config_only("llama", tmp_path), load_format="dummy")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fake_cuda import FakeCuda
-from offline import make_core, run, tokens
+from graph_rig import fused_by, pretend_kernels
+from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import loader, memory_plan
-from inflight.loading.acceleration import use_ops
+from inflight.loading import kv_scales, loader, memory_plan
 from inflight.loading.errors import LoadError
 from inflight.loading.largest_step import largest_step
 from inflight.ops.reference import ReferenceOps
@@ -39,12 +39,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A card of 40 MiB with another process on it; without headroom, so that the plan must be right."""
     fake = FakeCuda(40 * MIB, OTHERS)
-    load_weights = loader.load_weights
+    loader_of = loader.loader_of
     monkeypatch.setattr(loader, "meter_of", lambda device: DeviceMeter(device, fake))
-    monkeypatch.setattr(loader, "load_weights", lambda *args: fake.count_weights(load_weights(*args)))
-    monkeypatch.setattr(
-        loader, "accelerate", lambda model, device, passes, int8: use_ops(model, ReferenceOps(), passes)
-    )
+    monkeypatch.setattr(loader, "loader_of", lambda *found: lambda *args: fake.count_weights(loader_of(*found)(*args)))
+    monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(memory_plan, "HEADROOM", 0)
     with fake:
         yield fake
@@ -77,6 +75,26 @@ def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: FakeCuda
     assert peak > 0.9 * limit, "nor is memory kept back for nothing"
 
 
+def test_graphs_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, captured on the few blocks of the first pool, tell what all will take on the real one."""
+    pretend_kernels(monkeypatch)
+    seen = []
+    plan_on_gpu = loader.plan_on_gpu
+    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    options = {"kv_cache_memory": None, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    core = make_device_core(checkpoint, gpu_memory_utilization=0.6, **options)
+    (memory,) = seen
+    sizes = [1, 2, 4, 8]
+    assert [core.runner.graphs.bucket(rows) for rows in sizes] == sizes
+    # The fake shares no memory among graphs, so each takes less than the second largest.
+    assert memory.graphs / 2 < core.info.graph_bytes < memory.graphs
+    card.empty_cache()
+    card.reset_peak_memory_stats()
+    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 9 * index).tolist() for index in range(6)]
+    run(core, prompts, [busy_params(index) for index in range(6)])
+    assert OTHERS + card.max_memory_reserved() <= 0.6 * card.total
+
+
 def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
     checkpoint: str, card: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,7 +102,7 @@ def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
         core = gpu_core(checkpoint, block_size=4)
     model = core.runner.model
     attention = model.model.layers[0].self_attn
-    assert "forward" in vars(model.model.layers[0]), "merged"
+    assert "forward" in vars(model.model), "merged"
     assert len(attention.inflight.cache.key) == core.info.num_blocks > 1000
     assert "pool" in caplog.text
     assert f"{core.info.num_blocks} KV blocks" in caplog.text
@@ -101,7 +119,7 @@ def test_with_the_gpu_kernels_in_the_interpreter(
     from inflight.kernels.gpu.gpu_attention_configs import SCRATCH_BYTES
     from inflight.kernels.gpu.gpu_ops import GpuOps
 
-    monkeypatch.setattr(loader, "accelerate", lambda model, device, passes, int8: use_ops(model, GpuOps(), passes))
+    monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
     card.total = 400 * MIB
     options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
     with caplog.at_level(logging.INFO):
@@ -112,6 +130,25 @@ def test_with_the_gpu_kernels_in_the_interpreter(
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     deltas = run(core, [[1, 2, 3]], [params])
     assert [tokens(deltas[0, 0])] == greedy_reference(checkpoint, [[1, 2, 3]], [4])
+
+
+def test_fp8_scales_are_those_of_the_calibration_in_the_real_pool(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    seen: list[Any] = []
+    calibrated = kv_scales.calibrated
+    monkeypatch.setattr(kv_scales, "calibrated", lambda *args: seen.extend(calibrated(*args)) or list(seen))
+    card.total = 400 * MIB
+    options = {"kv_cache_memory": None, "attention_backend": "gpu", "max_num_seqs": 4, "max_model_len": 64}
+    core = make_core(checkpoint, max_num_batched_tokens=40, kv_cache_dtype="fp8", check_on_load=False, **options)
+    caches = [layer.self_attn.inflight.cache for layer in core.runner.model.model.layers]
+    assert len(caches[0].key) == core.info.num_blocks
+    assert core.info.num_blocks > 2
+    for cache, scales in zip(caches, seen):
+        assert cache.key_scale is scales.key
+        assert cache.value_scale is scales.value
+        assert not torch.equal(scales.key, torch.ones(2))
 
 
 def test_merged_weights_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

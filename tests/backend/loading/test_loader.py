@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import checkpoint, loader, probe
-from inflight.loading.checks import lengths_that_fit
+from inflight.loading import loader, weights
 from inflight.loading.loader import LoadError, load
 from inflight.runner import memory
 
@@ -56,11 +55,11 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("mamba", {}, "'mamba' is not supported: 0 attention calls for 2 layers"),
-        ("bloom", {}, "'bloom' is not supported: 0 attention calls"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2' is not supported: 1 attention calls for 2"),
+        ("mamba", {}, "'mamba': layer 0 is of type 'linear_attention'; only full, sliding and chunked"),
+        ("bloom", {}, "'bloom' is not supported: its attention does not use transformers' AttentionInterface"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2': layer 0 is of type 'conv'; only full,"),
         ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "does not use transformers'"),
-        ("mpt", {}, "'mpt' cannot run a ragged batch"),
+        ("mpt", {}, "'mpt' is not supported: its attention does not use transformers' AttentionInterface"),
     ],
 )
 def test_unsupported_architectures_are_rejected(tmp_path, model_type, changes, message):
@@ -110,39 +109,13 @@ def test_a_model_with_wrong_logits_is_rejected(llama, monkeypatch):
     load(config(llama, attention_backend="reference", check_on_load=False))
 
 
-def test_a_window_that_exists_only_in_the_mask_is_rejected(tmp_path, monkeypatch):
-    path = make_checkpoint("mistral", tmp_path)
-    load(config(path))
-    probe_layers = probe.probe_layers  # finds the window; hide it, like a model that does not pass it
-    import dataclasses
-    from contextlib import contextmanager
-
-    class Forgetful(list):
-        def append(self, item):
-            super().append((item[0], dataclasses.replace(item[1], sliding_window=None)))
-
-    @contextmanager
-    def careless():
-        from inflight.attention import hf
-
-        with probe_layers():
-            hf._probe = Forgetful()
-            yield hf._probe
-
-    monkeypatch.setattr(probe, "probe_layers", careless)
-    path = make_checkpoint("gemma2", tmp_path)
-    with pytest.raises(LoadError, match="layer 0 has a sliding window of 16 tokens that it does not pass"):
-        load(config(path))
-    load(config(path, max_model_len=16))
-
-
 def test_a_pool_that_is_too_small_is_rejected_with_the_missing_amount(llama, monkeypatch):
     with pytest.raises(LoadError, match=r"holds 48 tokens in 3 blocks.*takes 16 blocks, .* more"):
         load(config(llama, num_gpu_blocks_override=3))
     with pytest.raises(LoadError, match="set max_model_len to at most 48"):
         load(config(llama, num_gpu_blocks_override=3))
     assert load(config(llama, num_gpu_blocks_override=3, max_model_len=48)).info.num_blocks == 3
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(weights, "available_memory", lambda device: 1000)
     with pytest.raises(LoadError, match=r"the weights of .* take .* as float32, .* more than the 1000 B free"):
         load(config(llama))
 
@@ -179,15 +152,6 @@ def test_available_memory_and_its_format():
     assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
     assert memory.format_bytes(512) == "512 B"
     assert memory.format_bytes(3 * 2**30) == "3.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "block_size", "fit"),
-    [(64, 16, [7, 12]), (2, 16, [7, 12]), (2, 8, [7, 8]), (3, 4, [4, 4]), (1, 16, [12])],
-)
-def test_the_check_at_load_stays_within_the_pool(num_blocks, block_size, fit):
-    assert lengths_that_fit(64, num_blocks, block_size) == fit
-    assert len(fit) * -(-max(fit) // block_size) <= num_blocks
 
 
 def test_a_pool_of_one_block(llama):

@@ -9,7 +9,14 @@ import pytest
 
 from inflight.config import EngineConfig
 from inflight.loading.errors import LoadError
-from inflight.loading.memory_plan import HEADROOM, DeviceMemory, MemoryPlan, plan_on_cpu, plan_on_gpu
+from inflight.loading.memory_plan import (
+    HEADROOM,
+    DeviceMemory,
+    MemoryPlan,
+    graph_bytes,
+    plan_on_cpu,
+    plan_on_gpu,
+)
 
 GIB, MIB = 2**30, 2**20
 
@@ -43,6 +50,8 @@ GPU = [
      8 * GIB),
     ("graphs", card(80 * GIB, WEIGHTS_8B, graphs=2 * GIB), BLOCK_8B, 8192, {}, 72 * GIB - 18 * GIB - 850 * MIB,
      8 * GIB),
+    ("graphs and an explicit pool", card(80 * GIB, WEIGHTS_8B, graphs=2 * GIB), BLOCK_8B, 8192,
+     {"kv_cache_memory": "10GiB"}, 10 * GIB, 80 * GIB - 28 * GIB - 850 * MIB),
     ("others on the card", card(80 * GIB, WEIGHTS_8B, others=30 * GIB), BLOCK_8B, 8192, {},
      72 * GIB - 46 * GIB - 850 * MIB, 8 * GIB),
     ("kv_cache_memory", card(80 * GIB, WEIGHTS_8B), BLOCK_8B, 8192, {"kv_cache_memory": "10GiB"}, 10 * GIB,
@@ -71,6 +80,21 @@ def test_the_pool_gets_what_is_left(
     assert_complete(plan, memory.total)
 
 
+@pytest.mark.parametrize(
+    ("measured", "count", "expected"),
+    [
+        ([300 * MIB, 8 * MIB], 35, 300 * MIB + 34 * 8 * MIB),
+        ([300 * MIB, 0], 35, 300 * MIB),  # what the second takes is below what the driver reports
+        ([300 * MIB, -2 * MIB], 35, 300 * MIB),  # another process left meanwhile
+        ([300 * MIB, 8 * MIB], 2, 308 * MIB),
+        ([300 * MIB], 1, 300 * MIB),
+        ([-MIB, -MIB], 35, 0),
+    ],
+)
+def test_what_all_graphs_take(measured: list[int], count: int, expected: int) -> None:
+    assert graph_bytes(measured, count) == expected
+
+
 def assert_complete(plan: MemoryPlan, total: int) -> None:
     parts = asdict(plan)
     del parts["total"], parts["num_blocks"]
@@ -88,9 +112,12 @@ def test_without_explicit_sizes_the_utilization_holds_to_a_block() -> None:
 
 REFUSED = [
     ("too small", card(16 * GIB, WEIGHTS_8B), 8192, {},
-     r"KV pool \(gpu_memory_utilization=0.9 of 16.00 GiB, less 15.68 GiB in use, 1.00 GiB for steps and 150.00 MiB of "
-     r"headroom\) holds 0 tokens in 0 blocks, but one request of max_model_len=8192 takes 512 blocks, 1.00 GiB more; "
+     r"KV pool \(gpu_memory_utilization=0.9 of 16.00 GiB, less 15.68 GiB in use, 1.00 GiB for steps, 0 B for CUDA "
+     r"graphs and 150.00 MiB of headroom\) holds 0 tokens in 0 blocks, but one request of max_model_len=8192 takes 512 "
+     r"blocks, 1.00 GiB more; "
      r"raise gpu_memory_utilization, lower max_num_batched_tokens$"),
+    ("too small because of graphs", card(18 * GIB, WEIGHTS_8B, graphs=GIB), 8192, {},
+     r"1.00 GiB for steps, 1.00 GiB for CUDA graphs and .*max_num_batched_tokens, set enforce_eager to true$"),
     ("too small for one request", card(24 * GIB, WEIGHTS_8B), 131072, {}, r"or set max_model_len to at most \d+$"),
     ("kv_cache_memory", card(80 * GIB, WEIGHTS_8B), 8192, {"kv_cache_memory": "1MiB"},
      r"\(kv_cache_memory='1MiB'\).*raise kv_cache_memory$"),

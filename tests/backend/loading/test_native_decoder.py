@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
+from checkpoints import ARCHITECTURES, POSITIONS, VOCAB, make_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -172,7 +172,8 @@ def test_native_forward_can_be_disabled(llama: str) -> None:
 
 def test_a_rotation_that_depends_on_the_length_runs_through_transformers(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0))
-    assert not isinstance(loaded(path).model, NativeDecoder)
+    assert isinstance(loaded(path).model, NativeDecoder)  # within the model's positions it does not
+    assert not isinstance(loaded(path, max_model_len=POSITIONS + 2).model, NativeDecoder)
 
 
 def test_a_decoder_with_wrong_logits_is_undone(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, make_checkpoint
+from checkpoints import ARCHITECTURES, POSITIONS, make_checkpoint
 from torch import nn
 
 from inflight.config import EngineConfig
@@ -50,11 +50,14 @@ RECOGNISED: dict[str, tuple[str | None, dict[str, int]]] = {
     "gpt2": ("GPT2LMHeadModel has lm_head, transformer", {}),
     "opt": ("OPTModel has decoder", {}),
     "olmo2": ("Olmo2DecoderLayer has .*post_feedforward_layernorm", {"Olmo2MLP": 2, "Olmo2RMSNorm": 9}),
-    "granite": (None, {"GraniteAttention": 2, "GraniteMLP": 2, "GraniteRMSNorm": 5}),
+    "granite": (None, whole("Granite")),
     "starcoder2": ("LayerNorm is not an RMS norm", {"Starcoder2Attention": 2}),
     "cohere": ("CohereDecoderLayer has input_layernorm, mlp, self_attn, not", {"CohereMLP": 2}),
     "smollm3": (None, whole("SmolLM3")),
     "llama4_text": ("Llama4TextDecoderLayer has feed_forward", {"Llama4TextMLP": 2, "Llama4TextRMSNorm": 5}),
+    "afmoe": ("AfmoeDecoderLayer has .*pre_mlp_layernorm", {"AfmoeMLP": 2, "AfmoeRMSNorm": 13}),
+    "jetmoe": ("JetMoeDecoderLayer has .*self_attention", {"JetMoeRMSNorm": 5}),
+    "phimoe": ("LayerNorm is not an RMS norm", {"PhimoeAttention": 2}),
     "gpt_oss": ("GptOssAttention has sinks", {"GptOssRMSNorm": 5}),
 }
 
@@ -93,7 +96,7 @@ def test_as_a_native_decoder(model_type: str, dtype: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_as_modules_with_fused_operations(model_type: str, dtype: str, tmp_path: Path) -> None:
     model = unaccelerated(model_type, tmp_path, dtype=dtype).model
-    fuse_modules(model, ReferenceOps())
+    fuse_modules(model, ReferenceOps(), 256)
     assert computed_by_fused_operations(model) == RECOGNISED[model_type][1]
 
 
@@ -192,10 +195,14 @@ def test_rotary_embeddings(rope_type: str, tmp_path: Path) -> None:
 
 
 def test_a_rotary_embedding_that_depends_on_the_length(tmp_path: Path) -> None:
-    options = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
-    module = unaccelerated("llama", tmp_path, changes=dict(rope_parameters=options)).model.model.rotary_emb
-    with pytest.raises(NotRecognised, match="a rotary embedding of type dynamic"):
-        rotary(module)
+    changes = dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))
+    within, beyond = (
+        unaccelerated("llama", tmp_path, changes=changes, max_model_len=length).model.model.rotary_emb
+        for length in (POSITIONS, POSITIONS + 2)
+    )
+    assert torch.equal(rotary(within).inverse_frequencies, within.original_inv_freq)
+    with pytest.raises(NotRecognised, match="a rotary embedding of type chosen for each request"):
+        rotary(beyond)
 
 
 @needs_library

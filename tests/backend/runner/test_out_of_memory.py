@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
-from offline import make_core
+from offline import make_core, make_device_core
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
@@ -59,11 +59,12 @@ def serve(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("make", [make_core, make_device_core])
 def test_the_engine_goes_on_after_an_out_of_memory(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, overlap: bool, native: bool
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, overlap: bool, native: bool, make: Any
 ) -> None:
     """Penalties and prompt logprobs leave no trace of the failed request in its slot either."""
-    core = make_core(checkpoint, async_scheduling=overlap, native_forward=native, max_num_seqs=2, block_size=4)
+    core = make(checkpoint, async_scheduling=overlap, native_forward=native, max_num_seqs=2, block_size=4)
     fail_steps(core, monkeypatch, {3: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")})
     prompts = {number: [number + 3] * 9 for number in range(4)}
     outputs, failed = serve(core, prompts, repetition_penalty=1.0001, prompt_logprobs=1)
@@ -76,6 +77,57 @@ def test_the_engine_goes_on_after_an_out_of_memory(
     again, failed = serve(core, prompts)
     assert not failed
     assert list(again.values()) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("make", "owner", "name"), [(make_core, "state", "step_inputs"), (make_device_core, "rows", "write")]
+)
+def test_a_step_that_runs_out_of_memory_while_it_is_prepared_fails_alone(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, overlap: bool, make: Any, owner: str, name: str
+) -> None:
+    """With launch-ahead that is in the thread of the engine.  What the step took of blocks and slots is not lost."""
+    core = make(checkpoint, async_scheduling=overlap, max_num_seqs=2, block_size=4)
+    runner: Any = getattr(core.runner, "runner", core.runner)
+    prepare, calls = getattr(getattr(runner, owner), name), iter(range(10**6))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("CUDA error: out of memory")
+        return prepare(*args)
+
+    monkeypatch.setattr(getattr(runner, owner), name, failing)
+    prompts = {number: [number + 3] * 9 for number in range(4)}
+    outputs, failed = serve(core, prompts)
+    assert set(failed) == {0, 1}
+    expected = greedy_reference(checkpoint, list(prompts.values()), [8] * 4)
+    assert [outputs[0], outputs[1]] == [tokens[:3] for tokens in expected[:2]]
+    assert [outputs[2], outputs[3]] == expected[2:]
+
+
+@pytest.mark.parametrize("failing_step", range(1, 8))
+def test_the_step_behind_a_failed_one_writes_to_its_own_blocks(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, failing_step: int
+) -> None:
+    """The device's block table lacks what the failed step was to bring; the slot's last owner's blocks are cached."""
+    core = make_device_core(checkpoint, max_num_seqs=1, block_size=2, num_gpu_blocks_override=128)
+    cached = [7 * token % 199 for token in range(40)]
+    before, _ = serve(core, {1: cached})
+    runner: Any = core.runner
+    write, calls = runner.rows.write, iter(range(10**6))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == failing_step:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return write(*args)
+
+    monkeypatch.setattr(runner.rows, "write", failing)
+    _, failed = serve(core, {2: [11, 12, 13]}, max_tokens=12)
+    assert list(failed) == [2]
+    hits = core.pool.num_prefix_hits
+    again, _ = serve(core, {3: cached})
+    assert core.pool.num_prefix_hits >= hits + 38
+    assert again[3] == before[1]
 
 
 def test_the_model_is_whole_again_after_its_head_ran_out_of_memory(
@@ -116,7 +168,7 @@ def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
 
     monkeypatch.setattr(core.runner, "forward", out_of_memory_with_tensors)
     monkeypatch.setattr(
-        "inflight.runner.model_runner.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
+        "inflight.runner.memory.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
     )
     _, failed = serve(core, {1: [1, 2, 3]})
     assert list(failed) == [1]

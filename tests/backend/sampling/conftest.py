@@ -16,9 +16,11 @@ class Reference:
 
     @staticmethod
     def edited(logits: np.ndarray, row: SampleRow) -> np.ndarray:
-        """float32[V] after bias, bans and penalties."""
+        """float32[V] after the choice of allowed tokens, bias, bans and penalties."""
         params, output = row.params, row.output_token_ids.tolist()
         x = logits.astype(np.float32).copy()
+        if params.allowed_token_ids is not None:
+            x[[token for token in range(len(x)) if token not in params.allowed_token_ids]] = -np.inf
         for token, bias in (params.logit_bias or {}).items():
             x[token] += np.float32(bias)
         if len(output) < params.min_tokens:

@@ -24,6 +24,7 @@ params_strategy = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.4]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.9]),
     frequency_penalty=st.sampled_from([0.0, 0.0, -0.3]),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, V - 1), min_size=5, max_size=40, unique=True),
     logit_bias=st.none() | st.dictionaries(st.integers(0, V - 1), st.floats(-8, 8, width=32), max_size=4),
     bad_words_ids=st.sampled_from([[], [], [[3], [1, 2]]]),
     min_tokens=st.sampled_from([0, 4]),

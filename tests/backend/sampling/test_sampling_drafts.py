@@ -23,6 +23,8 @@ params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.8]),
     top_p=st.sampled_from([1.0, 0.9]),
+    # More than the other rules can ban, so that a token is left.
+    allowed_token_ids=st.none() | st.lists(st.integers(0, V - 1), min_size=10, max_size=14, unique=True),
     logit_bias=st.none() | st.dictionaries(st.integers(0, V - 1), st.floats(-8, 8, width=32), max_size=3),
     min_tokens=st.integers(0, 8),
     stop_token_ids=st.lists(st.integers(0, V - 1), max_size=2),

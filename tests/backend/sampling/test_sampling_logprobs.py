@@ -92,3 +92,13 @@ def test_nothing_is_read_on_the_host_before_the_entries_are(dtype):
         torch.zeros(4, V, dtype=dtype, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"), 3
     )
     assert ids.shape == values.shape == ranks.shape == (4, 4)
+
+
+def test_minus_one_asks_for_the_whole_vocabulary_of_its_row_alone():
+    logits, expected = logits_and_logprobs(2)
+    table = SamplingTable(2, V)
+    table.set_row(0, SamplingParams(temperature=0.0, logprobs=-1), 0, [], 1)
+    table.set_row(1, SamplingParams(temperature=0.0, logprobs=1), 0, [], 1)
+    output = Sampler()(logits, table.select(range(2), [2] * 2, np.zeros((2, 8), dtype=np.int32)))
+    for row, top in ((0, V), (1, 1)):
+        check_entry(output.logprobs[row], expected[row], int(output.token_ids[row]), top)

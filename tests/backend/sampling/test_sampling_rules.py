@@ -43,6 +43,7 @@ token = st.integers(0, V - 1)
 editing_params = st.builds(
     SamplingParams,
     temperature=st.just(0.0),
+    allowed_token_ids=st.none() | st.lists(token, min_size=1, max_size=8),
     logit_bias=st.none() | st.dictionaries(token, st.floats(-50, 50, width=32), max_size=5),
     min_tokens=st.integers(0, 6),
     stop_token_ids=st.lists(token, max_size=3),
@@ -252,11 +253,12 @@ def test_bad_words_of_many_requests_in_few_slots(reference):
 
 
 def test_no_python_runs_per_row_or_per_word():
-    """`select` executes as many lines for 8 rows of 500 words, biases and stop ids as for one row of 2."""
+    """`select` executes as many lines for 8 rows of 500 words, biases, allowed and stop ids as for one row of 2."""
 
     def lines(num_rows: int, count: int) -> int:
         params = SamplingParams(
             temperature=0.0,
+            allowed_token_ids=list(range(count)),
             logit_bias=dict.fromkeys(range(count), 1.0),
             bad_words_ids=[[3]] + [[1, 2, t] for t in range(count)],
             min_tokens=9,
@@ -279,8 +281,8 @@ def test_no_python_runs_per_row_or_per_word():
             metadata = table.select(range(num_rows), [4] * num_rows, tokens)
         finally:
             sys.settrace(before)
-        assert len(metadata.edits) == 3
-        assert len(metadata.edits[2].index) == num_rows * (count + 1)
+        assert len(metadata.edits) == 4
+        assert len(metadata.edits[3].index) == num_rows * (count + 1)
         return executed
 
     assert lines(8, 500) == lines(1, 2) > 40
@@ -347,3 +349,12 @@ def test_a_slot_filled_again_forgets_its_counts():
     tokens[1] = [7, 8, 9]
     after = edit_logits(torch.zeros(1, V), table.select([1], [3], tokens))[0]
     assert after.nonzero().flatten().tolist() == [9]
+
+
+def test_only_allowed_tokens_keep_their_logits():
+    rows = [make_row(SamplingParams(allowed_token_ids=[5, 2, 5], logit_bias={7: 99.0})), make_row(SamplingParams())]
+    logits = random_logits(2)
+    after = edited(logits, rows)
+    assert masked(after[0]) == [token for token in range(V) if token not in (2, 5)]
+    assert after[0, [2, 5]].tolist() == logits[0, [2, 5]].tolist()
+    assert torch.equal(after[1], logits[1])

@@ -6,6 +6,7 @@ import torch
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
+from inflight.sampling.metadata import COLUMN_LINES, Kind
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -62,6 +63,26 @@ def test_rows_are_grouped_by_how_they_are_drawn():
     assert [g.start for g in metadata.random_groups] == [4, 3, -1, 1]
     assert [g.top_p is None for g in metadata.random_groups] == [True, False, True, True]
     assert [g.min_p is None for g in metadata.random_groups] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("kind", [GREEDY, SamplingParams(top_k=3, temperature=0.5)])
+def test_columns_that_the_caller_uploads_stand_for_padding_too(kind):
+    """A captured step has as many rows as its bucket; only the first belong to slots."""
+    table, alone = SamplingTable(4, 10), SamplingTable(4, 10)
+    for slot in range(4):
+        for each in (table, alone):
+            each.set_row(slot, kind, slot, [], 1)
+    room = np.zeros((COLUMN_LINES, 5), dtype=np.int64)
+    slots, positions = np.array([3, 1]), np.array([7, 2])
+    table.fill_columns(room, slots, positions)
+    assert room[6].tolist() == [Kind.TOP_K if kind.top_k else Kind.GREEDY] * 2 + [Kind.PADDING] * 3
+    columns = torch.from_numpy(room)
+    metadata = table.select(slots, positions, columns=columns)
+    assert metadata.columns is columns
+    logits = torch.randn(5, 10)
+    got = Sampler()(logits, metadata).token_ids
+    assert len(got) == metadata.num_rows == 5
+    assert torch.equal(got[:2], Sampler()(logits[:2], alone.select(slots, positions)).token_ids)
 
 
 def test_tokens_are_not_read_for_rows_that_do_not_need_them():

@@ -9,6 +9,7 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
+from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight_tools.simulator.profile import Profile
@@ -36,6 +37,7 @@ class SimulatedInfo:
     eos_token_ids: list[int] = field(default_factory=list)
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
+    rope: RopeChoice | None = None
 
 
 class _Ticket(NamedTuple):

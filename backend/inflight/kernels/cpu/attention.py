@@ -85,6 +85,7 @@ class CpuAttention:
     """Implements `AttentionBackend`."""
 
     name = "cpu"
+    capturable = False
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         if (reason := unsupported_kv_dtype(spec, "auto", "int8") or unsupported_dtype(dtype)) is not None:

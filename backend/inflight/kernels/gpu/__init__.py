@@ -2,10 +2,11 @@
 
 launch.py                  whether they can run here
 gpu_attention.py           `AttentionBackend`
-gpu_attention_configs.py   tile shapes, and how keys are split
+gpu_attention_configs.py   tile shapes, and how many programs a launch has room for
+gpu_attention_plan.py      which program computes what, decided on the device
 gpu_attention_kernel.py    attention over the paged pool; gpu_attention_tiles.py is a part of it
 gpu_kv_cache.py            the pool; gpu_kv_write.py is the kernel that writes to it
-gpu_flashinfer.py          `AttentionBackend` by FlashInfer, on the same pool
+gpu_flash3.py              `AttentionBackend` by FlashAttention-3 for batches with prompts, on the same pool
 gpu_ops.py                 `FusedOps`
 gpu_sampler.py             the choice of tokens; with gpu_math.py, gpu_penalties.py
 """

@@ -1,8 +1,9 @@
 """Paged attention on NVIDIA GPUs: `AttentionBackend` by `gpu_attention_kernel.py`.
 
-`write` and `attend` neither wait for the device nor read a tensor, and allocate nothing but the output; grids
-follow from the host's maxima.  Their launches can therefore be captured in a CUDA graph and replayed for any
-batch with at most as many tokens and requests (rows without tokens are skipped).
+Nothing waits for the device or reads a tensor on the host, not even the copies of lengths in the metadata: grids and
+scratch follow from the size of the batch and the card, and a kernel that `prepare` launches decides how keys are
+split.  A step captured in a CUDA graph, `prepare` included, can therefore be replayed for other lengths, block tables
+and slots in the same tensors, with at most `max_query_len` tokens per request.  Requests without tokens take nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from inflight.kernels.gpu.gpu_attention_configs import (
     SCRATCH_BYTES,
     Card,
     Geometry,
-    SplitPlan,
+    Room,
     Tile,
     padded,
-    plan_splits,
+    room_for,
     tile_for,
 )
 from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
@@ -33,8 +34,12 @@ __all__ = ["GpuAttention", "GpuBatch"]
 _MAX_HEAD_SIZE = 256
 _MAX_GROUP = 64
 _MIN_FP8_CAPABILITY = (8, 9)
-# The card that the interpreter assumes.
-_H200 = Card((9, 0), 132, 227 * 1024)
+# Of the plan and reduction kernels: requests, and parts of a split block, that they take at a time.
+_PLAN_CHUNK = 256
+_REDUCE_CHUNK = 32
+_REDUCE_ROWS = 16  # programs per KV head and split block, at most
+# The card that the interpreter assumes: a small one, because programs that do nothing take time, too.
+_INTERPRETED = Card((9, 0), 4, 227 * 1024)
 
 
 @dataclass(slots=True)
@@ -55,15 +60,28 @@ class _Layer:
 
 
 @dataclass(slots=True)
+class _Work:
+    """What the layers of one kind launch for a step's batch.
+
+    Attributes:
+        plan: int32, on the device, with the room that `room` says; see `gpu_attention_plan.py`.
+    """
+
+    layer: _Layer
+    room: Room
+    plan: Tensor
+
+
+@dataclass(slots=True)
 class GpuBatch:
     """A step's batch.
 
     Attributes:
-        launches: for each kind of layer (spec, dtype of queries) its kernels, and how keys are split.
+        work: for each kind of layer (spec, dtype of queries).
     """
 
     metadata: AttentionMetadata
-    launches: dict[tuple[LayerSpec, torch.dtype], tuple[_Layer, SplitPlan]]
+    work: dict[tuple[LayerSpec, torch.dtype], _Work]
 
 
 class GpuAttention:
@@ -74,6 +92,7 @@ class GpuAttention:
     """
 
     name = "gpu"
+    capturable = True
 
     def __init__(self, card: Card | None = None) -> None:
         self._card = card
@@ -85,7 +104,7 @@ class GpuAttention:
     @property
     def card(self) -> Card:
         if self._card is None:
-            self._card = Card.of(torch.device("cuda")) if torch.cuda.is_available() else _H200
+            self._card = Card.of(torch.device("cuda")) if torch.cuda.is_available() else _INTERPRETED
         return self._card
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
@@ -131,17 +150,43 @@ class GpuAttention:
         assert isinstance(cache, GpuKVCache)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
         kind = spec, query.dtype
-        launch = batch.launches.get(kind)
-        if launch is None:  # a query that does not have the model's dtype
-            launch = batch.launches[kind] = self._plan(*kind, batch.metadata)
-        self._launch(out, query, cache, batch.metadata, sinks, *launch)
+        work = batch.work.get(kind)
+        if work is None:  # a query that does not have the model's dtype
+            work = batch.work[kind] = self._plan(*kind, batch.metadata)
+        self._launch(out, query, cache, batch.metadata, sinks, work)
         return out
 
-    def _plan(self, spec: LayerSpec, dtype: torch.dtype, metadata: AttentionMetadata) -> tuple[_Layer, SplitPlan]:
+    @staticmethod
+    def _is_decode(spec: LayerSpec, metadata: AttentionMetadata) -> bool:
+        """Whether no request has more tokens than the rows of one short block."""
         group = spec.num_heads // spec.num_kv_heads
-        is_decode = metadata.max_query_len <= padded(group) // group
-        layer = self._layer(spec, dtype, metadata.block_size, is_decode)
-        return layer, plan_splits(layer.geometry, metadata, layer.running)
+        return metadata.max_query_len <= padded(group) // group
+
+    def _plan(self, spec: LayerSpec, dtype: torch.dtype, metadata: AttentionMetadata) -> _Work:
+        """Launch the kernel that shares the batch's work out."""
+        from inflight.kernels.gpu.gpu_attention_plan import HEADER, NUM_OPTIONS, plan_kernel  # needs the triton package
+
+        layer = self._layer(spec, dtype, metadata.block_size, self._is_decode(spec, metadata))
+        geometry, num_requests = layer.geometry, metadata.seq_lens.shape[0]
+        room = room_for(geometry, metadata.slot_mapping.shape[0], num_requests, metadata.max_query_len, layer.running)
+        plan = metadata.seq_lens.new_empty(HEADER.value + 4 * room.items + room.extra)
+        plan_kernel[(1,)](
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            plan,
+            num_requests,
+            room.items,
+            room.extra,
+            layer.running,
+            geometry.num_kv_heads,
+            geometry.block_q,
+            geometry.tile.block_n,
+            geometry.window or 2**30,
+            CHUNK=_PLAN_CHUNK,
+            OPTIONS=NUM_OPTIONS,
+            num_warps=8,
+        )
+        return _Work(layer, room, plan)
 
     def _launch(
         self,
@@ -150,18 +195,15 @@ class GpuAttention:
         cache: GpuKVCache,
         metadata: AttentionMetadata,
         sinks: Tensor | None,
-        layer: _Layer,
-        plan: SplitPlan,
+        work: _Work,
     ) -> Any:
         """Returns the launched attention kernel, as compiled."""
         from inflight.kernels.gpu.gpu_attention_kernel import attend_kernel, reduce_kernel  # needs the triton package
 
         assert self._scratch is not None
+        layer, room = work.layer, work.room
         query, spec, tile = gpu_kv_cache.aligned(query), layer.spec, layer.geometry.tile
-        num_requests = metadata.seq_lens.shape[0]
-        num_blocks = layer.geometry.num_blocks(query.shape[0], num_requests)
-        splits = plan.split_tiles, plan.num_splits, plan.slot_rows, int(plan.short_only)
-        kernel = attend_kernel[(spec.num_kv_heads, num_blocks, plan.num_splits)](
+        kernel = attend_kernel[(spec.num_kv_heads, room.items)](
             out,
             *self._scratch,
             query,
@@ -173,27 +215,29 @@ class GpuAttention:
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,
-            num_requests,
+            work.plan,
             metadata.block_table.stride(0),
             *gpu_kv_cache.strides(query),
             spec.scaling,
             spec.softcap or 1.0,
-            *splits,
+            room.rows,
             **layer.shapes,
             **layer.attend,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=True,  # scale and shift of the scores in one operation
         )
-        if plan.num_splits > 1:
-            rows = min(plan.slot_rows, metadata.max_query_len * layer.geometry.group)
-            reduce_kernel[(rows, spec.num_kv_heads, plan.slots)](
+        if room.extra:
+            joins = min(room.extra, room.blocks)
+            reduce_kernel[(min(room.rows, _REDUCE_ROWS), spec.num_kv_heads, joins)](
                 out,
                 *self._scratch,
                 metadata.query_start_loc,
                 metadata.seq_lens,
-                num_requests,
-                *splits,
+                work.plan,
+                room.items,
+                room.rows,
+                CHUNK=_REDUCE_CHUNK,
                 **layer.shapes,
             )
         return kernel
@@ -216,10 +260,9 @@ class GpuAttention:
             query = torch.zeros(count, spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
             sinks = torch.zeros(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
             out = query.new_empty(count, spec.num_heads, spec.value_head_size)
-            layer = self._layer(spec, dtype, block_size, is_decode=count == 1)
-            rows = layer.geometry.tile.block_m or layer.geometry.short_rows
-            split = SplitPlan(2, 1, layer.geometry.num_blocks(count, 1), rows, False)
-            kernel = self._launch(out, query, cache, metadata, sinks, layer, split)
+            work = self._plan(spec, dtype, metadata)
+            layer = work.layer
+            kernel = self._launch(out, query, cache, metadata, sinks, work)
             taken = (layer.geometry.tile.num_warps, kernel.n_regs, kernel.metadata.shared)
             layer.running = self.card.num_sms * self.card.programs_at_once(*taken)
 
@@ -237,10 +280,8 @@ def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile
         NUM_KV_HEADS=spec.num_kv_heads,
         VALUE_SIZE=spec.value_head_size,
         VALUE_PADDED=value_padded,
-        WINDOW=geometry.window,
         SHORT_ROWS=geometry.short_rows,
         BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
     )
     dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
     if dtype == torch.bfloat16 and interpreted():
@@ -249,10 +290,13 @@ def _make_layer(spec: LayerSpec, dtype: torch.dtype, block_size: int, tile: Tile
         KEY_SIZE=spec.key_head_size,
         KEY_PADDED=padded(spec.key_head_size),
         BLOCK_SIZE=block_size,
+        BLOCK_N=tile.block_n,
+        WINDOW=geometry.window,
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINKS=spec.has_sinks,
         HAS_SCALES=spec.kv_cache_dtype is not None,
         ONE_LOOP=dtype == torch.float32,  # its products are unrolled: three loops would be 5000 instructions
+        LATE=tile.late,
         DOT=dot,
     )
     return _Layer(spec, geometry, shapes, attend, running)

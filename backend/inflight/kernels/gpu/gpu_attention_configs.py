@@ -1,4 +1,4 @@
-"""Tile shapes of the attention kernel, and how it splits keys: arithmetic on the host, without a GPU.
+"""Tile shapes of the attention kernel, and how many programs share its keys: arithmetic on the host, without a GPU.
 
 A decode reads every key and value once, so its tiles are shaped to keep many bytes in flight: about
 64 KiB per SM cover the latency of HBM3e at 4.8 TB/s (bytes in flight = bandwidth * latency: 36 GB/s per
@@ -8,25 +8,18 @@ multiplications, so its tiles are the largest for which the tensor cores' accumu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
-from inflight.attention.base import AttentionMetadata, LayerSpec
+from inflight.attention.base import LayerSpec
 
-__all__ = ["MAX_SPLITS", "SCRATCH_BYTES", "Card", "Geometry", "SplitPlan", "Tile", "padded", "plan_splits", "tile_for"]
+__all__ = ["SCRATCH_BYTES", "Card", "Geometry", "Room", "Tile", "padded", "room_for", "tile_for"]
 
-MAX_SPLITS = 32
 # Scratch for the partial sums of split query blocks; bounded, so that it can be allocated once.
 SCRATCH_BYTES = 32 * 2**20
-# Costs besides processing tiles, in tiles: starting a program, and the second pass.
-_START_COST = 2.0
-_REDUCE_COST = 3.0
-_SPLIT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, MAX_SPLITS)
-_MIN_SPLIT_TILES = 2
 
 
 @dataclass(frozen=True)
@@ -58,19 +51,23 @@ class Card:
 
 @dataclass(frozen=True)
 class Tile:
-    """One compiled shape: rows of a long query block (0: none), keys per tile, warps, pipeline stages."""
+    """One compiled shape: rows of a long query block (0: none), keys per tile, warps, pipeline stages.
+
+    `late`: values are multiplied one tile late, beside the softmax of the next; see `gpu_attention_kernel.py`.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    late: bool = False
 
 
 # (family, is decode) -> padded head size -> tile, for 16-bit queries.  Chosen to fit registers and shared memory
 # (bench/gpu_attention.py --compile); on a GPU, --tune compares them with others.
 _TILES: dict[tuple[str, bool], dict[int, Tile]] = {
     ("hopper", True): {64: Tile(0, 128, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 3)},
-    ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4), 256: Tile(128, 32, 8, 4)},
+    ("hopper", False): {64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4, late=True), 256: Tile(128, 32, 8, 4)},
     ("ampere", True): {64: Tile(0, 64, 4, 4), 128: Tile(0, 32, 4, 4), 256: Tile(0, 32, 4, 2)},
     ("ampere", False): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
     ("small", True): {64: Tile(0, 64, 4, 3), 128: Tile(0, 32, 4, 3), 256: Tile(0, 16, 4, 3)},
@@ -92,7 +89,9 @@ def tile_for(card: Card, spec: LayerSpec, dtype: torch.dtype, is_decode: bool) -
     """The tile for a layer."""
     size = max(64, padded(spec.key_head_size), padded(spec.value_head_size))
     table = _FLOAT32_TILES[is_decode] if dtype == torch.float32 else _TILES[card.family, is_decode]
-    return table[size]
+    tile = table[size]
+    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.
+    return tile if card.capability[0] == 9 else replace(tile, late=False)
 
 
 @dataclass(frozen=True)
@@ -125,72 +124,38 @@ class Geometry:
         return self.tile.block_m // self.group if self.tile.block_m else self.short_tokens
 
     def num_blocks(self, num_tokens: int, num_requests: int) -> int:
-        """Query blocks that a grid must have room for."""
-        return num_tokens // self.block_q + num_requests if self.tile.block_m else num_requests
+        """The most query blocks that a batch of this size has: each request's last one may have a single token."""
+        if not self.tile.block_m:
+            return num_requests
+        return min(num_tokens, (num_tokens + num_requests * (self.block_q - 1)) // self.block_q)
 
 
 @dataclass(frozen=True)
-class SplitPlan:
-    """How a launch splits keys.
+class Room:
+    """What a launch has room for, per KV head: see `gpu_attention_plan.py`.
 
     Attributes:
-        num_splits: maximum number of programs that share one query block's keys.
-        split_tiles: tiles per split; the last one takes the rest.
-        slots: rows of scratch are [slots, num_kv_heads, slot_rows, num_splits].
-        short_only: slots are requests, and long ones are not split; otherwise slots are query blocks.
+        blocks: query blocks.
+        extra: work items beyond one per query block; at most 2 * extra items are parts of a split block.
+        rows: rows of scratch per part.
     """
 
-    num_splits: int = 1
-    split_tiles: int = 2**30
-    slots: int = 0
-    slot_rows: int = 0
-    short_only: bool = False
+    blocks: int
+    extra: int
+    rows: int
+
+    @property
+    def items(self) -> int:
+        return self.blocks + self.extra
 
 
-def plan_splits(geometry: Geometry, metadata: AttentionMetadata, running: int) -> SplitPlan:
-    """Minimise the estimated time until the last program ends.
+def room_for(geometry: Geometry, num_tokens: int, num_requests: int, max_query_len: int, running: int) -> Room:
+    """Enough to fill the card twice, as far as the scratch allows.  Depends on no length of a request.
 
     Args:
         running: programs that the card runs concurrently.
     """
-    query_lens = np.diff(np.asarray(metadata.query_start_loc_cpu))
-    seq_lens = np.asarray(metadata.seq_lens_cpu)
-    num_requests = len(seq_lens)
-    seq_lens, query_lens = seq_lens[query_lens > 0], query_lens[query_lens > 0]
-    if not len(seq_lens):
-        return SplitPlan()
-    heads = geometry.num_kv_heads
-    total_blocks = geometry.num_blocks(metadata.query_start_loc_cpu[-1], num_requests)
-    slot_rows = geometry.tile.block_m or geometry.short_rows
-    bytes_per_row = 4 * geometry.value_padded
-    short_only = False
-    if total_blocks * heads * slot_rows * 2 * bytes_per_row > SCRATCH_BYTES:
-        short_only, slot_rows = True, geometry.short_rows
-    slots = num_requests if short_only else total_blocks
-    room = SCRATCH_BYTES // (slots * heads * slot_rows * bytes_per_row)
-
-    blocks = -(-query_lens // geometry.block_q)
-    keys = seq_lens - query_lens // 2  # per query, on average
-    keys = np.minimum(keys, geometry.window) if geometry.window else keys
-    tiles = np.maximum(-(-keys // geometry.tile.block_n), 1)
-    splits_here = query_lens <= geometry.short_tokens if short_only else np.ones(len(seq_lens), dtype=bool)
-    if not splits_here.any():
-        return SplitPlan()
-    whole = blocks[~splits_here]
-    whole_tiles = int((whole * tiles[~splits_here]).sum())
-    some, some_tiles = int(blocks[splits_here].sum()), int((blocks * tiles)[splits_here].sum())
-    mean, longest = some_tiles / some, int(tiles[splits_here].max())
-
-    def cost(split_tiles: int) -> float:
-        programs = heads * (int(whole.sum()) + some * -(-mean // split_tiles))
-        each = heads * (whole_tiles + some_tiles) / programs + _START_COST
-        waves = -(-programs // running)
-        second_pass = _REDUCE_COST if split_tiles < longest else 0.0
-        return max(waves * each, split_tiles + _START_COST) + second_pass
-
-    options = [max(-(-longest // n), _MIN_SPLIT_TILES) for n in _SPLIT_COUNTS if n <= room]
-    split_tiles = min(options, key=cost, default=longest)
-    num_splits = -(-longest // split_tiles)
-    if num_splits == 1:
-        return SplitPlan()
-    return SplitPlan(num_splits, split_tiles, slots, slot_rows, short_only)
+    rows = min(geometry.tile.block_m or geometry.short_rows, max_query_len * geometry.group)
+    fits = SCRATCH_BYTES // (2 * geometry.num_kv_heads * rows * geometry.value_padded * 4)
+    extra = min(-(-2 * running // geometry.num_kv_heads), fits)
+    return Room(geometry.num_blocks(num_tokens, num_requests), extra, rows)

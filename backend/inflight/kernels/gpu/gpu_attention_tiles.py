@@ -1,54 +1,26 @@
-"""Device functions of `gpu_attention_kernel.py`: which query block a program computes, and reading tiles of the pool.
-
-Query blocks are numbered without the host: request r has those from query_start_loc[r] // BLOCK_Q + r on, at most
-T // BLOCK_Q + R in total, and a binary search finds the request of a block.
-"""
+"""Device functions of `gpu_attention_kernel.py`: where a query block is, and reading tiles of the pool."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["block_ids", "load_rows", "locate", "splits_in_use", "tile_pointers", "visible_tiles"]
+__all__ = ["block_ids", "load_rows", "locate", "tile_pointers", "visible_tiles"]
 
 
 @triton.jit
-def _request_of_block(query_start_loc, block, num_requests, BLOCK_Q: tl.constexpr):
-    """The last request whose first query block is at most `block`."""
-    low, high = 0, num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
+def locate(query_start_loc, seq_lens, request, block, BLOCK_Q: tl.constexpr):
+    """Query block `block` of `request`.
 
-
-@triton.jit
-def locate(query_start_loc, seq_lens, block, num_requests, BLOCK_Q: tl.constexpr, ONE_BLOCK_EACH: tl.constexpr):
-    """The query block `block`.
-
-    Returns (request, the request's tokens in this step, its tokens in total, the batch row of the block's first
-    token, that token's position, number of tokens in the block: <= 0 if there is no such block).
+    Returns (the request's tokens in this step, its tokens in total, the batch row of the block's first token, that
+    token's position, number of tokens in the block).
     """
-    if ONE_BLOCK_EACH:
-        request = block
-        start = tl.load(query_start_loc + request)
-        offset = 0
-    else:
-        request = _request_of_block(query_start_loc, block, num_requests, BLOCK_Q)
-        start = tl.load(query_start_loc + request)
-        offset = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+    start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
+    offset = block * BLOCK_Q
     num_tokens = tl.minimum(query_len - offset, BLOCK_Q)
-    return request, query_len, seq_len, start + offset, seq_len - query_len + offset, num_tokens
-
-
-@triton.jit
-def splits_in_use(tiles, split_tiles, num_splits):
-    """Number of splits that have tiles; the last one takes all that remain."""
-    return tl.minimum(tl.maximum(tl.cdiv(tiles, split_tiles), 1), num_splits)
+    return query_len, seq_len, start + offset, seq_len - query_len + offset, num_tokens
 
 
 @triton.jit

@@ -13,28 +13,17 @@ from inflight.kernels.gpu.gpu_attention_configs import padded
 __all__ = ["GpuKVCache", "aligned", "new_cache", "one_request", "strides", "warm_up_write", "write"]
 
 _BLOCK_T = 16  # tokens per program of the write kernel
-# Room between the largest key or value of the first batch and the largest number in e4m3.
-_FP8_MARGIN = 4.0
 
 
 @dataclass(slots=True)
 class GpuKVCache(KVCache):
-    """`key` and `value` are [num_blocks, num_kv_heads, block_size, size].
-
-    Attributes:
-        key_scale, value_scale: float32 [num_kv_heads] if the cache is fp8: stored = actual / scale.
-        scaled: whether the scales have been set from real keys and values.
-    """
-
-    key_scale: Tensor | None
-    value_scale: Tensor | None
-    scaled: bool
+    """`key` and `value` are [num_blocks, num_kv_heads, block_size, size]."""
 
 
 def new_cache(
     num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
 ) -> GpuKVCache:
-    """See `AttentionBackend.new_cache`."""
+    """See `AttentionBackend.new_cache`; the scales of an fp8 cache are 1."""
     stored = spec.kv_cache_dtype or dtype
     shape = (num_blocks, spec.num_kv_heads, block_size)
     has_scales = spec.kv_cache_dtype is not None
@@ -42,18 +31,15 @@ def new_cache(
     return GpuKVCache(
         torch.empty(*shape, spec.key_head_size, dtype=stored, device=device),
         torch.empty(*shape, spec.value_head_size, dtype=stored, device=device),
-        key_scale,
-        value_scale,
-        scaled=False,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 
 def write(key: Tensor, value: Tensor, cache: GpuKVCache, metadata: AttentionMetadata) -> None:
-    """See `AttentionBackend.write`.  The first write to an fp8 cache sets its scales."""
+    """See `AttentionBackend.write`.  What exceeds 448 scales of an fp8 cache saturates."""
     from inflight.kernels.gpu.gpu_kv_write import write_kernel  # needs the triton package
 
-    if cache.key_scale is not None and not cache.scaled:
-        _set_scales(key, value, cache)
     key, value = aligned(key), aligned(value)
     num_tokens, num_kv_heads, key_size = key.shape
     value_size = value.shape[2]
@@ -85,9 +71,7 @@ def warm_up_write(cache: GpuKVCache, spec: LayerSpec, dtype: torch.dtype, block_
         torch.zeros(1, spec.num_kv_heads, size, dtype=dtype, device=cache.key.device)
         for size in (spec.key_head_size, spec.value_head_size)
     )
-    scaled, cache.scaled = cache.scaled, True
     write(key, value, cache, one_request(1, block_size, cache.key.device))
-    cache.scaled = scaled
 
 
 def one_request(count: int, block_size: int, device: torch.device) -> AttentionMetadata:
@@ -103,15 +87,6 @@ def one_request(count: int, block_size: int, device: torch.device) -> AttentionM
         max_seq_len=count,
         block_size=block_size,
     )
-
-
-def _set_scales(key: Tensor, value: Tensor, cache: GpuKVCache) -> None:
-    """Scales per head from the first batch, which is the one of the check at load."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    for x, scale in ((key, cache.key_scale), (value, cache.value_scale)):
-        assert scale is not None
-        scale.copy_(x.abs().amax(dim=(0, 2)).float().clamp_min(1e-6) * (_FP8_MARGIN / largest))
-    cache.scaled = True
 
 
 def aligned(x: Tensor) -> Tensor:

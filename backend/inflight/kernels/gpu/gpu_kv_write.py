@@ -5,9 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["write_kernel"]
+__all__ = ["to_fp8", "write_kernel"]
 
 _FP8_MAX = tl.constexpr(448.0)  # of e4m3; larger numbers become NaN
+
+
+@triton.jit
+def to_fp8(x, scale):
+    """x / scale, within the range of e4m3."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -_FP8_MAX), _FP8_MAX)
 
 
 @triton.jit
@@ -27,8 +33,7 @@ def _write_rows(
     mask = mapped[:, None] & (element < SIZE)[None, :]
     x = tl.load(rows[:, None] + element[None, :], mask=mask, other=0.0)
     if HAS_SCALES:
-        x = x.to(tl.float32) / tl.load(scales + kv_head)
-        x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
+        x = to_fp8(x, tl.load(scales + kv_head))
     tl.store(cache + (cache_row * SIZE)[:, None] + element[None, :], x.to(cache.dtype.element_ty), mask=mask)
 
 

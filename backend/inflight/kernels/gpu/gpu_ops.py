@@ -10,10 +10,25 @@ bitwise equal to those of `ReferenceOps`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from inflight.attention.base import AttentionMetadata, LayerAttention
+from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
+from inflight.kernels.gpu.gpu_ops_kernels import (
+    add_rms_norm_kernel,
+    quantize_rows_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    silu_and_mul_kernel,
+    silu_and_mul_quantized_kernel,
+)
+from inflight.kernels.gpu.gpu_rotate_and_write import rotate_and_write
+from inflight.ops.base import Angles, HeadNorms, QuantizedRows
+from inflight.ops.reference import rotate_and_write_in_parts
 
 __all__ = ["GpuOps"]
 
@@ -22,131 +37,13 @@ _TILE = 2048
 _MAX_WIDTH = 2**16
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def rms_norm_kernel(
-    x_ptr,
-    out_ptr,
-    weight_ptr,
-    num_rows,
-    x_token_stride,
-    x_head_stride,
-    eps,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A tile of ROWS rows of WIDTH <= BLOCK elements; row r is head r % HEADS of token r // HEADS."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    starts = rows // HEADS * x_token_stride + rows % HEADS * x_head_stride
-    x = tl.load(x_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    out = x * scale[:, None] * weight[None, :]
-    tl.store(out_ptr + rows[:, None] * WIDTH + columns[None, :], out, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    out_ptr,
-    weight_ptr,
-    num_rows,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """residual += x, rounded; returns the norm of the rounded sum, as two separate steps would."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    places = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
-    residual = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    rounded = (residual + x).to(residual_ptr.dtype.element_ty)
-    tl.store(places, rounded, mask=inside)
-    total = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    out = total * scale[:, None] * weight[None, :]
-    tl.store(out_ptr + rows[:, None] * WIDTH + columns[None, :], out, mask=inside)
-
-
-@triton.jit
-def _rotate(heads_ptr, head_stride, heads, count, first_cos, first_sin, second_cos, second_sin, places, HALF):
-    """Rotate `count` heads of one token: element i < HALF pairs with element i + HALF."""
-    inside = (heads < count)[:, None] & (places < HALF)[None, :]
-    pointers = heads_ptr + heads[:, None] * head_stride + places[None, :]
-    first = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(pointers + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(pointers, first * first_cos[None, :] + -second * first_sin[None, :], mask=inside)
-    tl.store(pointers + HALF, second * second_cos[None, :] + first * second_sin[None, :], mask=inside)
-
-
-@triton.jit
-def rotary_kernel(
-    query_ptr,
-    key_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    cos_stride,
-    sin_stride,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """HEADS heads of one token; along axis 1, programs take the query's heads, then the key's."""
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    places = tl.arange(0, BLOCK)
-    inside = places < HALF
-    cos, sin = cos_ptr + token * cos_stride + places, sin_ptr + token * sin_stride + places
-    first_cos = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
-    query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
-    if tile < query_tiles:
-        heads = tile * HEADS + tl.arange(0, HEADS)
-        start = query_ptr + token * query_token_stride
-        _rotate(
-            start, query_head_stride, heads, QUERY_HEADS, first_cos, first_sin, second_cos, second_sin, places, HALF
-        )
-    else:
-        heads = (tile - query_tiles) * HEADS + tl.arange(0, HEADS)
-        start = key_ptr + token * key_token_stride
-        _rotate(start, key_head_stride, heads, KEY_HEADS, first_cos, first_sin, second_cos, second_sin, places, HALF)
-
-
-@triton.jit
-def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements of one row of the result."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    start = x_ptr + row * x_stride + columns
-    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(start + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
-
-
 class GpuOps:
     """`FusedOps` on a GPU; with the Triton language's interpreter, on any tensors.
 
     Raises:
         ValueError: rows wider than 65536, or rows that are not contiguous.
+
+    What quantizes requires compute capability 8.9.
     """
 
     name = "gpu"
@@ -154,48 +51,27 @@ class GpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `FusedOps.rms_norm`; a new contiguous tensor in the dtype of `x`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        heads = x.shape[1] if x.dim() == 3 else 1
-        width, num_rows = x.shape[-1], x.shape[0] * heads
-        rows, block, warps = _row_tiles(width)
-        if num_rows:
-            rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-                x,
-                out,
-                weight,
-                num_rows,
-                _stride(x, 0),
-                _stride(x, 1) if x.dim() == 3 else 0,
-                eps,
-                HEADS=heads,
-                WIDTH=width,
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=warps,
-                enable_fp_fusion=False,
-            )
+        _rms_norm(out, None, x, weight, eps)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+        """See `FusedOps.rms_norm_quantized`."""
+        out = _new_rows(len(x), x.shape[1], x.device)
+        _rms_norm(out.values, out.scales, x, weight, eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
         """See `FusedOps.add_rms_norm`; the norm is in the dtype of `residual`."""
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        num_rows, width = x.shape
-        rows, block, warps = _row_tiles(width)
-        if num_rows:
-            add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-                x,
-                residual,
-                out,
-                weight,
-                num_rows,
-                _stride(x, 0),
-                _stride(residual, 0),
-                eps,
-                WIDTH=width,
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=warps,
-                enable_fp_fusion=False,
-            )
+        _add_rms_norm(out, None, x, residual, weight, eps, factor)
+        return out
+
+    def add_rms_norm_quantized(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+    ) -> QuantizedRows:
+        """See `FusedOps.add_rms_norm_quantized`."""
+        out = _new_rows(len(x), x.shape[1], x.device)
+        _add_rms_norm(out.values, out.scales, x, residual, weight, eps, factor)
         return out
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -226,6 +102,16 @@ class GpuOps:
                 enable_fp_fusion=False,
             )
 
+    def rotate_and_write(
+        self, qkv: Tensor, layer: LayerAttention, batch: Any, norms: HeadNorms | None, angles: Angles | None
+    ) -> Tensor:
+        """See `FusedOps.rotate_and_write`; one launch where the cache is a GPU's, or else several."""
+        metadata = batch if isinstance(batch, AttentionMetadata) else getattr(batch, "metadata", None)
+        cache = layer.cache
+        if not isinstance(cache, GpuKVCache) or not isinstance(metadata, AttentionMetadata):
+            return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
+        return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -242,6 +128,103 @@ class GpuOps:
                 enable_fp_fusion=False,
             )
         return out
+
+    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
+        """See `FusedOps.silu_and_mul_quantized`."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = _new_rows(num_rows, width, gate_up.device)
+        rows, block, warps = _row_tiles(width)
+        if num_rows:
+            silu_and_mul_quantized_kernel[(triton.cdiv(num_rows, rows),)](
+                gate_up,
+                out.values,
+                out.scales,
+                num_rows,
+                _stride(gate_up, 0),
+                WIDTH=width,
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
+        return out
+
+    def quantize_rows(self, x: Tensor) -> QuantizedRows:
+        """See `FusedOps.quantize_rows`."""
+        num_rows, width = x.shape
+        out = _new_rows(num_rows, width, x.device)
+        rows, block, warps = _row_tiles(width)
+        if num_rows:
+            quantize_rows_kernel[(triton.cdiv(num_rows, rows),)](
+                x,
+                out.values,
+                out.scales,
+                num_rows,
+                _stride(x, 0),
+                WIDTH=width,
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
+        return out
+
+
+def _rms_norm(out: Tensor, scales: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Launch the norm; into e4m3 if there are scales."""
+    heads = x.shape[1] if x.dim() == 3 else 1
+    width, num_rows = x.shape[-1], x.shape[0] * heads
+    rows, block, warps = _row_tiles(width)
+    if num_rows:
+        rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x,
+            out,
+            scales,
+            weight,
+            num_rows,
+            _stride(x, 0),
+            _stride(x, 1) if x.dim() == 3 else 0,
+            eps,
+            HEADS=heads,
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK=block,
+            QUANTIZED=scales is not None,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _add_rms_norm(
+    out: Tensor, scales: Tensor | None, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float
+) -> None:
+    """Launch the sum and its norm; into e4m3 if there are scales."""
+    num_rows, width = x.shape
+    rows, block, warps = _row_tiles(width)
+    if num_rows:
+        add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x,
+            residual,
+            out,
+            scales,
+            weight,
+            num_rows,
+            _stride(x, 0),
+            _stride(residual, 0),
+            eps,
+            factor,
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK=block,
+            QUANTIZED=scales is not None,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _new_rows(num_rows: int, width: int, device: torch.device) -> QuantizedRows:
+    values = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=device)
+    return QuantizedRows(values, torch.empty(num_rows, dtype=torch.float32, device=device))
 
 
 def _row_tiles(width: int) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ from inflight.kernels.gpu.gpu_math import (
     rough_gumbel,
     uniform,
 )
-from inflight.sampling.metadata import SamplingMetadata
+from inflight.sampling.metadata import Kind
 from inflight.sampling.noise import token_hashes
 
 __all__ = ["choose"]
@@ -343,31 +343,36 @@ def _choose_narrowed(
     return token
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_random", "first_narrowed", "first_top_k"])
+@triton.jit(do_not_specialize=["line"], do_not_specialize_on_alignment=["columns_ptr"])
 def choose_kernel(
-    logits_ptr, row_stride, columns_ptr, num_rows, first_random, first_narrowed, first_top_k, hashes, out_ptr,
-    counts_ptr, list_values_ptr, list_ids_ptr, vocab_size,
+    logits_ptr, row_stride, columns_ptr, line, hashes, out_ptr, counts_ptr, list_values_ptr, list_ids_ptr, vocab_size,
+    PADDING: tl.constexpr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, NARROWED: tl.constexpr,
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program i chooses for the row of column i of `SamplingMetadata.columns`."""
+    """Program i chooses for the row of column i of `SamplingMetadata.columns`; lines are `line` elements apart."""
     i = tl.program_id(0)
     column = columns_ptr + i
+    kind = tl.load(column + 6 * line)
+    if kind == PADDING:
+        return
     index = tl.load(column)
     row = logits_ptr + index * row_stride
-    keys = tl.load(column + num_rows)
+    keys = tl.load(column + line)
     key, offset = keys.to(tl.int32), (keys >> 32).to(tl.int32)
-    k = tl.minimum(tl.load(column + 2 * num_rows), vocab_size).to(tl.int32)
-    scale = tl.load(column + 3 * num_rows).to(tl.float64, bitcast=True).to(tl.float32)
-    top_p = tl.load(column + 4 * num_rows).to(tl.float64, bitcast=True)
-    min_p = tl.load(column + 5 * num_rows).to(tl.float64, bitcast=True).to(tl.float32)
-    if i < first_random:
+    k = tl.minimum(tl.load(column + 2 * line), vocab_size).to(tl.int32)
+    scale = tl.load(column + 3 * line).to(tl.float64, bitcast=True).to(tl.float32)
+    top_p = tl.load(column + 4 * line).to(tl.float64, bitcast=True)
+    min_p = tl.load(column + 5 * line).to(tl.float64, bitcast=True).to(tl.float32)
+    if kind == GREEDY:
         maxima, places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
         token = _first_best(maxima, places, places < vocab_size)
-    elif i < first_narrowed:
+    elif kind == RANDOM:
         token, _rank_of_it, _top = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
     else:
         count, start = counts_ptr + i, i.to(tl.int64) * CAPACITY
-        if i < first_top_k:
+        tl.store(count, 0)
+        tl.debug_barrier()  # before any thread lists a token
+        if kind == NARROWED:
             token = _choose_narrowed(
                 row, vocab_size, scale, top_p, min_p, hashes, key, offset,
                 count, list_values_ptr + start, list_ids_ptr + start, MASS, CAPACITY, BLOCK, STAGES,
@@ -380,37 +385,36 @@ def choose_kernel(
     tl.store(out_ptr + index, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
 
-def choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
     """int64[R]: one token per row of `logits[R, V]`, on the same device.
 
+    Nothing here depends on what `columns` contains, so a captured launch serves any parameters.
+
     Args:
-        metadata: of a call with at least one random row, so that `columns` is not None.
+        columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; may be a view of a larger buffer.
+        out: int64[R] to write to, else a new tensor; rows that no column names keep their contents.
     """
-    assert metadata.columns is not None
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     num_rows, vocab_size = logits.shape
-    first_random, first_narrowed, first_top_k = metadata.first_columns
-    device = logits.device
-    lists = num_rows if first_narrowed < num_rows else 0
-    counts = torch.zeros(max(1, lists), dtype=torch.int32, device=device)
-    values = torch.empty((max(1, lists), CAPACITY), dtype=torch.float32, device=device)
-    ids = torch.empty((max(1, lists), CAPACITY), dtype=torch.int32, device=device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    choose_kernel[(num_rows,)](
+    num_columns, device = columns.shape[1], logits.device
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    choose_kernel[(num_columns,)](
         logits,
         logits.stride(0) if num_rows > 1 else vocab_size,
-        metadata.columns,
-        num_rows,
-        first_random,
-        first_narrowed,
-        first_top_k,
+        columns,
+        columns.stride(0),
         token_hashes(vocab_size, device),
-        token_ids,
-        counts,
-        values,
-        ids,
+        out,
+        torch.empty(num_columns, dtype=torch.int32, device=device),
+        torch.empty((num_columns, CAPACITY), dtype=torch.float32, device=device),
+        torch.empty((num_columns, CAPACITY), dtype=torch.int32, device=device),
         vocab_size,
+        PADDING=int(Kind.PADDING),
+        GREEDY=int(Kind.GREEDY),
+        RANDOM=int(Kind.RANDOM),
+        NARROWED=int(Kind.NARROWED),
         # A whole row of ones still fits an int64.
         MASS=2.0 ** (62 - vocab_size.bit_length()),
         CAPACITY=CAPACITY,
@@ -420,4 +424,4 @@ def choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,
     )
-    return token_ids
+    return out

@@ -6,18 +6,23 @@ it below.  Nothing else in `sampling/` knows a rule by name.
 
 from __future__ import annotations
 
+from inflight.sampling.rules.allowed_tokens import AllowedTokens
 from inflight.sampling.rules.bad_words import BadWords
-from inflight.sampling.rules.base import LogitsEdit, LogitsRule, RowBatch
+from inflight.sampling.rules.base import LogitsEdit, LogitsRule, Put, RowBatch
+from inflight.sampling.rules.device_penalties import DevicePenalties
 from inflight.sampling.rules.logit_bias import LogitBias
 from inflight.sampling.rules.min_tokens import MinTokens
 from inflight.sampling.rules.penalties import Penalties
 
-__all__ = ["RULES", "LogitsEdit", "LogitsRule", "RowBatch"]
+__all__ = ["DEVICE_RULES", "RULES", "LogitsEdit", "LogitsRule", "Put", "RowBatch"]
 
 # In order of application, which is vLLM's.
 RULES: tuple[type[LogitsRule], ...] = (
+    AllowedTokens,
     LogitBias,
     MinTokens,
     BadWords,
     Penalties,
 )
+# The same where the slots' tokens are on the device, too (`RowBatch.history`).
+DEVICE_RULES: tuple[type[LogitsRule], ...] = tuple(DevicePenalties if rule is Penalties else rule for rule in RULES)

@@ -12,7 +12,6 @@ import torch
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import BannedTokens, RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows, flatten_ranges
-from inflight.sampling.upload import upload
 
 __all__ = ["BadWords"]
 
@@ -30,7 +29,6 @@ class BadWords:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         # Keys, last tokens, lengths of the heads, and where the words start among the row's tokens.
         self._words = RaggedRows(max_num_seqs, np.int64, np.int32, np.int32, np.int32)
         self._tokens = RaggedRows(max_num_seqs, np.int32)
@@ -69,7 +67,7 @@ class BadWords:
         if not len(words):
             return None
         index = last_tokens[words] + batch.rows[owners] * self._vocab_size
-        return BannedTokens(upload(index, self._device))
+        return BannedTokens(batch.put(index))
 
     def _candidates(self, batch: RowBatch) -> tuple[np.ndarray, np.ndarray]:
         """Places in `_words` of what may match, and which of the batch's rows it concerns.

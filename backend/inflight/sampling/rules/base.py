@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 
-__all__ = ["BannedTokens", "LogitsEdit", "LogitsRule", "RowBatch", "check_token_ids"]
+__all__ = ["BannedTokens", "LogitsEdit", "LogitsRule", "Put", "RowBatch", "check_token_ids"]
+
+# Brings an array to the device, where it has its contents by the time that an edit is applied.
+Put = Callable[[np.ndarray], Tensor]
 
 
 @dataclass(slots=True)
@@ -31,6 +34,9 @@ class RowBatch:
         num_prompt_tokens: int64[r], where the output starts in the row's tokens.
         token_ids: int[max_num_seqs, n], the tokens of each slot, prompt first, valid up to the row's
             position.  Empty for a rule that does not read tokens, if the caller passed none.
+        put: brings an edit's arrays to the device.
+        history: int32[slots, n] on the device, the same as `token_ids` when an edit is applied; None if the caller
+            keeps none there.
     """
 
     rows: np.ndarray
@@ -39,6 +45,8 @@ class RowBatch:
     first_positions: np.ndarray
     num_prompt_tokens: np.ndarray
     token_ids: np.ndarray
+    put: Put
+    history: Tensor | None
 
     def take(self, indices: np.ndarray) -> RowBatch:
         """The rows at `indices`, int64[s]."""
@@ -49,6 +57,8 @@ class RowBatch:
             self.first_positions[indices],
             self.num_prompt_tokens[indices],
             self.token_ids,
+            self.put,
+            self.history,
         )
 
 
@@ -67,7 +77,8 @@ class LogitsRule(Protocol):
     `prepare`: by then the tokens before `RowBatch.first_positions` are accepted.
 
     Attributes:
-        reads_tokens: whether `prepare` reads `RowBatch.token_ids`.
+        reads_tokens: whether `prepare` reads `RowBatch.token_ids`.  A runner that keeps sampled tokens on the device
+            then waits for them; `RowBatch.history`, which edits may read, costs no wait.
         warm_up_params: parameters that activate the rule, for a vocabulary of any size; it is run
             with them before the first request, so that its kernels are compiled.
     """

@@ -13,7 +13,6 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
-from inflight.sampling.upload import upload
 
 __all__ = ["LogitBias"]
 
@@ -29,7 +28,6 @@ class LogitBias:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._bias = RaggedRows(max_num_seqs, np.int64, np.float32)  # token ids, values
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
@@ -47,7 +45,7 @@ class LogitBias:
         places, owners = self._bias.places(batch.slots)
         ids, values = self._bias.columns
         index = ids[places] + batch.rows[owners] * self._vocab_size
-        return AddedBias(upload(index, self._device), upload(values[places], self._device))
+        return AddedBias(batch.put(index), batch.put(values[places]))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import torch
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import BannedTokens, RowBatch
 from inflight.sampling.rules.ragged import RaggedRows
-from inflight.sampling.upload import upload
 
 __all__ = ["MinTokens"]
 
@@ -24,7 +23,6 @@ class MinTokens:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._stop_ids = RaggedRows(max_num_seqs, np.int64)
 
@@ -44,4 +42,4 @@ class MinTokens:
             return None
         places, owners = self._stop_ids.places(batch.slots[early])
         index = self._stop_ids.columns[0][places] + batch.rows[early][owners] * self._vocab_size
-        return BannedTokens(upload(index, self._device))
+        return BannedTokens(batch.put(index))

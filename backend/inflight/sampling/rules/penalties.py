@@ -14,9 +14,8 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.rules.base import RowBatch
 from inflight.sampling.rules.token_counts import TokenCounts
-from inflight.sampling.upload import upload
 
-__all__ = ["PenalisedTokens", "Penalties"]
+__all__ = ["PenalisedTokens", "Penalties", "penalised"]
 
 _NONE = 1.0, 0.0, 0.0
 
@@ -29,7 +28,6 @@ class Penalties:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._strengths = np.tile(np.array([_NONE], dtype=np.float32).T, max_num_seqs)
         # Of the tokens before the slot's first position in the last call; None until its first call.
         self._counts: list[TokenCounts | None] = [None] * max_num_seqs
@@ -58,10 +56,10 @@ class Penalties:
         owners = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
         index = np.concatenate(ids) + batch.rows[owners] * self._vocab_size
         return PenalisedTokens(
-            index=upload(index, self._device),
-            counts=upload(np.concatenate(counts), self._device),
-            columns=upload(owners, self._device),
-            strengths=upload(self._strengths[:, batch.slots], self._device),
+            index=batch.put(index),
+            counts=batch.put(np.concatenate(counts)),
+            columns=batch.put(owners),
+            strengths=batch.put(self._strengths[:, batch.slots]),
         )
 
     def _start(self, slot: int, prompt: np.ndarray) -> TokenCounts:
@@ -93,11 +91,18 @@ class PenalisedTokens:
             gpu_penalties.penalise(logits, self)
         else:
             flat = logits.view(-1)
-            flat[self.index] = self._penalised(flat[self.index])
+            flat[self.index] = penalised(flat[self.index], self.strengths[:, self.columns], self.counts)
 
-    def _penalised(self, logits: Tensor) -> Tensor:
-        """Repetition (CTRL, arXiv:1909.05858), then frequency and presence (OpenAI's definition)."""
-        repetition, frequency, presence = self.strengths[:, self.columns]
-        logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = logits - frequency * self.counts
-        return logits - presence * (self.counts > 0)
+
+def penalised(logits: Tensor, strengths: Tensor, counts: Tensor) -> Tensor:
+    """Repetition (CTRL, arXiv:1909.05858), then frequency and presence (OpenAI's definition).
+
+    Args:
+        logits: float32 [n].
+        strengths: float32 [3, n] or [3], repetition, frequency and presence penalty.
+        counts: float32 [n], occurrences in the output.
+    """
+    repetition, frequency, presence = strengths
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - frequency * counts
+    return logits - presence * (counts > 0)

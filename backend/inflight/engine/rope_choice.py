@@ -1,0 +1,43 @@
+"""The one choice that a rotary embedding makes for all tokens of a request.  No torch.
+
+LongRoPE (arXiv:2402.13753) has one set of frequencies for sequences up to the length that a model was first trained
+at, and another beyond; dynamic NTK scaling has one for each length beyond.  transformers chooses by the longest
+position of the batch that it happens to run.  Here the choice is the request's own: it is made when the request
+arrives, by the length that its prompt and `max_tokens` allow, and holds for every token, in any batch, chunk, replay
+or sequence of n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RopeChoice"]
+
+
+@dataclass(frozen=True)
+class RopeChoice:
+    """How requests choose.
+
+    Attributes:
+        limit: longest sequence with the frequencies for short ones.
+        of_each_length: dynamic NTK: every length beyond `limit` has its own frequencies; else all have the same.
+        max_model_len: longest request.
+    """
+
+    limit: int
+    of_each_length: bool
+    max_model_len: int
+
+    def length(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """The sequence length whose frequencies a request takes.
+
+        The KV of its last token is never computed, so that does not count: `generate()` does not see it, either.
+        """
+        computed = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        if self.of_each_length:
+            return max(computed, self.limit)
+        return self.limit + 1 if computed > self.limit else self.limit
+
+    def salted(self, cache_salt: str, num_prompt_tokens: int, max_tokens: int) -> str:
+        """`cache_salt` and the choice, injectively: requests find prefixes only among those with their choice."""
+        return f"{self.length(num_prompt_tokens, max_tokens)}:{cache_salt}"

@@ -1,0 +1,376 @@
+"""Steps for which the host waits nowhere: sampled tokens stay on the device, and a pinned ring brings them back.
+
+    launch    host     take the step in; write rows, new blocks and sampling parameters to a pinned buffer
+              device   copy | make_inputs -> forward -> sample -> put_tokens | tokens to the ring, event
+    collect   host     wait for the event; tokens to the batch state and into a `StepOutput`
+
+One thread launches step n + 1 while step n runs.  Its positions come from the schedule, and its input tokens from
+`DeviceState.token_ids`, where step n leaves them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.attention.base import AttentionMetadata, forward_context
+from inflight.config import EngineConfig
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.loading.loader import LoadedModel, load
+from inflight.runner import cpu_threads
+from inflight.runner.batch_state import BatchState
+from inflight.runner.device_queue import DeviceEvent, DeviceQueue, queue_of
+from inflight.runner.forward_pass import ForwardPass
+from inflight.runner.graphs import Padding, decode_graphs
+from inflight.runner.memory import attempt
+from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
+from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
+from inflight.runner.step_output import step_output
+from inflight.runner.step_rows import RowWriter, StepRows
+from inflight.runner.step_upload import StepUpload, upload_bytes
+from inflight.sampling import Sampler, SamplerOutput, SamplingMetadata, SamplingTable
+from inflight.sampling.metadata import COLUMN_LINES
+from inflight.sampling.rules import DEVICE_RULES
+
+__all__ = ["DeviceRunner", "DeviceStep"]
+
+_RING = 2  # steps that are launched and not collected
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """What the device needs of a step: tensors that have their contents once `upload.copy()` has run, and host ints.
+
+    Steps of one `size` have these tensors at the same addresses, except for `new_tokens`, `asked_indices`,
+    `next_token_ids` and those of `sampling.edits`, which only some steps have, and for `new_blocks` and what follows
+    it if there are more than `size.rows`.
+
+    Attributes:
+        size: of all tensors, padding included.
+        lines: int32 [len(Line), at least size.rows + 1]; new_blocks, new_tokens: int32; see `make_inputs`.
+        metadata: its tensors are views of `lines` and of `StepInputTensors`.
+        sampling: for the step's logits.
+        asked: positions whose prompt log probabilities are asked for, with two of its arrays on the device.
+    """
+
+    size: StepSize
+    upload: StepUpload
+    lines: Tensor
+    new_blocks: Tensor
+    new_tokens: Tensor
+    metadata: AttentionMetadata
+    sampling: SamplingMetadata
+    asked: AskedPositions
+    asked_indices: Tensor
+    next_token_ids: Tensor
+
+    @property
+    def graph_key(self) -> Hashable:
+        """Equal for steps whose graphs would be equal; None for a step with parts that no graph has."""
+        new_blocks, columns = self.new_blocks, self.sampling.columns
+        if len(self.new_tokens) or self.asked.counts or len(new_blocks) > self.size.rows or columns is None:
+            return None
+        return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """One place of the ring, in pinned memory.
+
+    Attributes:
+        upload: uint8; what `StepUpload` copies from.
+        token_ids: int64 [max_num_batched_tokens]; what the step sampled.
+        owner: the step that uses it, until the device has ended it and its tokens were read.
+    """
+
+    upload: Tensor
+    token_ids: Tensor
+    owner: _Ticket | None = None
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A step from launch to collect.
+
+    Attributes:
+        launched: seconds, when its launch began.
+        admissions: int64 [N]; how many requests the slot of each logit had had.
+        started, forward_end, ended: when the device came there; the forward pass has no end of its own in a graph.
+        sampled, prompt_logprobs: what the device makes, once its work was launched.
+        result: once the step was read.
+    """
+
+    out: SchedulerOutput
+    rows: StepRows
+    buffers: _Buffers
+    launched: float
+    admissions: np.ndarray
+    started: DeviceEvent
+    forward_end: DeviceEvent
+    ended: DeviceEvent
+    failure: str = ""
+    has_forward_end: bool = False
+    sampled: SamplerOutput | None = None
+    prompt_logprobs: PendingPromptLogprobs = field(default_factory=lambda: PendingPromptLogprobs({}, []))
+    result: StepOutput | None = None
+
+
+class DeviceRunner:
+    """Implements `Runner` (engine/core.py); all of its methods are called in one thread.
+
+    Args:
+        config: engine options; the checkpoint is loaded and the KV pool allocated here.
+        loaded, queue: the checkpoint and its device's queue, if not those of `config`: for tests.
+
+    Attributes:
+        num_collected_first: steps whose launch waited for the step before, because a rule of a row reads tokens.
+
+    Raises:
+        LoadError, ConfigError: see `loader.load`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel | None = None, queue: DeviceQueue | None = None
+    ) -> None:
+        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
+        loaded = loaded or load(config)
+        self.info = info = loaded.info
+        self.model = loaded.model
+        self.backend = loaded.backend
+        self.device = device = loaded.device
+        self.queue = queue or queue_of(device)
+        self.host_cache = loaded.host_cache
+        self.rotary = loaded.rotary
+        slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.state = BatchState(slots, info.max_model_len, config.block_size, device)
+        self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
+        self.sampler = Sampler()
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device)
+        self.forward = ForwardPass(self.model, slots)
+        self.prompt_logprobs = PromptLogprobs(self.state)
+        self.rows = RowWriter(self.state, slots)
+        self.device_state = DeviceState.allocate(slots, info.max_model_len, config.block_size, device)
+        self.inputs = StepInputTensors.allocate(tokens, self.device_state)
+        self.num_collected_first = 0
+        num_bytes = upload_bytes(slots, tokens)
+        self._upload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._ring = [self._new_buffers(num_bytes, tokens) for _ in range(_RING)]
+        self._num_launched = 0
+        self._in_flight: deque[_Ticket] = deque()
+        self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
+        self._last_end = 0.0
+        self.graphs = decode_graphs(config, self.backend, device, self._padding)
+        loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
+        self.host_cache = loaded.host_cache
+
+    @torch.inference_mode()
+    def launch(self, out: SchedulerOutput) -> _Ticket:
+        """Launch a step; waits for the device only where a rule reads tokens that are in flight.
+
+        A step that runs out of memory fails alone: its copies are made, and the next step can run.
+        """
+        launched = time.monotonic()
+        host_cache = self.host_cache
+        if host_cache is not None:
+            self.queue.submit(lambda: host_cache.swap(out))
+        self._take_in(out)
+        rows = StepRows.of(out)
+        if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
+            self.num_collected_first += 1
+            self._read_all()
+        buffers = self._next_buffers()
+        started, forward_end, ended = (self.queue.event() for _ in range(3))
+        admissions = self._admissions[rows.slot_of_logits]
+        ticket = buffers.owner = _Ticket(out, rows, buffers, launched, admissions, started, forward_end, ended)
+        _, ticket.failure = attempt(lambda: self._launch(ticket), self.device)
+        if ticket.failure:
+            self.queue.submit(ticket.ended.record)
+        self._in_flight.append(ticket)
+        return ticket
+
+    def collect(self, ticket: _Ticket) -> StepOutput:
+        """Wait for this step's tokens, and for nothing that was launched behind it."""
+        self._read(ticket)
+        assert ticket.result is not None
+        return ticket.result
+
+    def size_of(self, rows: StepRows, out: SchedulerOutput) -> StepSize:
+        """With which sizes to launch a step: those of its graph, or its own."""
+        size = rows.size
+        is_decode = size.tokens == size.rows and not out.new_rows
+        bucket = self.graphs.bucket(size.rows) if is_decode else None
+        return size if bucket is None else StepSize(bucket, bucket, bucket)
+
+    def padding_step(self, size: StepSize) -> DeviceStep:
+        """A step of `size` without rows; its upload must be copied before another step is launched."""
+        return self._stage(SchedulerOutput(), StepRows.of(SchedulerOutput()), size, self._next_buffers().upload)
+
+    def _padding(self, bucket: int) -> Padding:
+        step = self.padding_step(StepSize(bucket, bucket, bucket))
+        step.upload.copy()
+        return Padding(step.graph_key, lambda: self._outputs(step))
+
+    # -- on the device: tensors at fixed addresses and host ints only ------------------------
+
+    def forward_step(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor]]:
+        """Make the step's inputs and run the model: logits [size.logits, V], and those of `asked` in chunks."""
+        size, inputs = step.size, self.inputs
+        make_inputs(size, step.lines, step.new_blocks, step.new_tokens, self.device_state, inputs)
+        tokens, positions = inputs.input_ids[: size.tokens], inputs.positions[: size.tokens]
+        with forward_context(step.metadata, self.backend):
+            return self.forward(tokens[None], positions[None], inputs.logits_indices[: size.logits], step.asked_indices)
+
+    def finish_step(self, step: DeviceStep, logits: Tensor) -> SamplerOutput:
+        """Sample, and put the tokens where the next step finds them.  Doing it again changes nothing."""
+        sampled = self.sampler(logits, step.sampling)
+        put_tokens(self.device_state.token_ids, self.inputs.sample_indices[: step.size.logits], sampled.token_ids)
+        return sampled
+
+    def _outputs(self, step: DeviceStep) -> tuple[Tensor, Tensor]:
+        """What a graph contains: logits [size.logits, V], and a token for each as its column says."""
+        logits, _ = self.forward_step(step)
+        return logits, self.finish_step(step, logits).token_ids
+
+    def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], SamplerOutput | None] | None:
+        """The step by its graph, if it has one: what `forward_step` returns, and what was sampled.
+
+        What changes logits, and what returns them, differs from step to step and is in no graph.  Such a step is
+        sampled anew, from the graph's logits, and the token that the graph put is overwritten.
+        """
+        outputs = self.graphs.replay(step.graph_key)
+        if outputs is None:
+            return None
+        logits, token_ids = outputs
+        plain = not (step.sampling.edits or step.sampling.logprobs)
+        return logits, (), SamplerOutput(token_ids, [], None) if plain else None
+
+    # -- launch --------------------------------------------------------------------------------
+
+    def _take_in(self, out: SchedulerOutput) -> None:
+        self.state.apply(out)
+        self.rows.apply(out)
+        self.state.fill_rows(out)
+        self.prompt_logprobs.fill_rows(out)
+        for row in out.new_rows:
+            self._admissions[row.slot] += 1
+            self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
+
+    def _launch(self, ticket: _Ticket) -> None:
+        step = self._stage(ticket.out, ticket.rows, self.size_of(ticket.rows, ticket.out), ticket.buffers.upload)
+        self.queue.submit(lambda: self._run(step, ticket))
+        self.rows.sent(ticket.rows)
+
+    def _stage(self, out: SchedulerOutput, rows: StepRows, size: StepSize, host: Tensor) -> DeviceStep:
+        """Write all that the host says about a step to `host`, pinned."""
+        upload = StepUpload(host, self._upload)
+        lines, device_lines, new_blocks = self.rows.write(out, rows, size, upload)
+        slots, positions = rows.slot_of_logits, rows.position_of_logits + 1
+        columns, device_columns = upload.reserve((COLUMN_LINES, size.logits), np.int64)
+        self.table.fill_columns(columns, slots, positions)
+        history = self.device_state.token_ids
+        sampling = self.table.select(slots, positions, self.state.token_ids, upload.put, history, device_columns)
+        starts = lines[Line.QUERY_START, : size.rows + 1].tolist()
+        asked = self.prompt_logprobs.asked(out, starts)
+        asked_indices, next_token_ids = upload.put(asked.indices), upload.put(asked.next_token_ids)
+        new_tokens = self.rows.write_tokens(out, lines, upload)
+        metadata = self._metadata(rows, size, starts, device_lines)
+        return DeviceStep(
+            size, upload, device_lines, new_blocks, new_tokens, metadata, sampling, asked, asked_indices, next_token_ids
+        )
+
+    def _metadata(self, rows: StepRows, size: StepSize, starts: list[int], lines: Tensor) -> AttentionMetadata:
+        seq_lens = (rows.num_computed + rows.counts).tolist()
+        max_query_len, max_seq_len = int(rows.counts.max(initial=0)), max(seq_lens, default=0)
+        if size != rows.size:  # what a kernel plans on the host must hold for every step of this size
+            starts, seq_lens = list(range(size.rows + 1)), [self.info.max_model_len] * size.rows
+            max_query_len, max_seq_len = 1, self.info.max_model_len
+        return AttentionMetadata(
+            query_start_loc=lines[Line.QUERY_START, : size.rows + 1],
+            seq_lens=lines[Line.SEQ_LEN, : size.rows],
+            block_table=self.inputs.block_table[: size.rows],
+            slot_mapping=self.inputs.slot_mapping[: size.tokens],
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self.state.block_size,
+        )
+
+    @torch.inference_mode()
+    def _run(self, step: DeviceStep, ticket: _Ticket) -> None:
+        """The step's work on the device."""
+        buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
+        ticket.started.record()
+        step.upload.copy()
+        if self.rotary is not None:
+            self.rotary.step(ticket.out)
+        logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
+        if sampled is None:
+            ticket.forward_end.record()
+            ticket.has_forward_end = True
+        if num_logits:
+            ticket.sampled = sampled or self.finish_step(step, logits)
+            buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
+        if step.asked.tops:  # the entries outlive the upload, which the next step overwrites
+            ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
+        ticket.ended.record()
+
+    def _new_buffers(self, num_bytes: int, max_num_tokens: int) -> _Buffers:
+        token_ids = self.queue.host_buffer(8 * max_num_tokens).view(torch.int64)
+        return _Buffers(self.queue.host_buffer(num_bytes), token_ids)
+
+    def _next_buffers(self) -> _Buffers:
+        """The place of the ring whose turn it is; the device has passed the step that it was used for."""
+        buffers = self._ring[self._num_launched % len(self._ring)]
+        self._num_launched += 1
+        if buffers.owner is not None:
+            self._read(buffers.owner)
+        return buffers
+
+    # -- collect -------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        for ticket in list(self._in_flight):
+            self._read(ticket)
+
+    def _read(self, ticket: _Ticket) -> None:
+        """Wait for a step and take its tokens in; once."""
+        if ticket.result is not None:
+            return
+        started, ended = self._wait(ticket)
+        step = StepOutput(failure=ticket.failure) if ticket.failure else self._output(ticket)
+        step.started, step.ended = started, ended
+        if not ticket.failure and ticket.has_forward_end:
+            step.forward_end = started + ticket.started.elapsed_time(ticket.forward_end) / 1e3
+        ticket.result = step
+        ticket.buffers.owner = None
+        self._in_flight.remove(ticket)
+
+    def _output(self, ticket: _Ticket) -> StepOutput:
+        rows = ticket.rows
+        slots = rows.slot_of_logits
+        token_ids = ticket.buffers.token_ids[: len(slots)].numpy().copy()
+        # A slot that has a new request has that one's tokens.
+        same = ticket.admissions == self._admissions[slots]
+        self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, np.maximum(token_ids[same], 0))
+        logprobs = {} if ticket.sampled is None else ticket.sampled.logprobs
+        step = step_output(ticket.out, rows.row_of_logits, token_ids, logprobs)
+        step.prompt_logprobs = ticket.prompt_logprobs.entries()
+        return step
+
+    def _wait(self, ticket: _Ticket) -> tuple[float, float]:
+        """When the device began the step and when it ended it, by the host's clock, in seconds."""
+        was_over = ticket.ended.query()
+        ticket.ended.synchronize()
+        ended = time.monotonic()
+        seconds = 0.0 if ticket.failure else ticket.started.elapsed_time(ticket.ended) / 1e3
+        if was_over:  # nobody saw it end
+            ended = min(ended, max(self._last_end, ticket.launched) + seconds)
+        self._last_end = ended
+        return ended - seconds, ended

@@ -1,0 +1,282 @@
+"""Decode steps as CUDA graphs: one call replays what an eager step launches kernel by kernel.
+
+A graph is a list of kernels with their arguments as they were at its capture, addresses and host numbers alike.  So
+what differs from step to step is in device tensors whose addresses stay, and host numbers depend on the bucket alone.
+A step of R rows is padded to the smallest bucket of at least R; its other rows have no tokens (length 0), write to no
+KV slot (-1), and no token is chosen for them.
+
+    rows      1 | 2 | 3 4 | 5 .. 8 | 9 .. 16 | 17 .. 24 | ...
+    bucket    1 | 2 |  4  |   8    |   16    |    24    | ...
+
+One graph is the whole step: inputs, forward pass, sampling, and the tokens' way back into the device's state.  The
+graphs share a memory pool, and are captured from the largest to the smallest, so that each finds there what it needs:
+a graph's outputs are void once another graph is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inflight.attention.base import AttentionBackend
+from inflight.config import EngineConfig
+from inflight.loading.memory_plan import graph_bytes
+from inflight.runner.memory import DeviceMeter, format_bytes
+
+__all__ = ["Capturer", "DecodeGraphs", "Graph", "Launch", "Padding", "bucket_sizes", "decode_graphs"]
+
+_log = logging.getLogger(__name__)
+
+# Launches a step and returns its outputs.
+Launch = Callable[[], tuple[Tensor, ...]]
+
+
+class Padding(NamedTuple):
+    """A step of nothing but padding.
+
+    Attributes:
+        key: of all steps that differ from this one in the contents of tensors only.
+    """
+
+    key: Hashable
+    launch: Launch
+
+
+# Up to so many rows, buckets are so far apart.  The time of a decode hardly grows with its rows while weights are most
+# of what it reads, so up to 7 rows of padding cost little.  For up to 256 rows vLLM captures the same 35 sizes.
+_WIDTHS = ((256, 8), (1024, 32), (2**31, 128))
+
+
+class Graph(Protocol):
+    """A captured step.
+
+    Attributes:
+        outputs: what the step returned.  Each replay overwrites them, and so may the replay of another graph.
+    """
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Queue the captured kernels on the current stream."""
+
+
+class Capturer(Protocol):
+    """Makes graphs: CUDA's, or a test's."""
+
+    def warm_up(self, launch: Launch) -> None:
+        """Run the launches once, so that kernels are compiled and libraries have their workspaces."""
+
+    def capture(self, launch: Launch, beside: Graph | None) -> Graph:
+        """Record the launches without running them; `beside` is a graph whose memory this one shares.
+
+        Raises:
+            RuntimeError: `launch` did what a graph cannot contain, such as reading a tensor on the host.
+        """
+
+
+class DecodeGraphs:
+    """The captured decode steps of a runner; without any, every step is eager.
+
+    Args:
+        sizes: rows of the buckets, increasing.
+        padding: makes a step of as many rows as a bucket has, whose tensors have their contents once it returns.
+    """
+
+    def __init__(self, sizes: Sequence[int], padding: Callable[[int], Padding], capturer: Capturer | None) -> None:
+        self._sizes = list(sizes)
+        self._padding = padding
+        self._capturer = capturer
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def bucket(self, rows: int) -> int | None:
+        """The bucket for a decode step of `rows` rows; None if no graph has room for it."""
+        index = bisect_left(self._sizes, rows)
+        return self._sizes[index] if self._graphs and index < len(self._sizes) else None
+
+    def replay(self, key: Hashable) -> tuple[Tensor, ...] | None:
+        """Queue the step that was captured with `key` on the current stream; None if there is none.
+
+        Returns:
+            The step's outputs, which hold until the next replay.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            return None
+        graph.replay()
+        return graph.outputs
+
+    @torch.inference_mode()
+    def measure(self, meter: DeviceMeter) -> int:
+        """Bytes that all graphs will take, judged by the two largest, which are captured and dropped."""
+        if not self._sizes:
+            return 0
+        largest = self._sizes[-2:]
+        try:
+            self._warm_up(largest)
+            marks = [meter.used()]
+            for size in reversed(largest):
+                self._capture([size])
+                marks.append(meter.used())
+        except Exception as error:
+            self._run_eagerly(error)
+            return 0
+        finally:
+            self._graphs.clear()
+        return graph_bytes([after - before for before, after in pairwise(marks)], len(self._sizes))
+
+    @torch.inference_mode()
+    def capture(self, meter: DeviceMeter) -> int:
+        """Capture all buckets; returns the bytes that they take."""
+        if not self._sizes:
+            return 0
+        begun = time.perf_counter()
+        try:
+            self._warm_up(self._sizes)
+            before = meter.used()
+            self._capture(self._sizes)
+        except Exception as error:
+            self._run_eagerly(error)
+            return 0
+        taken, seconds = max(0, meter.used() - before), time.perf_counter() - begun
+        count, rows = len(self._sizes), self._sizes[-1]
+        _log.info("%d CUDA graphs of up to %d rows: %.1f s, %s", count, rows, seconds, format_bytes(taken))
+        return taken
+
+    def _warm_up(self, sizes: Sequence[int]) -> None:
+        assert self._capturer is not None
+        for size in reversed(sizes):
+            self._capturer.warm_up(self._padding(size).launch)
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        assert self._capturer is not None
+        beside = next(iter(self._graphs.values()), None)
+        with _collector_off():
+            for size in reversed(sizes):
+                key, launch = self._padding(size)
+                self._graphs[key] = graph = self._capturer.capture(launch, beside)
+                beside = beside or graph
+
+    def _run_eagerly(self, error: Exception) -> None:
+        """Any error means a model that works, but without graphs: it may look at what its tensors contain."""
+        self._sizes = []
+        self._graphs.clear()
+        reason = (str(error).strip().splitlines() or [""])[0]
+        _log.warning(
+            "decode steps run without CUDA graphs, and slower: a step cannot be captured (%s: %s); set enforce_eager "
+            "to true to save the attempt",
+            type(error).__name__,
+            reason,
+        )
+
+
+class CudaCapturer:
+    """Captures on a stream of its own, since the default one cannot be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, launch: Launch) -> None:
+        # On the stream of the captures: libraries keep a workspace for each stream, which must not come from the pool.
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            launch()
+        torch.cuda.synchronize(self._device)  # the next warm-up may find the same buffers
+
+    def capture(self, launch: Launch, beside: Graph | None) -> Graph:
+        assert beside is None or isinstance(beside, _CudaGraph)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)  # what is queued is not part of it
+        with torch.cuda.stream(self._stream):
+            pool = None if beside is None else beside.graph.pool()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                outputs = launch()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return _CudaGraph(graph, tuple(map(_without_owning, outputs)))
+
+
+@dataclass(slots=True)
+class _CudaGraph:
+    """Implements `Graph`."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class _Bytes:
+    """A tensor's memory as `torch.as_tensor` takes it, by the CUDA array interface."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        data = tensor.data_ptr(), False
+        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": data, "version": 2}
+
+
+def _without_owning(tensor: Tensor) -> Tensor:
+    """The same memory.  The pool may give it to the next graph: the logits of all buckets would take a GiB."""
+    if not tensor.is_contiguous():
+        raise RuntimeError(f"an output of shape {list(tensor.shape)} is not contiguous")
+    return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage collection: what it frees on the device would invalidate a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def capturer_of(device: torch.device) -> Capturer | None:
+    """What captures on `device`; None for a CPU."""
+    return CudaCapturer(device) if device.type == "cuda" else None
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Rows of each bucket, increasing; the last is `max_rows`."""
+    sizes = [rows for rows in (1, 2, 4) if rows < max_rows]
+    rows = 8
+    for end, width in _WIDTHS:
+        while rows < min(end, max_rows):
+            sizes.append(rows)
+            rows += width
+    return [*sizes, max_rows]
+
+
+def decode_graphs(
+    config: EngineConfig, backend: AttentionBackend, device: torch.device, padding: Callable[[int], Padding]
+) -> DecodeGraphs:
+    """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`."""
+    capturer = None if config.enforce_eager else capturer_of(device)
+    if capturer is None:
+        return DecodeGraphs((), padding, None)
+    if not backend.capturable:
+        _log.warning(
+            "decode steps run without CUDA graphs, and slower: attention_backend=%r decides on the host what it "
+            'launches; use "gpu", or set enforce_eager to true',
+            backend.name,
+        )
+        return DecodeGraphs((), padding, None)
+    return DecodeGraphs(bucket_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), padding, capturer)

@@ -1,0 +1,102 @@
+"""vLLM's engine arguments in a `model.json`: its names and spellings, and features that are off.
+
+An entry written for vllm_backend names options that this engine has no choice in.  A value that asks for
+what the engine does anyway is dropped; any other is refused with the way out.  No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["translated"]
+
+_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
+
+_SPELLINGS: dict[str, dict[Any, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto"},
+}
+
+_ONE_DEVICE = "this engine runs on one device"
+
+
+class _Fixed(NamedTuple):
+    """An option without a choice: the values that ask for what is done anyway, and what to do instead of another."""
+
+    allowed: tuple[Any, ...]
+    otherwise: str
+
+
+# None stands for the default everywhere, and is allowed.
+_FIXED: dict[str, _Fixed] = {
+    "convert": _Fixed(("auto", "none"), "this backend only generates"),
+    "config_format": _Fixed(("auto", "hf"), "checkpoints are in the format of transformers"),
+    "cpu_offload_gb": _Fixed((0,), "weights stay on the device; quantize them, or use a larger device"),
+    "data_parallel_size": _Fixed((1,), "raise `count` of `instance_group` in config.pbtxt"),
+    "disable_sliding_window": _Fixed((False,), "lower max_model_len to the window instead"),
+    "enable_chunked_prefill": _Fixed(
+        (True,), "prompts are always computed in chunks of what max_num_batched_tokens leaves; raise it"
+    ),
+    "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
+    "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records what became of them"),
+    "enable_lora": _Fixed((False,), "adapters are not served; merge the adapter into the checkpoint"),
+    "enable_prompt_embeds": _Fixed((False,), "prompts are text or token ids"),
+    "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
+    "num_scheduler_steps": _Fixed((1,), "every step is scheduled"),
+    "pipeline_parallel_size": _Fixed((1,), _ONE_DEVICE),
+    "runner": _Fixed(("auto", "generate"), "this backend only generates"),
+    "scheduler_delay_factor": _Fixed((0,), "no step waits for more prompts"),
+    "skip_tokenizer_init": _Fixed((False,), "the tokenizer is always loaded"),
+    "task": _Fixed(("auto", "generate"), "this backend only generates"),
+    "tokenizer_mode": _Fixed(
+        ("auto", "hf"), "the tokenizer is tokenizer.json, or what transformers' AutoTokenizer loads"
+    ),
+}
+
+# Options of a mechanism that this engine does not have, so that no value changes anything.
+_WITHOUT_EFFECT = {
+    "disable_custom_all_reduce",
+    "distributed_executor_backend",
+    "max_context_len_to_capture",
+    "max_parallel_loading_workers",
+    "max_seq_len_to_capture",
+    "served_model_name",  # clients call the model by the name of its folder, as with vllm_backend
+    "use_v2_block_manager",
+}
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options under this engine's names and in its spelling, without those that change nothing.
+
+    Raises:
+        ValueError: an option asks for something that the engine does not do, or is there under two names.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _RENAMED.get(key, key)
+        if name != key and name in values:
+            raise ValueError(f"{key!r} and {name!r} are the same option; remove one")
+        if key in _FIXED:
+            _check_fixed(key, value)
+        elif key not in _WITHOUT_EFFECT:
+            spellings = _SPELLINGS.get(name, {})
+            found[name] = spellings.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+def _check_fixed(key: str, value: Any) -> None:
+    allowed, otherwise = _FIXED[key]
+    if value is not None and _parsed(value) not in allowed:
+        default = json.dumps(allowed[0])
+        raise ValueError(f"{key}={value!r} is not supported: {otherwise}; omit it or set it to {default}")
+
+
+def _parsed(value: Any) -> Any:
+    """A number or boolean that is written as a string; anything else as it is."""
+    try:
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    except ValueError:
+        return value

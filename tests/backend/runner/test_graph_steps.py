@@ -1,0 +1,260 @@
+"""Engines that replay captured decode steps, over a fake of graphs that remembers addresses, against eager ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB, greedy_reference, make_checkpoint
+from fake_graph import Moved
+from graph_rig import captured_by, graph_core, pretend_a_card
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from offline import run, tokens
+
+from inflight.engine.core import EngineCore
+from inflight.engine.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_card(monkeypatch)
+
+
+def num_replays(core: EngineCore) -> dict[int, int]:
+    """Rows of a bucket -> how often its graph was replayed."""
+    return {len(graph.outputs[0]): graph.replays for graph in captured_by(core).graphs}
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+
+
+def every_kind(index: int, **changes: Any) -> SamplingParams:
+    """Greedy, drawn in every way, with every rule, with log probabilities, several sequences."""
+    kinds: list[dict[str, Any]] = [
+        dict(temperature=0.0),
+        dict(temperature=1.0, top_p=0.8, logprobs=2),
+        dict(temperature=0.7, top_k=20, min_p=0.02),
+        dict(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
+        dict(temperature=0.0, prompt_logprobs=2, logprobs=0),
+        dict(temperature=0.0, logit_bias={3: 4.0}, bad_words_ids=[[5], [7, 9]], min_tokens=4),
+        dict(temperature=1.3, n=2),
+        dict(temperature=0.0, frequency_penalty=1.5),
+    ]
+    return SamplingParams(**{"max_tokens": 9, "ignore_eos": True, "seed": index, **kinds[index % 8], **changes})
+
+
+def work_of(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams], stagger: int) -> Any:
+    """Everything that clients get, but for log probabilities' last digits: a batch's size changes how sums round."""
+    deltas = run(core, prompts, params, stagger)
+    found = {}
+    for key, parts in deltas.items():
+        entries = [entry for part in parts for entry in (part.logprobs or ())]
+        found[key] = (
+            tokens(parts),
+            parts[-1].finish_reason,
+            [[(token, round(value, 3)) for token, value, _ in entry] for entry in entries],
+            sum(len(part.prompt_logprobs or ()) for part in parts),
+        )
+    return found
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_every_bucket_gives_the_tokens_of_generate(checkpoint: str, launch_ahead: bool) -> None:
+    core = graph_core(checkpoint, max_num_seqs=9, async_scheduling=launch_ahead)
+    prompts = [prompt_of(index, 3 + 2 * index) for index in range(9)]
+    expected = greedy_reference(checkpoint, prompts, [12] * 9)
+    for rows in range(1, 10):
+        before = num_replays(core)
+        deltas = run(core, prompts[:rows], [GREEDY] * rows)
+        assert [tokens(deltas[index, 0]) for index in range(rows)] == expected[:rows]
+        replays = {bucket: count - before[bucket] for bucket, count in num_replays(core).items()}
+        bucket = min(size for size in (1, 2, 4, 8, 9) if size >= rows)
+        assert replays.pop(bucket) >= 11
+        assert not any(replays.values())
+
+
+def pair_of(path: str, **options: Any) -> tuple[EngineCore, EngineCore]:
+    """Two engines, the second of which captures nothing."""
+    return tuple(graph_core(path, enforce_eager=eager, **options) for eager in (False, True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(async_scheduling=True),
+        dict(num_gpu_blocks_override=24, block_size=4, async_scheduling=True),
+        dict(num_gpu_blocks_override=24, block_size=4, swap_space="1MiB", preemption_mode="swap"),
+        dict(max_num_batched_tokens=5, block_size=1, async_scheduling=True),
+        dict(max_num_seqs=3, enable_prefix_caching=False),
+    ],
+    ids=["plain", "launch-ahead", "preempted", "swapped", "few tokens a step", "few slots"],
+)
+def test_everything_is_as_without_graphs(checkpoint: str, options: dict[str, Any]) -> None:
+    """Ragged arrivals of all kinds of requests; a small pool preempts some of them."""
+    options = {"max_num_seqs": 8, "max_model_len": 64, "seed": 1, **options}
+    captured, eager = pair_of(checkpoint, **options)
+    prompts = [prompt_of(index, 1 + (7 * index) % 23) for index in range(16)]
+    params = [every_kind(index) for index in range(16)]
+    assert work_of(captured, prompts, params, stagger=2) == work_of(eager, prompts, params, stagger=2)
+    replays = num_replays(captured)
+    assert sum(replays.values()) >= 12
+    assert sum(map(bool, replays.values())) >= 2, "more than one bucket"
+    assert eager.runner.graphs.bucket(1) is None
+    if options.get("num_gpu_blocks_override") == 24:
+        assert captured.scheduler.num_preempted_total > 0
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: str) -> Iterator[tuple[EngineCore, EngineCore]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend_a_card(monkeypatch)
+        options = dict(
+            max_num_seqs=6, max_model_len=48, num_gpu_blocks_override=20, block_size=4, async_scheduling=True
+        )
+        yield pair_of(checkpoint, **options)
+
+
+_requests = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(0, 99), st.integers(4, 14), st.booleans()), min_size=1, max_size=8
+)
+
+
+@given(requests=_requests, stagger=st.integers(0, 3))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_batch_is_as_without_graphs(
+    pair: tuple[EngineCore, EngineCore], requests: list[tuple[int, int, int, bool]], stagger: int
+) -> None:
+    prompts = [prompt_of(kind, length) for length, kind, _, _ in requests]
+    params = [every_kind(kind, max_tokens=count, ignore_eos=ignore) for _, kind, count, ignore in requests]
+    captured, eager = pair
+    assert work_of(captured, prompts, params, stagger) == work_of(eager, prompts, params, stagger)
+
+
+def contents(core: EngineCore) -> dict[str, torch.Tensor]:
+    """The pool, and what the device keeps by slot but for the void slot."""
+    state = core.runner.device_state
+    kept = {"token_ids": state.token_ids[:-1].clone(), "block_table": state.block_table[:-1].clone()}
+    for index, layer in enumerate(core.runner.model.model.layers):
+        cache = layer.self_attn.inflight.cache
+        kept |= {f"key {index}": cache.key.clone(), f"value {index}": cache.value.clone()}
+    return kept
+
+
+def assert_same_bytes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint: str) -> None:
+    """Neither a replay of nothing but padding, nor the padding beside the rows of a step."""
+    core, eager = pair_of(checkpoint, max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
+    prompts = [prompt_of(index, 5 + index) for index in range(5)]
+    for each in (core, eager):
+        for layer in each.runner.model.model.layers:
+            for pool in (layer.self_attn.inflight.cache.key, layer.self_attn.inflight.cache.value):
+                pool.fill_(0.0)
+        run(each, prompts, [GREEDY] * 5, stagger=1)
+    before = contents(core)
+    for name, tensor in contents(eager).items():
+        torch.testing.assert_close(before[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+    runner, buckets = core.runner, (1, 2, 4, 8)
+    for bucket in buckets:
+        padding = runner._padding(bucket)
+        assert runner.graphs.replay(padding.key) is not None
+        assert_same_bytes(before, contents(core))
+    runner.graphs._graphs.clear()
+    runner.graphs.capture(captured_by_nothing())
+    assert_same_bytes(before, contents(core))
+
+
+def captured_by_nothing() -> Any:
+    return SimpleNamespace(used=lambda: 0)
+
+
+INPUTS = ("input_ids", "positions", "slot_mapping", "block_table", "logits_indices", "sample_indices")
+STATE = ("token_ids", "block_table")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *(("inputs", name) for name in INPUTS),
+        *(("state", name) for name in STATE),
+        ("cache", "key"),
+        ("embed", "weight"),
+    ],
+)
+def test_a_replay_with_a_moved_tensor_fails(checkpoint: str, owner: str, name: str) -> None:
+    core = graph_core(checkpoint, max_num_seqs=2)
+    runner, decoder = core.runner, core.runner.model.model
+    run(core, [[1, 2, 3]], [GREEDY])
+    owners = dict(
+        inputs=runner.inputs,
+        state=runner.device_state,
+        cache=decoder.layers[1].self_attn.inflight.cache,
+        embed=decoder.embed_tokens,
+    )
+    moved = getattr(owners[owner], name).clone()
+    setattr(owners[owner], name, torch.nn.Parameter(moved, requires_grad=False) if owner == "embed" else moved)
+    with pytest.raises(Moved, match="which is gone"):
+        run(core, [[1, 2, 3]], [GREEDY])
+
+
+def test_a_step_whose_own_tensors_moved_has_no_graph(checkpoint: str) -> None:
+    core = graph_core(checkpoint, max_num_seqs=2)
+    core.runner._upload = core.runner._upload.clone()
+    deltas = run(core, [[1, 2, 3]], [GREEDY])
+    assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
+    assert not any(num_replays(core).values())
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_model_that_looks_at_its_tensors_runs_eagerly(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning at load, and the tokens are right."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) if bool(x.isfinite().any()) else x)
+    core = graph_core(checkpoint, max_num_seqs=4, native_forward=False)
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("decode steps run without CUDA graphs, and slower: a step cannot be captured (Runtime")
+    deltas = run(core, [[1, 2, 3]], [GREEDY])
+    assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
+
+
+def test_enforce_eager_captures_nothing(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    core = graph_core(checkpoint, enforce_eager=True)
+    deltas = run(core, [[1, 2, 3]], [GREEDY])
+    assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
+    assert core.runner.graphs._capturer is None
+    assert core.info.graph_bytes == 0
+    assert warnings_of(caplog) == []
+
+
+def test_a_row_that_gains_two_blocks_is_not_replayed(checkpoint: str) -> None:
+    """After a failed step the next one brings the blocks of both: more than its graph has room for."""
+    core = graph_core(checkpoint, max_num_seqs=2, block_size=1, max_model_len=64)
+    core.runner.rows.sent = lambda rows: None  # every step brings all blocks
+    deltas = run(core, [[1, 2, 3]], [GREEDY])
+    assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
+    assert not any(num_replays(core).values())

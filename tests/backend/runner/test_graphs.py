@@ -1,0 +1,261 @@
+"""Buckets, capture, measurement and fallback of decode graphs, on a step that is a few operations."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from fake_graph import FakeCapturer, Moved, kernel
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inflight.attention.reference import ReferenceAttention
+from inflight.config import EngineConfig
+from inflight.runner import graphs
+from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs
+from inflight.runner.memory import DeviceMeter
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+class ToyRunner:
+    """A row's state becomes its double plus one; a padded row has length 0."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.slots = torch.full((max_rows,), max_rows)
+        self.state = torch.arange(max_rows + 1.0)
+        self.weights = torch.tensor(2.0)
+        self.fails: Callable[[int], None] = lambda bucket: None
+
+    def padding(self, bucket: int) -> Padding:
+        self.slots.fill_(len(self.state) - 1)
+        return Padding(bucket, lambda: self.step(bucket))
+
+    def step(self, rows: int) -> tuple[Tensor, ...]:
+        self.fails(rows)
+        slots = self.slots[:rows]
+        out = self.state[slots] * self.weights + 1
+        self.state.index_copy_(0, slots, out)
+        return (out,)
+
+
+def captured(max_rows: int, runner: ToyRunner | None = None) -> tuple[ToyRunner, DecodeGraphs, FakeCapturer]:
+    runner, capturer = runner or ToyRunner(max_rows), FakeCapturer()
+    made = DecodeGraphs(bucket_sizes(max_rows), runner.padding, capturer)
+    made.capture(meter())
+    return runner, made, capturer
+
+
+def replayed(made: DecodeGraphs, bucket: int | None) -> Tensor:
+    outputs = made.replay(bucket)
+    assert outputs is not None
+    return outputs[0]
+
+
+def meter() -> Any:
+    return SimpleNamespace(used=lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [
+        (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9]),
+        (33, [1, 2, 4, 8, 16, 24, 32, 33]),
+        (256, [1, 2, 4, *range(8, 257, 8)]), (257, [1, 2, 4, *range(8, 257, 8), 257]),
+        (4096, [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, 4097, 128)]),
+    ],
+)  # fmt: skip
+def test_bucket_sizes(max_rows: int, sizes: list[int]) -> None:
+    assert bucket_sizes(max_rows) == sizes
+
+
+@given(max_rows=st.integers(1, 4096), data=st.data())
+def test_the_bucket_of_a_step_is_the_smallest_that_has_room(max_rows: int, data: st.DataObject) -> None:
+    sizes = bucket_sizes(max_rows)
+    assert sizes == sorted(set(sizes))
+    rows = data.draw(st.integers(1, max_rows))
+    capturer: Any = SimpleNamespace(warm_up=lambda launch: None, capture=lambda launch, beside: object())
+    made = DecodeGraphs(sizes, lambda bucket: Padding(bucket, tuple), capturer)
+    assert made.bucket(rows) is None, "nothing is captured yet"
+    made.capture(meter())
+    bucket = made.bucket(rows)
+    assert bucket == min(size for size in sizes if size >= rows)
+    assert bucket <= 2 * rows
+    assert bucket - rows < max(8, rows / 4)
+    assert made.bucket(max_rows + 1) is None
+
+
+def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
+    runner, made, capturer = captured(20)
+    assert [len(graph.outputs[0]) for graph in capturer.graphs] == [20, 16, 8, 4, 2, 1], "largest first"
+    before = runner.state.clone()
+    runner.slots[:3] = torch.tensor([7, 2, 11])
+    bucket = made.bucket(3)
+    assert bucket == 4
+    out = replayed(made, bucket)
+    assert made.replay("another key") is None
+    assert out[:3].tolist() == [15.0, 5.0, 23.0]
+    expected = before.clone()
+    expected[[7, 2, 11]] = torch.tensor([15.0, 5.0, 23.0])
+    assert torch.equal(runner.state[:-1], expected[:-1]), "padding changes nothing but the void row"
+
+
+def test_the_outputs_of_a_graph_are_void_after_another_replay() -> None:
+    runner, made, _ = captured(4)
+    runner.slots[0] = 1
+    out = replayed(made, 1)
+    assert out.tolist() == [3.0]
+    made.replay(2)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["slots", "state", "weights"])
+def test_a_replay_fails_if_a_tensor_has_moved(name: str) -> None:
+    runner, made, _ = captured(4)
+    made.replay(2)
+    setattr(runner, name, getattr(runner, name).clone())
+    with pytest.raises(Moved, match="which is gone"):
+        made.replay(2)
+
+
+def test_a_tensor_that_moved_but_is_alive_has_no_effect() -> None:
+    runner, made, _ = captured(4)
+    old, runner.slots = runner.slots, torch.tensor([1, 2, 4, 4])
+    out = replayed(made, 2)
+    assert out.tolist() != [3.0, 5.0]
+    assert (old == 4).all()
+
+
+def test_a_kernel_reads_its_tensors_at_each_replay() -> None:
+    runner = ToyRunner(2)
+
+    @kernel
+    def add_on_the_host(state: Tensor, slots: Tensor) -> Tensor:
+        return torch.tensor([state[slot].item() + 0.5 for slot in slots.tolist()])
+
+    runner.step = lambda rows: (add_on_the_host(runner.state, runner.slots[:rows]),)  # type: ignore[method-assign]
+    _, made, _ = captured(2, runner)
+    runner.slots[:] = torch.tensor([1, 0])
+    assert replayed(made, 2).tolist() == [1.5, 0.5]
+
+
+def reads_a_tensor(bucket: int) -> None:
+    if torch.zeros(1).item():
+        raise AssertionError
+
+
+def depends_on_contents(bucket: int) -> None:
+    torch.zeros(3)[torch.zeros(3, dtype=torch.bool)]
+
+
+def only_the_smaller_fail(bucket: int) -> None:
+    if bucket < 4:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.\nMore lines.")
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (reads_a_tensor, "RuntimeError: operation not permitted when stream is capturing: aten.item"),
+        (depends_on_contents, "RuntimeError: operation not permitted when stream is capturing: aten.index.Tensor"),
+        (only_the_smaller_fail, r"OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB.\); "),
+    ],
+)
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_step_that_cannot_be_captured_runs_eagerly(
+    fails: Callable[[int], None], reason: str, measured: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, also where measuring fails already, and no graph remains."""
+    runner = ToyRunner(8)
+    runner.fails = fails
+    made = DecodeGraphs(bucket_sizes(8), runner.padding, FakeCapturer())
+    if measured:
+        made.measure(meter())
+    assert made.capture(meter()) == 0
+    assert made.bucket(4) is None
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage().startswith(
+        "decode steps run without CUDA graphs, and slower: a step cannot be captured ("
+    )
+    assert re.search(reason, record.getMessage())
+    assert made.measure(meter()) == 0
+
+
+def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None:
+    seen = []
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            runner = ToyRunner(2)
+            runner.fails = lambda bucket: seen.append(gc.isenabled())
+            capturer = FakeCapturer()
+            capturer.warm_up = lambda launch: None  # type: ignore[method-assign]
+            DecodeGraphs([1, 2], runner.padding, capturer).capture(meter())
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+    assert seen == [False] * 4
+
+
+def test_two_buckets_tell_what_all_will_take(caplog: pytest.LogCaptureFixture) -> None:
+    """The pool is as large as the largest graph needs; each further graph adds the same."""
+    cuda = FakeCuda(100 * MIB)
+    taken = {"pool": 0, "graphs": 0}
+    cuda.mem_get_info = lambda device=None: (cuda.total - sum(taken.values()), cuda.total)  # type: ignore[method-assign]
+
+    class Graph:
+        outputs = ()
+
+        def __init__(self, rows: int) -> None:
+            taken["pool"] = max(taken["pool"], rows * 100_000)
+            taken["graphs"] += 30_000
+
+        def __del__(self) -> None:
+            taken["graphs"] -= 30_000
+            taken["pool"] = taken["pool"] if taken["graphs"] else 0
+
+    class CountingCapturer(FakeCapturer):
+        def capture(self, launch: Any, beside: Any) -> Any:
+            return Graph(len(launch()[0]))
+
+    made = DecodeGraphs(bucket_sizes(32), ToyRunner(32).padding, CountingCapturer())
+    with cuda, caplog.at_level(logging.INFO):
+        expected = made.measure(DeviceMeter(CPU, cuda))
+        assert expected == 32 * 100_000 + 7 * 30_000
+        assert taken == {"pool": 0, "graphs": 0}, "measuring leaves nothing"
+        assert made.bucket(1) is None
+        assert made.capture(DeviceMeter(CPU, cuda)) == expected
+    assert re.search(r"7 CUDA graphs of up to 32 rows: \d+\.\d s, 3.25 MiB", caplog.text)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig.from_dict({"model": "none", **options})
+
+
+class CapturableAttention(ReferenceAttention):
+    capturable = True
+
+
+def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def sizes(options: dict[str, Any], backend: Any = CapturableAttention) -> list[int]:
+        made = decode_graphs(config(**options), backend(), CPU, ToyRunner(256).padding)
+        made.capture(meter())
+        return [rows for rows in range(1, 257) if made.bucket(rows) == rows]
+
+    assert sizes({"max_num_seqs": 8}) == [], "a CPU captures nothing"
+    monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
+    assert sizes({"max_num_seqs": 8}) == [1, 2, 4, 8]
+    assert sizes({"max_num_seqs": 8, "max_num_batched_tokens": 5}) == [1, 2, 4, 5], "no step has more rows than tokens"
+    assert sizes({"max_num_seqs": 8, "enforce_eager": True}) == []
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sizes({"max_num_seqs": 8}, ReferenceAttention) == []
+    assert "attention_backend='reference' decides on the host what it launches" in caplog.text

@@ -1,0 +1,33 @@
+"""Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does: to nearest, ties to even.
+
+As shipped (3.6 to 3.9) it truncates to bfloat16, and loses the carry of what rounds up to a power of two in e4m3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+__all__ = ["gpu_rounding"]
+
+
+@pytest.fixture
+def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    shipped = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        """See `interpreter._convert_float`: the bits of the result as unsigned integers."""
+        if source == tl.float32 and target == tl.bfloat16:
+            return torch.from_numpy(np.array(data)).bfloat16().view(torch.uint16).numpy()
+        if source == tl.float32 and target == tl.float8e4nv:  # cvt.rn.satfinite.e4m3x2.f32
+            finite = torch.from_numpy(np.array(data)).clamp(-448, 448)
+            return finite.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return shipped(data, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
