@@ -44,14 +44,15 @@ _EXEC_TIED_TO_PARENT = (
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
-# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).
+# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).  The module's
+# name is an argument, so that lists of processes show it.
 _RUN_WORKER = (
     "import importlib.util as u,runpy,sys\n"
-    "folder=sys.argv.pop(1)\n"
+    "module,folder=sys.argv.pop(1),sys.argv.pop(1)\n"
     "spec=u.spec_from_file_location('inflight',folder+'/__init__.py',submodule_search_locations=[folder])\n"
     "sys.modules['inflight']=package=u.module_from_spec(spec)\n"
     "spec.loader.exec_module(package)\n"
-    "runpy.run_module('inflight.worker',run_name='__main__',alter_sys=True)"
+    "runpy.run_module(module,run_name='__main__',alter_sys=True)"
 )
 
 
@@ -76,7 +77,7 @@ def interpreter() -> str:
 
 def engine_command(config: EngineConfig) -> list[str]:
     """Command line of the engine process, without its `--fd N`."""
-    return [config.python_executable or interpreter(), "-c", _RUN_WORKER, str(_PACKAGE)]
+    return [config.python_executable or interpreter(), "-c", _RUN_WORKER, "inflight.worker", str(_PACKAGE)]
 
 
 class EngineProcess:
