@@ -139,5 +139,7 @@ def gauges(metrics_address: str, model: str) -> dict[str, float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.labels.get("model") == model and "le" not in sample.labels:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+                # The parser adds `_total` to a counter without it.
+                name = sample.name if f"{sample.name}{{" in text else sample.name.removesuffix("_total")
+                found[name] = found.get(name, 0.0) + sample.value
     return found
