@@ -27,6 +27,9 @@ def quantization(hf_config: Any) -> dict[str, Any] | None:
 
 def unsupported(values: dict[str, Any]) -> str | None:
     """What of a quantization_config does not run, by name."""
+    blocks = block_size(values)
+    if blocks is not None and not (len(blocks) == 2 and all(isinstance(n, int) and n > 0 for n in blocks)):
+        return f"the blocks of its weights are {blocks}, not numbers of rows and columns"
     if values["quant_method"] != "compressed-tensors":
         for key, allowed in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
             if values.get(key, allowed) != allowed:

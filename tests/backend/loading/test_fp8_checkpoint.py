@@ -180,6 +180,7 @@ def in_group(part: str, **changes: Any) -> dict[str, Any]:
         (compressed_tensors("channel", "token", config_groups={"W4A16": ["Linear"]}), "'W4A16' is not one of FP8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' "),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"blocks of its weights are \[128, 0\]"),
     ],
 )
 def test_what_does_not_run_is_refused_by_name(path: str, quantization: dict[str, Any], message: str) -> None:
