@@ -178,7 +178,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
             and whose defaults are greedy. See docs/migrating.md.
         seed: base of the seeds of requests without one; `None` takes it from the OS.
-        cpu_threads: intra-op threads of torch in the engine process; `None` uses all cores.
+        cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
+            container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.

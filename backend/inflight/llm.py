@@ -124,6 +124,7 @@ class LLM:
         )
         self.core = EngineCore(self.config, make_runner(self.config))
         self._next_id = 0
+        self._pid = os.getpid()
         self._open: dict[int, _OpenRequest] = {}
 
     def generate(
@@ -140,6 +141,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter that cannot be served; nothing has run.
             RequestError: the engine gave up a request; the others are aborted.
+            RuntimeError: this process was forked from the one that made the LLM.
         """
         requests = self._submit(prompts, params)
         try:
@@ -153,7 +155,7 @@ class LLM:
         """Yield the request's state after each step that advanced it.  Closing the iterator aborts the request.
 
         Raises:
-            ValueError, RequestError: as `generate`.
+            ValueError, RequestError, RuntimeError: as `generate`.
         """
         requests = self._submit([prompt], params)
         try:
@@ -163,6 +165,11 @@ class LLM:
             self._abort(requests)
 
     def _submit(self, prompts: Any, params: Any) -> dict[int, _OpenRequest]:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this LLM belongs to the process that made it ({self._pid}): a forked one has none of its threads and "
+                'would hang; make the LLM there, in a process started with multiprocessing\'s "spawn" method'
+            )
         prompts = [prompts] if is_prompt(prompts) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._defaults] * len(prompts)

@@ -38,6 +38,7 @@ from inflight.engine.messages import (
     decode_to_engine,
     encode,
 )
+from inflight.runner.cpu_threads import available_cpus
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
@@ -166,8 +167,11 @@ def main(argv: list[str] | None = None) -> int:
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
     # take a core from the thread that the barrier waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before torch is imported, which would start a thread for each core of the machine.
     if config.cpu_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)  # before torch is imported
+        os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
     gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
     try:
         core = _load(connection, config)

@@ -412,35 +412,41 @@ def wait_for_idle(server: TritonServer) -> None:
     generate(server, max_tokens=1)
 
 
-ANSWER = {
+OF_REQUESTS = {
     ("vllm:generation_tokens_total",): 16,
     ("vllm:prompt_tokens_total",): len(TOKENIZER.encode(PROMPT)),
     ("vllm:time_to_first_token_seconds_count",): 1,
     ("vllm:e2e_request_latency_seconds_count",): 1,
     ("vllm:request_params_n_count",): 1,
+    ("inflight_request_time_per_output_token_seconds_count",): 1,
+    ("vllm:request_success_total", ("finished_reason", "length")): 1,
+    ("vllm:request_success_total", ("finished_reason", "stop")): 0,
+}
+OF_STEPS = {
     ("vllm:time_per_output_token_seconds_count",): 15,
     ("vllm:inter_token_latency_seconds_count",): 15,
     ("vllm:inter_token_latency_seconds_bucket", ("le", "+Inf")): 15,
     ("vllm:inter_token_latency_seconds_bucket", ("le", "80")): 15,
-    ("inflight_request_time_per_output_token_seconds_count",): 1,
     ("inflight_step_seconds_count",): 16,
-    ("vllm:request_success_total", ("finished_reason", "length")): 1,
-    ("vllm:request_success_total", ("finished_reason", "stop")): 0,
 }
 
 
 def test_a_scrape_right_after_an_answer_includes_it(fake: TritonServer) -> None:
-    def read() -> dict[Any, float]:
-        return {key: series(fake, key[0], **dict(key[1:])) for key in ANSWER}
+    def read(keys: dict[Any, int]) -> dict[Any, float]:
+        return {key: series(fake, key[0], **dict(key[1:])) for key in keys}
 
     wait_for_idle(fake)
+    steps_before = read(OF_STEPS)
+    while time.sleep(1.2) or read(OF_STEPS) != steps_before:
+        steps_before = read(OF_STEPS)
     for _ in range(3):
-        time.sleep(0.2)  # publishing the steps of an answer may take 2% of the time
-        before = read()
+        before = read(OF_REQUESTS)
         generate(fake, max_tokens=16)
-        after = read()
-        assert {key: after[key] - before[key] for key in ANSWER} == ANSWER
-        assert series(fake, "vllm:num_requests_running") == 0
+        after = read(OF_REQUESTS)
+        assert {key: after[key] - before[key] for key in before} == OF_REQUESTS
+    # What steps add to comes with an answer only as long as that takes little of the time.
+    wait_for(lambda: read(OF_STEPS) == {key: value + 3 * OF_STEPS[key] for key, value in steps_before.items()})
+    wait_for(lambda: series(fake, "vllm:num_requests_running") == 0)
     assert series(fake, "vllm:kv_cache_usage_perc") == 0
     assert series(fake, "vllm:cache_config_info", block_size="16", num_gpu_blocks="1000") == 1
 

@@ -60,6 +60,7 @@ def probe(model: nn.Module, text_config: Any, max_model_len: int, device: torch.
     finally:
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
     _check_shape(kind, whole, text_config.vocab_size)
+    _check_finite(kind, whole)
     _check_layers(text_config, found.layers)
     return Probed(found.layers, _keeps_logits(kind, kept, whole))
 
@@ -74,6 +75,16 @@ def _check_shape(kind: str, logits: Tensor, vocab_size: int) -> None:
         raise LoadError(
             f"model type {kind!r} is not supported: its logits have shape {list(logits.shape)} for {_NUM_TOKENS} "
             f"tokens and a vocabulary of {vocab_size}"
+        )
+
+
+def _check_finite(kind: str, logits: Tensor) -> None:
+    """NaN in the weights; -inf is how some models mask tokens."""
+    if not logits.amax().isfinite():
+        raise LoadError(
+            f"the checkpoint (model type {kind!r}) cannot be served: its logits in {logits.dtype} are not finite (NaN "
+            "or infinity), so its weights contain NaN or its arithmetic overflows; check the files, or set "
+            '"dtype": "float32" in model.json'
         )
 
 

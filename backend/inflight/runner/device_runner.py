@@ -23,6 +23,7 @@ from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import LoadedModel, load
+from inflight.runner import cpu_threads
 from inflight.runner.batch_state import BatchState
 from inflight.runner.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.runner.forward_pass import ForwardPass
@@ -78,7 +79,7 @@ class DeviceStep:
         return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffers:
     """One place of the ring, in pinned memory.
 
@@ -93,7 +94,7 @@ class _Buffers:
     owner: _Ticket | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A step from launch to collect.
 
@@ -137,8 +138,7 @@ class DeviceRunner:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel | None = None, queue: DeviceQueue | None = None
     ) -> None:
-        if config.cpu_threads is not None:
-            torch.set_num_threads(config.cpu_threads)
+        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
         loaded = loaded or load(config)
         self.info = info = loaded.info
         self.model = loaded.model

@@ -12,6 +12,7 @@ from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import load
+from inflight.runner import cpu_threads
 from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.memory import Outcome, attempt
@@ -38,8 +39,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.cpu_threads is not None:
-            torch.set_num_threads(config.cpu_threads)
+        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
         loaded = load(config)
         self.info = loaded.info
         self.model = loaded.model

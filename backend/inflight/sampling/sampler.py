@@ -18,7 +18,6 @@ from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadat
 from inflight.sampling.rules import RULES, LogitsRule
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.unusable import are_finite, mark_unusable
-from inflight.sampling.upload import upload
 
 __all__ = ["Sampler", "edit_logits"]
 
@@ -42,10 +41,10 @@ class Sampler:
                 "select the slots whose rows are passed, from a table with the vocabulary size of the logits"
             )
         token_ids = _choose(logits, metadata)
-        if not metadata.logprobs:
+        index = metadata.logprobs_rows
+        if index is None:
             return SamplerOutput(token_ids, [], None)
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
-        index = upload(np.array(rows), logits.device)
         chosen = token_ids[index].clamp_(min=0)
         return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops))
 

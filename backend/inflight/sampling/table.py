@@ -127,7 +127,7 @@ class SamplingTable:
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
                 `set_row`; those after it are drafts and may be others in the next call.
-            put: brings the rules' arrays to the device; by default each at once.
+            put: brings arrays to the device; by default each at once.
             history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
             columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
                 logits have C rows, of which only the first R belong to a slot.
@@ -150,6 +150,7 @@ class SamplingTable:
         if needed & _LOGPROBS:
             rows = np.flatnonzero(flags & _LOGPROBS)
             metadata.logprobs = dict(zip(rows.tolist(), self._logprobs[slots[rows]].tolist()))
+            metadata.logprobs_rows = (put or self._put)(rows)
         if needed >= _FIRST_RULE:
             batch = RowBatch(
                 rows=np.arange(len(slots)),

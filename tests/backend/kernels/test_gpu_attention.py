@@ -222,6 +222,7 @@ class Capture:
         num_blocks = self.ROWS * -(-self.LONGEST // 16) + 2
         self.layer, self.query, self.sinks = layer, full.query.clone(), full.sinks
         self.cache = backend.new_cache(num_blocks, 16, layer, torch.float32, torch.device("cpu"))
+        pour(full, self.cache)
         self.metadata = full.metadata(full.query_lens)
         # No part of a captured step reads the lists, nor the longest length.
         self.metadata.query_start_loc_cpu, self.metadata.seq_lens_cpu, self.metadata.max_seq_len = [], [], -1

@@ -14,6 +14,7 @@ import _ctypes
 import ctypes
 import functools
 import logging
+import os
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 
 import torch
@@ -34,6 +35,11 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_FORKED = (
+    "this process was forked from one that used the CPU kernels: its threads do not exist here, and the first parallel "
+    'product would wait for them for ever; start it with multiprocessing\'s "spawn" method'
+)
+
 ABI = 4  # of cpu_library.cpp
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SLACK = 64  # bytes that kernels may read past the end of an allocation
@@ -53,6 +59,9 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "inflight_ops_linear": ([c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32], None),
     "inflight_ops_forward": ([*[c_void_p] * 5, c_int64, c_void_p, c_int32], None),
 }
+
+
+_forked = False
 
 
 @functools.cache
@@ -78,7 +87,14 @@ def load() -> ctypes.CDLL | str:
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, result
+    os.register_at_fork(after_in_child=_note_fork)
     return found
+
+
+def _note_fork() -> None:
+    """In the child.  With one thread nothing waits for another."""
+    global _forked
+    _forked = torch.get_num_threads() > 1
 
 
 def _open() -> ctypes.CDLL | str:
@@ -99,11 +115,13 @@ def library() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        RuntimeError: it is not available.
+        RuntimeError: it is not available, or this process was forked from one whose threads it used.
     """
     found = load()
     if isinstance(found, str):
         raise RuntimeError(found)
+    if _forked:
+        raise RuntimeError(_FORKED)
     return found
 
 

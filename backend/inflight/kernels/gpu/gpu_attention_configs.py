@@ -89,9 +89,10 @@ def tile_for(card: Card, spec: LayerSpec, dtype: torch.dtype, is_decode: bool) -
     """The tile for a layer."""
     size = max(64, padded(spec.key_head_size), padded(spec.value_head_size))
     table = _FLOAT32_TILES[is_decode] if dtype == torch.float32 else _TILES[card.family, is_decode]
-    tile = table[size]
-    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.
-    return tile if card.capability[0] == 9 else replace(tile, late=False)
+    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.  Values of an
+    # fp8 pool are converted in registers, for which a product waits.
+    late = table[size].late and card.capability[0] == 9 and spec.kv_cache_dtype is None
+    return replace(table[size], late=late)
 
 
 @dataclass(frozen=True)
