@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight.hub import snapshot
 
-__all__ = ["TensorFiles"]
+__all__ = ["TensorFiles", "weight_files"]
 
 
 class TensorFiles:
@@ -25,7 +25,7 @@ class TensorFiles:
         folder = snapshot(model, revision)
         self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
-        for file in [] if folder is None else _files_of(folder):
+        for file in [] if folder is None else weight_files(folder):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     self.dtypes[name] = tensors.get_slice(name).get_dtype()
@@ -41,10 +41,22 @@ class TensorFiles:
         return found
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """The files that transformers would load; a repository may hold the same weights in another layout as well."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load, whether or not they are there; [] if it finds none.
+
+    A repository may hold the same weights in another layout as well.
+
+    Raises:
+        ValueError: an index is damaged.
+    """
+    for single in (folder / "model.safetensors", folder / "pytorch_model.bin"):
+        index = folder / f"{single.name}.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return [folder / name for name in sorted(names)]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(f"{index} is damaged; download it again") from None
+    return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 import re
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from inflight.config import EngineConfig
 from inflight.hub import snapshot
 from inflight.loading import fp8_linear, fp8_scheme
 from inflight.loading.errors import LoadError, in_models_code, in_one_line
+from inflight.loading.tensor_files import weight_files
 from inflight.runner.memory import available_memory, format_bytes
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
@@ -86,12 +87,20 @@ def _stored(config: EngineConfig) -> dict[str, _Stored]:
     Raises:
         LoadError: a file is damaged.
     """
-    folder = snapshot(config.model, config.revision)
-    files = [] if folder is None else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     found: dict[str, _Stored] = {}
-    for file in files:
-        found |= _header(config.model, file)
+    for file in _files(config):
+        if file.is_file():
+            found |= _header(config.model, file)
     return found
+
+
+def _files(config: EngineConfig) -> list[Path]:
+    """Files of the weights, if this machine has the checkpoint."""
+    folder = snapshot(config.model, config.revision)
+    try:
+        return [] if folder is None else weight_files(folder)
+    except ValueError as error:
+        raise LoadError(f"{config.model!r} cannot be loaded: {error}") from None
 
 
 def _header(model: str, file: Path) -> dict[str, _Stored]:
@@ -146,6 +155,7 @@ def pretrained(
         LoadError: transformers cannot load it, or weights are missing, of other shapes, or without a place.
     """
     transformers_logging.disable_progress_bar()
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers has the hub convert pickled files
     options |= dict(
         config=hf_config,
         dtype=dtype,
@@ -173,19 +183,8 @@ def _code(dtype: torch.dtype) -> str:
 
 def _source(config: EngineConfig) -> str:
     """The checkpoint's folder if all of its weights are in it, so that nothing asks the hub; else its hub id."""
-    folder = snapshot(config.model, config.revision)
-    return str(folder) if folder is not None and _is_complete(folder) else config.model
-
-
-def _is_complete(folder: Path) -> bool:
-    for kind in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / kind).is_file():
-            return True
-        index = folder / f"{kind}.index.json"
-        if index.is_file():
-            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return all((folder / part).is_file() for part in parts)
-    return False
+    files = _files(config)
+    return str(files[0].parent) if files and all(file.is_file() for file in files) else config.model
 
 
 def _check_report(config: EngineConfig, hf_config: Any, report: dict[str, Any], plain: bool) -> None:

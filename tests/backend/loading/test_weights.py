@@ -141,6 +141,7 @@ class Malicious:
         return (Path.touch, (Path("ran"),))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_that_would_run_code_is_refused(tmp_path, llama, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "pickled"
@@ -183,3 +184,14 @@ def test_four_bit_floats_are_unpacked(tmp_path):
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     coded = changed(str(numbers), tmp_path / "coded", pack, quantization_config=quantization)
     assert greedy_tokens(coded) == greedy_reference(str(numbers), PROMPTS, [8, 8])
+
+
+def test_only_the_files_that_are_loaded_count(tmp_path, llama):
+    """Some repositories hold their weights twice, in the layout of another library as well."""
+    path = changed(llama, tmp_path / "twice")
+    (path / "consolidated.safetensors").write_bytes(b"not read")
+    load(config(path))
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    (path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"model\.safetensors\.index\.json is damaged; download it again"):
+        load(config(path))
