@@ -44,8 +44,8 @@ _EXEC_TIED_TO_PARENT = (
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
-# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).  The module's
-# name is an argument, so that lists of processes show it.
+# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).  The
+# module's name is an argument, so that lists of processes show it.
 _RUN_WORKER = (
     "import importlib.util as u,runpy,sys\n"
     "module,folder=sys.argv.pop(1),sys.argv.pop(1)\n"
