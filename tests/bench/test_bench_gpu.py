@@ -53,7 +53,7 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
     assert {row["shape"] for row in rows["tests"]} == {f"tests/gpu/{p.name}" for p in ROOT.glob("tests/gpu/test_*.py")}
     checked = [row for row in rows["kernels"] if row["unit"] in CHECKS]
     assert {row["name"].split()[0] for row in checked} == {
-        "rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "sampling", "attention",
+        "rms_norm", "add_rms_norm", "rotary", "rotate_and_write", "silu_and_mul", "sampling", "attention",
     }  # fmt: skip
     assert all(row["passed"] for row in checked)
     for name in ("decode", "serve", "prefill", "options", "arrivals"):
@@ -116,7 +116,7 @@ def test_a_failed_check_is_the_exit_status(tmp_path: Path) -> None:
         "gpu_ops.sampling_check_rows = gpu_ops.timed_rows = gpu_ops.sampling_rows = lambda *_: []\n"
         "gpu_attention.run = lambda *_: []\n"
         "broken = {'silu_and_mul': lambda self, x: x[:, ::2] * 1.0}\n"
-        "gpu_ops.KERNELS = type('Broken', (gpu_ops.ReferenceOps,), broken)()\n"
+        "gpu_ops.KERNELS = type('Broken', (gpu_ops.GpuOps,), broken)()\n"
         "sys.argv = ['bench/gpu.py', 'kernels', '--device', 'cpu', '--quick']\n"
         "sys.exit(gpu.main())"
     )
