@@ -10,8 +10,9 @@ Requires torch, triton and numpy only.  bench/gpu.py also calls `run`.
 Correctness: compared with a float32 reference on the CPU, on new random numbers, with pool and output full of NaN.
 Decodes read each key and value once: their bytes per second are compared with a large device-to-device copy (bytes
 read plus written).  Prefills multiply: the causal half of the products is compared with the rate of a bf16 matrix
-product, and with torch's flash attention on contiguous keys and values.  Times are medians of graph replays; a batch
-that reads less than several L2 caches is timed on several pools in turn, so that none of it is left in the cache.
+product, with torch's flash attention on contiguous keys and values, and with FlashAttention-3 where it is installed.
+Times are medians of graph replays; a batch that reads less than several L2 caches is timed on several pools in turn,
+so that none of it is left in the cache.
 
 --compile needs no GPU: it compiles the shipped shapes and prints registers, stack (spills) and shared memory.
 --tune compares the shipped tiles with a shortlist of twelve, --tune-all with 228, and prints the best ones.
@@ -52,6 +53,7 @@ from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Tile
+from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 from inflight.kernels.gpu.launch import interpreted
 
 BLOCK_SIZE = 16
@@ -125,9 +127,9 @@ class Batch:
         caches: pools of equal size: one if it exceeds the L2 cache or multiplication is the limit, else several.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        spec, size = shape.spec, shape.block_size
-        self.shape, self.dtype, self.backend = shape, dtype, GpuAttention()
+    def __init__(self, shape: Shape, device: torch.device, backend: GpuAttention | None = None) -> None:
+        spec, size, dtype = shape.spec, shape.block_size, torch.bfloat16
+        self.shape, self.backend = shape, backend or GpuAttention()
         blocks = [-(-length // size) for length in shape.seq_lens]
         self.bytes = sum(shape.seq_lens) * spec.bytes_per_token(dtype)
         count = num_pools(shape, self.bytes) if device.type == "cuda" else 1
@@ -220,6 +222,14 @@ def flash_seconds(shape: Shape, device: torch.device) -> float | None:
         return spent_by([flash], device)
 
 
+def flash3_seconds(shape: Shape, device: torch.device) -> float | None:
+    """Time of FlashAttention-3 on the same pool; None without it."""
+    backend = Flash3Attention()
+    if device.type != "cuda" or backend.unsupported(shape.spec, torch.bfloat16, shape.block_size) is not None:
+        return None
+    return Batch(shape, device, backend).seconds()
+
+
 def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
     """The correctness checks: case, dtype, whether the pool is fp8."""
     if interpreted():
@@ -275,6 +285,8 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
         row["unit"] = "bytes/s" if shape.bound == "bytes" else "FLOP/s"
     if shape.bound == "flops" and (flash := flash_seconds(shape, device)):
         row |= dict(flash_microseconds=flash * 1e6, over_flash=flash / spent)
+    if shape.bound == "flops" and (flash3 := flash3_seconds(shape, device)):
+        row |= dict(flash3_microseconds=flash3 * 1e6, over_flash3=flash3 / spent)
     reached = row.get("over_flash") if shape.bound == "flops" else row["ratio"]
     if shape.target is not None and reached is not None:
         row["target"] = shape.target

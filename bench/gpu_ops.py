@@ -31,6 +31,7 @@ from inflight.sampling import Sampler, SamplingTable
 
 KERNELS, REFERENCE = OPS = GpuOps(), ReferenceOps()
 BLOCK_SIZE = 16
+QUANTIZED_LIMIT = 1e-3  # share of values that round to the neighbour
 VOCABULARY = 151936  # Qwen3
 SAMPLING_TARGET = 300e-6  # seconds for 256 rows on an H200
 
@@ -170,6 +171,37 @@ def _timed_rotate_and_write(spec: LayerSpec, num_tokens: int, device: torch.devi
     return rotate_and_write
 
 
+def quantized_pairs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, Any]]:
+    """(kernel, what it quantizes in one launch, the same in two)."""
+    x, weight = sliced(rows, width, dtype=dtype, device=device), sliced(width, dtype=dtype, device=device)
+    residual, gate_up = (sliced(rows, size, dtype=dtype, device=device) for size in (width, 2 * width))
+    plain = KERNELS.rms_norm(x, weight, 1e-6)
+    yield "rms_norm_quantized", KERNELS.rms_norm_quantized(x, weight, 1e-6), plain
+    plain = KERNELS.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    yield "add_rms_norm_quantized", KERNELS.add_rms_norm_quantized(x, residual.clone(), weight, 1e-6), plain
+    yield "silu_and_mul_quantized", KERNELS.silu_and_mul_quantized(gate_up), KERNELS.silu_and_mul(gate_up)
+    yield "quantize_rows", KERNELS.quantize_rows(x), x
+
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantized_check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Share of values that differ from the reference's for the plain result: the sum of a norm may have another order.
+
+    Not in the interpreter, which rounds to e4m3 in its own way.
+    """
+    rows, width = 65, 4096
+    if device.type == "cpu" or not has_fp8(device):
+        return
+    for name, got, plain in quantized_pairs(rows, width, torch.bfloat16, device):
+        expected = REFERENCE.quantize_rows(plain)
+        share = float((got.values.view(torch.uint8) != expected.values.view(torch.uint8)).float().mean())
+        yield dict(name=f"{name} is right", shape=f"{rows} x {width}", achieved=share, limit=QUANTIZED_LIMIT,
+                   ratio=share / QUANTIZED_LIMIT, unit="error", passed=share <= QUANTIZED_LIMIT)  # fmt: skip
+
+
 def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Callable[..., Any], list[tuple], int]]:
     """(kernel, shape in words, function of (ops, operands), shapes of its operands, elements read and written)."""
     if device.type == "cpu":
@@ -196,6 +228,17 @@ def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Calla
              _timed_rotate_and_write(spec, t, device),
              [(t, merged), (t, size // 2), (t, size // 2), (size,), (size,)], t * (2 * merged + size)),
             ("silu_and_mul", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul(x), [(t, 2 * inner)], 3 * t * inner),
+        ]  # fmt: skip
+        if not has_fp8(device):
+            continue
+        cases += [
+            ("add_rms_norm_quantized", f"{t} x {hidden}",
+             lambda ops, x, r, w: ops.add_rms_norm_quantized(x, r, w, 1e-6),
+             [(t, hidden), (t, hidden), (hidden,)], 7 * t * hidden // 2),
+            ("silu_and_mul_quantized", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul_quantized(x),
+             [(t, 2 * inner)], 5 * t * inner // 2),
+            ("quantize_rows", f"{t} x {heads * size}", lambda ops, x: ops.quantize_rows(x),
+             [(t, heads * size)], 3 * t * heads * size // 2),
         ]  # fmt: skip
     return cases
 
@@ -259,7 +302,7 @@ def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> 
                 logits = [make_logits(rows, vocab_size, peaked, dtype, device) for _ in range(copies)]
                 for kind in KINDS if device.type == "cuda" else CHECKED:
                     metadata = sampling_metadata(kind, rows, vocab_size, device, seed)
-                    spent = seconds([partial(gpu_sampler.choose, copy, metadata) for copy in logits], device)
+                    spent = seconds([partial(gpu_sampler.choose, copy, metadata.columns) for copy in logits], device)
                     size = rows * vocab_size * dtype.itemsize
                     words = f"{rows} x {vocab_size} {str(dtype).removeprefix('torch.')}"
                     row = dict(name=f"sampling, {kind}", shape=f"{words}, {'peaked' if peaked else 'flat'}",
@@ -282,6 +325,7 @@ def run(device: torch.device, quick: bool = False, rate: float | None = None) ->
     rate = rate or copy_rate(device)
     parts = (
         lambda: check_rows(device, quick),
+        lambda: quantized_check_rows(device),
         lambda: sampling_check_rows(device, quick, seed),
         lambda: timed_rows(device, quick, rate),
         lambda: sampling_rows(device, quick, rate, seed),

@@ -93,7 +93,6 @@ class TritonPythonModel:
             log_info=lambda line: bridge.log("info", line),
         )
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
-        self._name = args["model_name"]
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._metrics.start()
@@ -123,15 +122,16 @@ class TritonPythonModel:
                 self._streams.reject(responder, RequestError("INTERNAL", message))
 
     def _check_health(self) -> None:
-        """As vllm_backend does: unload a model whose engine is lost, so that its readiness says so.
+        """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
+
+        It also unloads the model.  A model that unloads itself can end Triton 24.10 with SIGSEGV (observed), and
+        the engine process is restarted here: so the model stays, and serves again when the engine is up.
 
         Raises:
-            RequestError: UNAVAILABLE; the engine process cannot be restarted.
+            RequestError: UNAVAILABLE; the engine process is not up.
         """
-        reason = self._supervisor.refusal
-        if reason is not None:
-            bridge.log("error", f"{self._name} is not healthy and will be unloaded: {reason}")
-            bridge.unload(self._name)
+        if self._supervisor.pid is None:
+            reason = self._supervisor.refusal or "the engine process is being restarted"
             raise RequestError("UNAVAILABLE", f"Model is unavailable due to unhealthy engine: {reason}")
 
     def finalize(self) -> None:

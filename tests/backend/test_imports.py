@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.gpu.gpu_ops_kernels": {"ops.base"},
     "kernels.gpu.gpu_rotate_and_write": {"kernels.gpu", "attention.base", "ops.base"},
     "kernels.gpu.gpu_math": {"sampling"},
+    "kernels.gpu.gpu_bad_words": {"sampling"},
     "kernels.gpu.gpu_penalties": {"sampling"},
     "kernels.gpu.gpu_sampler": {"kernels.gpu.gpu_math", "sampling"},
     "attention": {"attention"},

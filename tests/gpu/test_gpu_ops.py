@@ -81,6 +81,12 @@ def test_quantized_rows_are_bitwise_equal_to_the_reference(dtype: torch.dtype) -
     assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="no e4m3 before compute capability 8.9")
+def test_norms_and_gates_quantize_what_they_would_store() -> None:
+    torch.manual_seed(5)
+    assert not [row for row in gpu_ops.quantized_check_rows(CUDA) if not row["passed"]]
+
+
 def test_more_tokens_than_a_grid_dimension() -> None:
     x = torch.randn(70000, 64, device=CUDA)
     torch.testing.assert_close(gpu_ops.KERNELS.silu_and_mul(x), gpu_ops.REFERENCE.silu_and_mul(x))

@@ -100,12 +100,12 @@ def test_a_row_alone_and_in_a_batch() -> None:
 
 def test_captured_in_a_graph() -> None:
     logits, selected = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
-    expected = gpu_sampler.choose(logits, selected)
+    expected = gpu_sampler.choose(logits, selected.columns)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        got = gpu_sampler.choose(logits, selected)
+        got = gpu_sampler.choose(logits, selected.columns)
     for _ in range(3):
         graph.replay()
         assert torch.equal(got, expected)
@@ -114,5 +114,5 @@ def test_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
 def test_logits_that_are_not_finite_give_no_token_and_extreme_ones_do(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
-    got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0))
+    got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0).columns)
     assert bool(((got >= 0) & (got < 5000)).all() if abs(value) < 1e39 else (got == -1).all())

@@ -47,6 +47,8 @@ class _Address:
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
+        if 0 in self._place[1]:  # nothing is read of it
+            return torch.empty(self._place[1], dtype=self._dtype)
         storage = None if self._storage.expired() else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.data_ptr() != self._pointer:
             raise Moved(f"a graph uses a tensor of shape {list(self._place[1])} at {self._pointer:#x}, which is gone")
@@ -157,10 +159,24 @@ _recorder: _Recorder | None = None
 def _active(recorder: _Recorder) -> Iterator[None]:
     global _recorder
     _recorder = recorder
+    reads = ("tolist", "numpy")  # operations to nobody but the host
+    for name in reads:
+        setattr(Tensor, name, _outside_of_operations(recorder, getattr(Tensor, name)))
     try:
         yield
     finally:
         _recorder = None
+        for name in reads:
+            delattr(Tensor, name)
+
+
+def _outside_of_operations(recorder: _Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not recorder._in_kernel:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {read.__name__}")
+        return read(tensor, *args, **kwargs)
+
+    return checked
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionBackend, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.selection import select_backend
 from inflight.loading import fp8_linear, loader
 
 __all__ = ["Fp8Reference", "fp8_twins"]
@@ -46,6 +45,7 @@ def _rounded(x: Tensor, scale: Tensor | None) -> Tensor:
 @contextmanager
 def fp8_twins() -> Iterator[None]:
     """Weights and KV in fp8 load and run on this CPU."""
+    select_backend = loader.select_backend
 
     def select(name: str, specs: list[LayerSpec], *args: Any) -> AttentionBackend:
         if name == "auto" and specs[0].kv_cache_dtype == E4M3:

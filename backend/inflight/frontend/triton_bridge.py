@@ -25,7 +25,6 @@ __all__ = [
     "log",
     "output_layout",
     "read_request",
-    "unload",
     "wants_metrics",
 ]
 
@@ -184,14 +183,6 @@ def _parameter(model_config: dict[str, Any], name: str) -> str:
 def checks_health(model_config: dict[str, Any]) -> bool:
     """True if `ENABLE_VLLM_HEALTH_CHECK`, a parameter of vllm_backend, is "true" in `config.pbtxt`."""
     return _parameter(model_config, "ENABLE_VLLM_HEALTH_CHECK") == "true"
-
-
-def unload(model: str) -> None:
-    """Ask Triton to unload a model, which it does only in explicit model control."""
-    try:
-        pb_utils.unload_model(model)
-    except Exception as error:
-        log("error", f"{model} cannot be unloaded: {error}")
 
 
 def log(level: str, line: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
 from inflight.loading.fused_modules import fuse_modules
 from inflight.loading.native_decoder import native_decoder
+from inflight.loading.packed_experts import pack_others
 from inflight.loading.packed_linear import pack_linears
 from inflight.ops.base import FusedOps
 from inflight.ops.selection import select_ops
@@ -68,6 +69,10 @@ def accelerate(
             raise CannotQuantize(f"{name} computes other logits with weights in int8")
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones compute other logits", name)
+    undo_others = pack_others(model)
+    if undo_others is not None and not _passes(model, passes):
+        undo_others()
+        _log.warning("%s runs on torch's products: the packed experts compute other logits", name)
     return model
 
 

@@ -51,7 +51,7 @@ class Reference:
     Attributes:
         cases: the sequences.
         logits: float32 [length, V] of each alone.
-        own_error: relative error of transformers in the model's dtype; 0 in float32, None if unknown.
+        own_error: relative error of transformers in the model's dtype, of the longest; 0 in float32, None if unknown.
     """
 
     cases: list[Case]
@@ -138,15 +138,16 @@ def reference(model: nn.Module, cases: list[Case], device: torch.device, widens:
     """
     model.set_attn_implementation("eager")  # type: ignore[operator]
     try:
-        logits = [_alone(model, case, device) for case in cases]
         if not widens:
             is_float32 = next(model.parameters()).dtype == torch.float32
-            return Reference(cases, logits, 0.0 if is_float32 else None)
+            return Reference(cases, [_alone(model, case, device) for case in cases], 0.0 if is_float32 else None)
         with InFloat32():
             exact = [_alone(model, case, device) for case in cases]
+        longest = max(range(len(cases)), key=lambda index: len(cases[index].token_ids))
+        rounded = _alone(model, cases[longest], device)
     finally:
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
-    return Reference(cases, exact, max(_typical_error(*pair) for pair in zip(logits, exact)))
+    return Reference(cases, exact, _typical_error(rounded, exact[longest]))
 
 
 def _alone(model: nn.Module, case: Case, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from inflight.config import EngineConfig
-from inflight.loading import fp8_linear
+from inflight.loading import fp8_linear, fp8_scheme
 from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear, replace_linears
 from inflight.loading.tensor_files import TensorFiles
@@ -41,14 +41,6 @@ METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
 _E4M3 = "F8_E4M3"  # as safetensors call it
 _SCALES = ("weight_scale", "weight_scale_inv")  # the second is DeepSeek's; it is a factor, too
 _WAY_OUT = 'use the model\'s unquantized checkpoint with quantization="fp8", or "int8" on a CPU'
-_FORMATS = ("float-quantized", "naive-quantized", "mixed-precision", "dense", None)
-_PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
-# Of weights, of inputs, of results: how numbers share scales; None means there are none.
-_STRATEGIES: dict[str, tuple[str | None, ...]] = {
-    "weights": ("tensor", "channel", "block"),
-    "input_activations": ("tensor", "token", "group", None),
-    "output_activations": ("tensor", None),
-}
 # Tensors that the model's class has no place for: scales of weights, and those of inputs, which are not used.
 _SCALE = re.compile(r"\.(weight_scale(_inv)?|input_scale(_ub)?)$")
 
@@ -59,9 +51,9 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
     Raises:
         LoadError: what its configuration or its files contain is not supported, by name.
     """
-    values = _quantization(hf_config)
+    values = fp8_scheme.quantization(hf_config)
     assert values is not None
-    if reason := _unsupported(values):
+    if reason := fp8_scheme.unsupported(values):
         raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {reason}; {_WAY_OUT}")
     plain = copy.deepcopy(hf_config)
     for part in (plain, plain.get_text_config(decoder=True)):
@@ -77,8 +69,8 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
             raise LoadError(f"none of its linear layers is stored as {_E4M3}, as its quantization_config says")
     except LoadError as error:
         raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {error}; {_WAY_OUT}") from error
-    why = fp8_linear.unsupported(device, dtype) or _unquantised_inputs(values)
-    blocks = _block_size(values)
+    why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
+    blocks = fp8_scheme.block_size(values)
     place = _Placement(files, scales, blocks, device, select_ops(device) if why is None else None)
     if why is None:
         names = [name for name in scales if fp8_linear.fits(model.get_submodule(name))]  # type: ignore[arg-type]
@@ -89,73 +81,6 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
     for name in scales.keys() - set(names):
         place.dequantise(model.get_submodule(name), name)  # type: ignore[arg-type]
     return model.to(device)
-
-
-def _quantization(hf_config: Any) -> dict[str, Any] | None:
-    for part in (hf_config, hf_config.get_text_config(decoder=True)):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return found if isinstance(found, dict) else found.to_dict()
-    return None
-
-
-def _unsupported(values: dict[str, Any]) -> str | None:
-    """What of a quantization_config does not run, by name."""
-    if values["quant_method"] != "compressed-tensors":
-        for key, allowed in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
-            if values.get(key, allowed) != allowed:
-                return f"its quantization_config has {key}={values[key]!r} (supported: {allowed!r})"
-        return None
-    if values.get("format") not in _FORMATS:
-        names = ", ".join(repr(name) for name in _FORMATS if name)
-        return f"it is compressed as format={values['format']!r} (supported: {names})"
-    if (values.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        return f"its weights are stored as sparse: format={values['sparsity_config']['format']!r}"
-    if values.get("transform_config"):
-        return "it has a transform_config, whose rotations of weights and inputs are not supported"
-    for name, group in (values.get("config_groups") or {}).items():
-        if reason := _unsupported_group(name, group):
-            return reason
-    return None
-
-
-def _unsupported_group(name: str, group: Any) -> str | None:
-    """What of an entry of `config_groups` does not run: its scheme, or a scheme's name with its targets."""
-    if isinstance(group, list):
-        return None if name in _PRESETS else f"its config group {name!r} is not one of {', '.join(_PRESETS)}"
-    for key, strategies in _STRATEGIES.items():
-        scheme = group.get(key)
-        if scheme is None:
-            continue
-        bits, kind, strategy = scheme.get("num_bits", 8), scheme.get("type", "int"), scheme.get("strategy")
-        if (bits, kind) != (8, "float") or not scheme.get("symmetric", True) or strategy not in strategies:
-            return (
-                f"the {key} of its config group {name!r} are {kind}{bits}, {strategy}"
-                f"{'' if scheme.get('symmetric', True) else ', asymmetric'} (supported: float8, symmetric, "
-                f"{' or '.join(filter(None, strategies))})"
-            )
-    return None
-
-
-def _unquantised_inputs(values: dict[str, Any]) -> str | None:
-    """Why a checkpoint's products are not in fp8, although its weights are."""
-    groups = (values.get("config_groups") or {}).values()
-    if any(isinstance(group, dict) and group.get("input_activations") is None for group in groups):
-        return "the checkpoint quantizes weights only"
-    return None
-
-
-def _block_size(values: dict[str, Any]) -> list[int] | None:
-    """Rows and columns of the blocks of a weight that share a scale."""
-    if values.get("weight_block_size"):
-        return list(values["weight_block_size"])
-    for name, group in (values.get("config_groups") or {}).items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if weights and weights.get("block_structure"):
-            return list(weights["block_structure"])
-        if name == "FP8_BLOCK":
-            return [128, 128]
-    return None
 
 
 def _scales_of(model: nn.Module, files: TensorFiles) -> dict[str, str]:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import EngineConfig
 from inflight.hub import snapshot
-from inflight.loading import fp8_linear
+from inflight.loading import fp8_linear, fp8_scheme
 from inflight.loading.errors import LoadError, in_models_code, in_one_line
 from inflight.runner.memory import available_memory, format_bytes
 
@@ -66,7 +66,8 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
 
 def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes that weights take less in fp8 than in `dtype`: those stored so, or quantised on the way to `device`."""
-    if fp8_linear.unsupported(device, dtype) is not None:
+    stays = fp8_linear.unsupported(device, dtype) is None
+    if not stays or fp8_scheme.unquantised_inputs(fp8_scheme.quantization(hf_config) or {}) is not None:
         return 0
     sizes = [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]
     if config.quantization == "fp8" and not sizes:

@@ -79,7 +79,7 @@ class DeviceStep:
         return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffers:
     """One place of the ring, in pinned memory.
 
@@ -94,7 +94,7 @@ class _Buffers:
     owner: _Ticket | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A step from launch to collect.
 
@@ -151,7 +151,7 @@ class DeviceRunner:
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
         self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device)
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
         self.forward = ForwardPass(self.model, slots)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rows = RowWriter(self.state, slots)
@@ -165,7 +165,8 @@ class DeviceRunner:
         self._in_flight: deque[_Ticket] = deque()
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
-        self.graphs = decode_graphs(config, self.backend, device, self._padding)
+        capturable = self.rotary is None or self.rotary.capturable
+        self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable)
         loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
 

@@ -266,9 +266,17 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 
 def decode_graphs(
-    config: EngineConfig, backend: AttentionBackend, device: torch.device, padding: Callable[[int], Padding]
+    config: EngineConfig,
+    backend: AttentionBackend,
+    device: torch.device,
+    padding: Callable[[int], Padding],
+    capturable: bool = True,
 ) -> DecodeGraphs:
-    """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`."""
+    """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`.
+
+    Args:
+        capturable: whether the model launches the same for every batch of a size, its attention aside.
+    """
     capturer = None if config.enforce_eager else capturer_of(device)
     if capturer is None:
         return DecodeGraphs((), padding, None)
@@ -277,6 +285,12 @@ def decode_graphs(
             "decode steps run without CUDA graphs, and slower: attention_backend=%r decides on the host what it "
             'launches; use "gpu", or set enforce_eager to true',
             backend.name,
+        )
+        return DecodeGraphs((), padding, None)
+    if not capturable:
+        _log.warning(
+            "decode steps run without CUDA graphs, and slower: the model's rotary embedding has frequencies for every "
+            "length; lower max_model_len to the checkpoint's max_position_embeddings, or set enforce_eager to true"
         )
         return DecodeGraphs((), padding, None)
     return DecodeGraphs(bucket_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), padding, capturer)

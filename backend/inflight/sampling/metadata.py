@@ -113,6 +113,7 @@ class SamplingMetadata:
             GPU kernel draws all of them.
         edits: changes to the logits, in order of application.
         logprobs: row -> number of top entries, for the rows that return log probabilities.
+        logprobs_rows: int64[len(logprobs)], these rows on the device.
     """
 
     num_rows: int
@@ -122,6 +123,7 @@ class SamplingMetadata:
     random_groups: list[RandomGroup] = field(default_factory=list)
     edits: list[LogitsEdit] = field(default_factory=list)
     logprobs: dict[int, int] = field(default_factory=dict)
+    logprobs_rows: Tensor | None = None
 
     @classmethod
     def all_greedy(cls, num_rows: int) -> SamplingMetadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +15,9 @@ from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.rules import RULES
+from inflight.sampling.rules import RULES, LogitsRule
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.unusable import are_finite, mark_unusable
-from inflight.sampling.upload import upload
 
 __all__ = ["Sampler", "edit_logits"]
 
@@ -41,22 +41,24 @@ class Sampler:
                 "select the slots whose rows are passed, from a table with the vocabulary size of the logits"
             )
         token_ids = _choose(logits, metadata)
-        if not metadata.logprobs:
+        index = metadata.logprobs_rows
+        if index is None:
             return SamplerOutput(token_ids, [], None)
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
-        index = upload(np.array(rows), logits.device)
         chosen = token_ids[index].clamp_(min=0)
         return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops))
 
-    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def warm_up(
+        self, vocab_size: int, dtype: torch.dtype, device: torch.device, rules: Sequence[type[LogitsRule]] = RULES
+    ) -> None:
         """Compile the GPU kernels for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
         if not can_launch(device):
             return
-        params = [SamplingParams(top_k=2), *(rule.warm_up_params for rule in RULES)]
+        params = [SamplingParams(top_k=2), *(rule.warm_up_params for rule in rules)]
         token = np.zeros(1, dtype=np.int32)
         rows = [SampleRow(p, seed=0, position=1, prompt_token_ids=token, output_token_ids=token[:0]) for p in params]
         logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
-        metadata = sampling_metadata(rows, vocab_size, device)
+        metadata = sampling_metadata(rows, vocab_size, device, rules)
         self(logits, metadata)  # edits are made to a float32 copy
         self(logits, replace(metadata, edits=[]))
 

@@ -127,7 +127,7 @@ class SamplingTable:
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
                 `set_row`; those after it are drafts and may be others in the next call.
-            put: brings the rules' arrays to the device; by default each at once.
+            put: brings arrays to the device; by default each at once.
             history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
             columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
                 logits have C rows, of which only the first R belong to a slot.
@@ -150,6 +150,7 @@ class SamplingTable:
         if needed & _LOGPROBS:
             rows = np.flatnonzero(flags & _LOGPROBS)
             metadata.logprobs = dict(zip(rows.tolist(), self._logprobs[slots[rows]].tolist()))
+            metadata.logprobs_rows = (put or self._put)(rows)
         if needed >= _FIRST_RULE:
             batch = RowBatch(
                 rows=np.arange(len(slots)),
@@ -252,12 +253,16 @@ def _first_positions(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sampling_metadata(
-    rows: Sequence[SampleRow], vocab_size: int, device: torch.device | str = "cpu"
+    rows: Sequence[SampleRow],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    rules: Sequence[type[LogitsRule]] = RULES,
 ) -> SamplingMetadata:
     """Describe rows without keeping a table: for one-off calls; a step loop keeps a `SamplingTable`."""
-    table = SamplingTable(len(rows), vocab_size, device)
+    table = SamplingTable(len(rows), vocab_size, device, rules)
     token_ids = np.zeros((len(rows), max((row.position for row in rows), default=0)), dtype=np.int32)
     for slot, row in enumerate(rows):
         table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))
         token_ids[slot, : row.position] = np.concatenate([row.prompt_token_ids, row.output_token_ids])
-    return table.select(np.arange(len(rows)), np.array([row.position for row in rows], dtype=np.int64), token_ids)
+    positions = np.array([row.position for row in rows], dtype=np.int64)
+    return table.select(np.arange(len(rows)), positions, token_ids, history=upload(token_ids, table.device))

@@ -210,4 +210,4 @@ def test_longer_int8_products_are_refused_by_name() -> None:
         PackedWeight([torch.zeros(1, size)], int8=True)
     model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
     with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        accelerate(model, torch.device("cpu"), lambda forward: True, int8=True)
+        accelerate(model, torch.device("cpu"), lambda forward: True, 256, int8=True)

@@ -70,15 +70,14 @@ def test_half_precision_agrees_up_to_rounding(name: str, dtype: torch.dtype) -> 
     assert relative_error(out, exact) < torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("features", "seq_lens", "query_lens", "block_size"),
+    ("dtype", "features", "seq_lens", "query_lens", "block_size"),
     [
-        ({}, [20], [20], 16),
-        ({}, [70], [70], 128),
-        ({}, [200, 65, 3], [200, 1, 3], 16),
-        ({}, [300, 129], [90, 64], 16),
-        (dict(sliding_window=150, softcap=9.0, has_sinks=True), [400], [150], 16),
+        (torch.float16, {}, [20], [20], 16),
+        (torch.float16, {}, [70], [70], 128),
+        (torch.float16, {}, [140, 65, 3], [140, 1, 3], 16),
+        (torch.float16, {}, [200, 129], [40, 30], 16),
+        (torch.bfloat16, dict(sliding_window=90, softcap=9.0, has_sinks=True), [250], [60], 16),
     ],
     ids=["short prompt", "blocks of four tiles", "prompts", "chunks", "features"],
 )
@@ -146,6 +145,14 @@ class TestSplitKeys:
         backend = GpuAttention(HUGE)
         assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
         assert max(parts(case.prepared(backend))) > 2
+
+    def test_more_rows_and_blocks_than_programs_that_join_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gpu_attention, "_REDUCE_GRID", (2, 1))
+        case = PagedCase(spec(4, 2, 32), [150, 100, 300], [1, 2, 1], 16)
+        backend = GpuAttention(HUGE)
+        assert relative_error(case.run(backend), case.run(ReferenceAttention())) < 2e-6
+        (work,) = case.prepared(backend).work.values()
+        assert work.plan[1] == 3
 
     def test_more_parts_than_are_joined_at_a_time(self) -> None:
         case = PagedCase(spec(1, 1, 16), [40 * 32 + 5, 70], [1, 1], 16)
@@ -215,6 +222,7 @@ class Capture:
         num_blocks = self.ROWS * -(-self.LONGEST // 16) + 2
         self.layer, self.query, self.sinks = layer, full.query.clone(), full.sinks
         self.cache = backend.new_cache(num_blocks, 16, layer, torch.float32, torch.device("cpu"))
+        pour(full, self.cache)
         self.metadata = full.metadata(full.query_lens)
         # No part of a captured step reads the lists, nor the longest length.
         self.metadata.query_start_loc_cpu, self.metadata.seq_lens_cpu, self.metadata.max_seq_len = [], [], -1

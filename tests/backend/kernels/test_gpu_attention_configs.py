@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import spec
@@ -27,6 +29,16 @@ def test_every_head_size_has_tiles_that_fit(card: Card, size: int, dtype: torch.
         assert (tile.block_m == 0) == is_decode
         stage = 2 * tile.block_n * padded(size) * dtype.itemsize
         assert stage * max(1, tile.num_stages - 1) + tile.block_m * padded(size) * dtype.itemsize <= card.shared_memory
+
+
+def test_values_are_late_where_wgmma_runs_beside_a_softmax() -> None:
+    """On Hopper, in prompts, for 16-bit values that are read as they are."""
+    layer, b200 = spec(8, 2, 128), Card((10, 0), 148, 227 * 1024)
+    assert tile_for(H200, layer, torch.bfloat16, False).late
+    assert not tile_for(H200, layer, torch.bfloat16, True).late
+    assert not tile_for(H200, layer, torch.float32, False).late
+    assert not tile_for(b200, layer, torch.bfloat16, False).late
+    assert not tile_for(H200, replace(layer, kv_cache_dtype=torch.float8_e4m3fn), torch.bfloat16, False).late
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu import gpu_penalties, gpu_sampler
+from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
 from inflight.sampling import Sampler, SamplingTable, sampler, table
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
-from inflight.sampling.rules import penalties
+from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties, penalties
 from inflight.sampling.unusable import NO_TOKEN
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
@@ -304,6 +304,17 @@ def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
     Sampler().warm_up(40, torch.bfloat16, DEVICE)
     assert dtypes == [torch.float32, torch.bfloat16]
     assert penalised == [torch.float32]
+
+
+def test_warm_up_runs_those_of_a_history_on_the_device(monkeypatch):
+    for module in (sampler, device_penalties, device_bad_words):
+        monkeypatch.setattr(module, "can_launch", lambda device: True)
+    calls = []
+    monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: torch.zeros(len(x), dtype=torch.int64, device=DEVICE))
+    monkeypatch.setattr(gpu_bad_words, "ban", lambda x, m: calls.append("ban"))
+    monkeypatch.setattr(gpu_penalties, "count_and_penalise", lambda x, m: calls.append("penalise"))
+    Sampler().warm_up(40, torch.bfloat16, DEVICE, DEVICE_RULES)
+    assert calls == ["ban", "penalise"]
 
 
 @triton.jit

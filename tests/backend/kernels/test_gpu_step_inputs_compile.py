@@ -20,7 +20,7 @@ import torch
 from gpu_target import target
 from random_steps import RandomSteps
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu import gpu_penalties, gpu_step_inputs
+from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_step_inputs
 from inflight.runner.batch_state import BatchState
 from inflight.runner.step_inputs import DeviceState, StepInputTensors, StepSize
 from inflight.runner.step_rows import RowWriter, StepRows
@@ -33,7 +33,7 @@ state, tokens = BatchState(*limits, cpu), DeviceState.allocate(*limits, cpu)
 inputs, rows = StepInputTensors.allocate(10**6, tokens), RowWriter(state, 33)
 table = SamplingTable(33, 50257, cpu, DEVICE_RULES)
 host, device = (torch.zeros(upload_bytes(33, 10**5), dtype=torch.uint8) for _ in range(2))
-params = SamplingParams(repetition_penalty=1.1)
+params = SamplingParams(repetition_penalty=1.1, bad_words_ids=[[5], [6, 7, 8]])
 for slot in range(33):
     table.set_row(slot, params, slot, [], 1)
 with target(arch) as compiled:
@@ -56,7 +56,9 @@ with target(arch) as compiled:
             gpu_step_inputs.put_tokens(tokens.token_ids, inputs.sample_indices[:count], sampled)
             slots, positions = numbers.slot_of_logits, numbers.position_of_logits + 1
             metadata = table.select(slots, positions, put=upload.put, history=tokens.token_ids)
-            (counted,) = metadata.edits
+            matched, counted = metadata.edits
+            matched.table.words, matched.table.tokens = matched.update.words, matched.update.tokens
+            gpu_bad_words.ban(torch.empty(count, 50257), matched)
             counted.table.grow(33)
             gpu_penalties.count_and_penalise(torch.empty(count, 50257), counted)
             steps.take(out, np.zeros(count, dtype=np.int64))
@@ -73,6 +75,7 @@ def test_one_variant_for_all_steps(tmp_path: Path, arch: int) -> None:
     assert done.returncode == 0, done.stderr
     kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert sorted(kernel["kernel"] for kernel in kernels) == [
+        "ban_words_kernel",
         "count_kernel",
         "penalise_counted_kernel",
         "put_tokens_kernel",

@@ -12,15 +12,18 @@ import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from fake_cuda import FakeCuda
 from fp8_twins import fp8_twins
+from graph_rig import graph_core, pretend_a_card
 from offline import make_core, run, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import fp8_linear, weights
 from inflight.loading.errors import LoadError
 from inflight.loading.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
+from inflight.loading.in_float32 import InFloat32
 from inflight.loading.loader import load
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
@@ -83,6 +86,14 @@ class TestLayer:
         assert torch.equal(made(x), made(OPS.quantize_rows(x)))
         assert torch.equal(made(x[None]), made(x)[None])
         assert made(x[:0]).shape == (0, 48)
+
+    def test_wider_inputs_are_not_rounded(self) -> None:
+        made = Fp8Linear.quantized(plain_linear(dtype=torch.bfloat16), CPU, OPS)
+        x = torch.randn(3, 64)
+        weight = made.weight.float() * made.weight_scale[:, None]
+        with InFloat32():
+            out = made(x)
+        torch.testing.assert_close(out, x @ weight.T + made.bias.float())
 
     @pytest.mark.parametrize("bias", [True, False])
     def test_merged_layers_share_their_memory(self, bias: bool) -> None:
@@ -223,13 +234,15 @@ class TestLoading:
         with pytest.raises(LoadError, match=r"q_proj \[32, 32\] fails: no kernel image is available; remove it"):
             load(config(make_checkpoint("llama", tmp_path)))
 
-    def test_a_wrong_forward_pass_is_found(self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from inflight.attention.reference import ReferenceAttention
-
+    def test_a_slightly_wrong_forward_pass_is_found(
+        self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The check in float32 multiplies by what the weights mean, and rounds no inputs."""
         attend = ReferenceAttention.attend
-        monkeypatch.setattr(ReferenceAttention, "attend", lambda *args: attend(*args) * 3)
-        with pytest.raises(LoadError, match="the logits of a test batch differ"):
-            load(config(make_checkpoint("llama", tmp_path), attention_backend="reference"))
+        monkeypatch.setattr(ReferenceAttention, "attend", lambda *args: attend(*args) * 1.01)
+        options = dict(attention_backend="reference", dtype="bfloat16")
+        with pytest.raises(LoadError, match="in float32 the logits of a test batch differ by 0"):
+            load(config(make_checkpoint("llama", tmp_path), **options))
 
     @pytest.mark.parametrize("quantised", [True, False])
     def test_what_fits_only_in_eight_bits_is_loaded(
@@ -278,5 +291,21 @@ def test_every_architecture_passes_the_check_at_load(model_type: str, on_cpu: No
     path = make_checkpoint(model_type, tmp_path)
     if model_type == "gpt2":
         return  # see above
-    loaded = load(config(path))
+    loaded = load(config(path, dtype="bfloat16"))
     assert any(isinstance(module, Fp8Linear) for module in loaded.model.modules())
+
+
+def test_captured_steps_are_the_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode graphs and launch-ahead, on merged layers whose inputs norms and gate quantise."""
+    path = make_checkpoint("llama", tmp_path)
+    pretend_a_card(monkeypatch)
+    params = [SamplingParams(max_tokens=12, temperature=0.7, n=n, seed=n, ignore_eos=True) for n in (1, 2, 1, 1)]
+    outputs, captured = [], []
+    for eager in (False, True):
+        options = dict(max_num_seqs=4, max_model_len=128, async_scheduling=True, enforce_eager=eager)
+        with fp8_twins():
+            core = graph_core(path, quantization="fp8", **options)
+        outputs.append({key: tokens(deltas) for key, deltas in run(core, PROMPTS, params).items()})
+        captured.append(core.runner.graphs.bucket(1) is not None)
+    assert captured == [True, False]
+    assert outputs[0] == outputs[1]

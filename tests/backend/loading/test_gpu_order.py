@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fake_cuda import FakeCuda
+from fp8_twins import fp8_twins
 from graph_rig import fused_by, pretend_kernels
 from offline import make_core, make_device_core, run, tokens
 
@@ -19,6 +20,7 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import kv_scales, loader, memory_plan
 from inflight.loading.errors import LoadError
+from inflight.loading.fp8_linear import Fp8Linear
 from inflight.loading.largest_step import largest_step
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
@@ -62,9 +64,12 @@ def busy_params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=8, ignore_eos=True, seed=index, **kinds[index % 3])
 
 
-@pytest.mark.parametrize("utilization", [0.5, 0.55])
-def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: FakeCuda, utilization: float) -> None:
-    core = gpu_core(checkpoint, gpu_memory_utilization=utilization)
+@pytest.mark.parametrize(("utilization", "quantization"), [(0.5, None), (0.55, None), (0.55, "fp8")])
+def test_no_load_takes_more_than_the_utilization(
+    checkpoint: str, card: FakeCuda, utilization: float, quantization: str | None
+) -> None:
+    with fp8_twins():
+        core = gpu_core(checkpoint, gpu_memory_utilization=utilization, quantization=quantization)
     limit = utilization * card.total
     card.empty_cache()
     card.reset_peak_memory_stats()
@@ -151,13 +156,21 @@ def test_fp8_scales_are_those_of_the_calibration_in_the_real_pool(
         assert not torch.equal(scales.key, torch.ones(2))
 
 
-def test_merged_weights_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_merged_weights_are_in_the_plan(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
     seen = []
     plan_on_gpu = loader.plan_on_gpu
     monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
-    core = gpu_core(checkpoint)
+    with fp8_twins():
+        core = gpu_core(checkpoint, quantization=quantization)
     (memory,) = seen
+    layers = core.runner.model.model.layers
+    assert all(isinstance(layer.mlp.down_proj, Fp8Linear) == (quantization == "fp8") for layer in layers)
     weights = sum(parameter.nbytes for parameter in core.runner.model.parameters())
+    fp8 = [module for module in layers.modules() if isinstance(module, Fp8Linear)]
+    weights += sum(layer.weight.numel() + 4 * layer.out_features for layer in fp8)
     assert weights <= memory.weights < weights + 1000
     assert memory.used_before == OTHERS
     assert memory.weights <= memory.used - memory.used_before < memory.weights + MIB

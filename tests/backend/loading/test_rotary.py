@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
-from offline import make_core, run, tokens
+from graph_rig import captured_by, graph_core, pretend_a_card
+from offline import make_core, make_device_core, run, tokens
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import AddRequest
@@ -70,6 +71,24 @@ def test_every_request_makes_the_choice_of_generate(path: str, setting: str) -> 
     assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == greedy_reference(path, prompts, counts)
     if setting == "preempting":
         assert core.scheduler.num_preempted_total > 0
+
+
+def test_steps_on_a_device_and_replayed_ones_make_the_same_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint("phi3", tmp_path, **LONGROPE)
+    prompts, counts = prompts_of(SHAPES), [count for _, count in SHAPES]
+    expected = greedy_reference(path, prompts, counts)
+
+    def outputs(core: Any) -> list[list[int]]:
+        deltas = run(core, prompts, [greedy(count) for count in counts], stagger=2)
+        return [tokens(deltas[index, 0]) for index in range(len(prompts))]
+
+    assert outputs(make_device_core(path, block_size=5, max_num_batched_tokens=40, max_num_seqs=4)) == expected
+    pretend_a_card(monkeypatch)
+    core = graph_core(path, max_num_seqs=6)
+    assert outputs(core) == expected
+    assert sum(graph.replays for graph in captured_by(core).graphs) > 20
 
 
 def test_a_request_that_crosses_the_limit_is_long_from_its_first_token(tmp_path: Path) -> None:
@@ -175,3 +194,16 @@ class TestRopeChoice:
         choice = RopeChoice(32, False, 100)
         salts = {choice.salted(salt, 10, count) for salt in ("", "33:", "32:", "x") for count in (1, 80)}
         assert len(salts) == 8
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_a_graph_reads_keeps_its_address(tmp_path: Path, dynamic: bool) -> None:
+    rope = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=8.0), max_position_embeddings=LIMIT)
+    path = make_checkpoint("llama", tmp_path, **(rope if dynamic else MODELS["llama"]))
+    core = make_core(path, max_model_len=200)
+    shared = core.runner.rotary
+    assert shared.capturable is not dynamic
+    address, candidates = shared.lengths.data_ptr(), shared.candidates
+    run(core, prompts_of(SHAPES), [greedy(count) for _, count in SHAPES])
+    assert shared.lengths.data_ptr() == address
+    assert (shared.candidates == candidates) is not dynamic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,12 @@ from hypothesis import strategies as st
 from offline import run, tokens
 
 from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.sampling_params import SamplingParams
+from inflight.sampling import UNUSABLE_LOGITS
+
+from .test_drafts import Replayer
+from .test_parity import prepared
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -72,6 +78,10 @@ def work_of(core: EngineCore, prompts: list[list[int]], params: list[SamplingPar
     return found
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize("launch_ahead", [False, True])
 def test_every_bucket_gives_the_tokens_of_generate(checkpoint: str, launch_ahead: bool) -> None:
     core = graph_core(checkpoint, max_num_seqs=9, async_scheduling=launch_ahead)
@@ -85,6 +95,52 @@ def test_every_bucket_gives_the_tokens_of_generate(checkpoint: str, launch_ahead
         bucket = min(size for size in (1, 2, 4, 8, 9) if size >= rows)
         assert replays.pop(bucket) >= 11
         assert not any(replays.values())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe", "llama4_text", "gpt2", "jetmoe"])
+def test_architectures_give_the_tokens_of_generate(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Windows and softcap, experts, learned positions; and a model whose experts ask the host for their tokens."""
+    path, prompts, counts, expected = prepared(model_type)
+    core = graph_core(path, block_size=5, max_num_batched_tokens=40, max_num_seqs=4, async_scheduling=True)
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
+    deltas = run(core, prompts, params, stagger=2)
+    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == expected
+    if model_type == "jetmoe":
+        (warning,) = warnings_of(caplog)
+        assert "a step cannot be captured (RuntimeError: operation not permitted when stream is capturing" in warning
+    else:
+        assert sum(num_replays(core).values()) >= 10
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_of_each_length(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two choices are both in a graph, which takes each token's own; one for each length cannot be captured."""
+    rope: dict[str, Any] = dict(rope_type=kind, rope_theta=100.0, original_max_position_embeddings=32)
+    if kind == "longrope":
+        rope |= dict(long_factor=[1.0, 3.0, 9.0, 16.0], short_factor=[1.0, 1.1, 1.3, 1.6])
+    else:
+        rope |= dict(factor=4.0)
+    positions = 32 if kind == "dynamic" else 256
+    path = make_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=positions)
+    core, eager = pair_of(path, max_model_len=96, max_num_seqs=4, async_scheduling=True)
+    prompts = [prompt_of(index, length) for index, length in enumerate((5, 40, 20))]
+    params = [every_kind(0, max_tokens=count) for count in (12, 12, 20)]
+    assert work_of(core, prompts, params, 0) == work_of(eager, prompts, params, 0)
+    captured = core.runner.graphs.bucket(1) is not None
+    assert captured == (kind == "longrope")
+    assert captured != any("without CUDA graphs" in text for text in warnings_of(caplog))
+
+
+def test_drafts_beside_captured_steps(checkpoint: str) -> None:
+    """Steps with drafts are eager; those between them are replayed."""
+    core = graph_core(checkpoint, max_num_seqs=4, async_scheduling=True)
+    prompts = [prompt_of(index, 4 + index) for index in range(4)]
+    params = [every_kind(index, max_tokens=20) for index in range(4)]
+    expected = {key: tokens(deltas) for key, deltas in run(core, prompts, params).items()}
+    before = sum(num_replays(core).values())
+    core.scheduler.policies.drafter = Replayer(expected, 3)
+    assert {key: tokens(deltas) for key, deltas in run(core, prompts, params).items()} == expected
+    assert sum(num_replays(core).values()) > before
 
 
 def pair_of(path: str, **options: Any) -> tuple[EngineCore, EngineCore]:
@@ -223,25 +279,6 @@ def test_a_step_whose_own_tensors_moved_has_no_graph(checkpoint: str) -> None:
     assert not any(num_replays(core).values())
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_model_that_looks_at_its_tensors_runs_eagerly(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning at load, and the tokens are right."""
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    forward = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) if bool(x.isfinite().any()) else x)
-    core = graph_core(checkpoint, max_num_seqs=4, native_forward=False)
-    (warning,) = warnings_of(caplog)
-    assert warning.startswith("decode steps run without CUDA graphs, and slower: a step cannot be captured (Runtime")
-    deltas = run(core, [[1, 2, 3]], [GREEDY])
-    assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
-
-
 def test_enforce_eager_captures_nothing(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     core = graph_core(checkpoint, enforce_eager=True)
     deltas = run(core, [[1, 2, 3]], [GREEDY])
@@ -258,3 +295,16 @@ def test_a_row_that_gains_two_blocks_is_not_replayed(checkpoint: str) -> None:
     deltas = run(core, [[1, 2, 3]], [GREEDY])
     assert tokens(deltas[0, 0]) == greedy_reference(checkpoint, [[1, 2, 3]], [12])[0]
     assert not any(num_replays(core).values())
+
+
+def test_a_row_whose_logits_are_not_finite_fails_by_name(checkpoint: str) -> None:
+    """The graph marks it, as an eager step does."""
+    core = graph_core(checkpoint, max_num_seqs=2)
+    assert core.add_request(AddRequest(0, [1, 2, 3], GREEDY)) is None
+    for _ in range(3):
+        assert core.step().failed == []
+    before = sum(num_replays(core).values())
+    with torch.no_grad():
+        core.runner.model.lm_head.weight.fill_(float("nan"))
+    assert core.step().failed == [RequestFailed(0, "INTERNAL", UNUSABLE_LOGITS)]
+    assert sum(num_replays(core).values()) == before + 1 > 1

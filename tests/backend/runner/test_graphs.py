@@ -153,6 +153,10 @@ def reads_a_tensor(bucket: int) -> None:
         raise AssertionError
 
 
+def lists_a_tensor(bucket: int) -> None:
+    torch.zeros(1).tolist()
+
+
 def depends_on_contents(bucket: int) -> None:
     torch.zeros(3)[torch.zeros(3, dtype=torch.bool)]
 
@@ -166,6 +170,7 @@ def only_the_smaller_fail(bucket: int) -> None:
     ("fails", "reason"),
     [
         (reads_a_tensor, "RuntimeError: operation not permitted when stream is capturing: aten.item"),
+        (lists_a_tensor, "RuntimeError: operation not permitted when stream is capturing: tolist"),
         (depends_on_contents, "RuntimeError: operation not permitted when stream is capturing: aten.index.Tensor"),
         (only_the_smaller_fail, r"OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB.\); "),
     ],
@@ -246,8 +251,8 @@ class CapturableAttention(ReferenceAttention):
 
 
 def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def sizes(options: dict[str, Any], backend: Any = CapturableAttention) -> list[int]:
-        made = decode_graphs(config(**options), backend(), CPU, ToyRunner(256).padding)
+    def sizes(options: dict[str, Any], backend: Any = CapturableAttention, capturable: bool = True) -> list[int]:
+        made = decode_graphs(config(**options), backend(), CPU, ToyRunner(256).padding, capturable)
         made.capture(meter())
         return [rows for rows in range(1, 257) if made.bucket(rows) == rows]
 
@@ -257,5 +262,7 @@ def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert sizes({"max_num_seqs": 8, "max_num_batched_tokens": 5}) == [1, 2, 4, 5], "no step has more rows than tokens"
     assert sizes({"max_num_seqs": 8, "enforce_eager": True}) == []
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sizes({"max_num_seqs": 8}, capturable=False) == []
+    assert "the model's rotary embedding has frequencies for every length" in caplog.text
     assert sizes({"max_num_seqs": 8}, ReferenceAttention) == []
     assert "attention_backend='reference' decides on the host what it launches" in caplog.text

@@ -37,7 +37,8 @@ _MIN_FP8_CAPABILITY = (8, 9)
 # Of the plan and reduction kernels: requests, and parts of a split block, that they take at a time.
 _PLAN_CHUNK = 256
 _REDUCE_CHUNK = 32
-_REDUCE_ROWS = 16  # programs per KV head and split block, at most
+# Programs of the reduction per KV head, at most: by rows, by split blocks.  Most steps have nothing to reduce.
+_REDUCE_GRID = 16, 32
 # The card that the interpreter assumes: a small one, because programs that do nothing take time, too.
 _INTERPRETED = Card((9, 0), 4, 227 * 1024)
 
@@ -228,8 +229,8 @@ class GpuAttention:
             enable_fp_fusion=True,  # scale and shift of the scores in one operation
         )
         if room.extra:
-            joins = min(room.extra, room.blocks)
-            reduce_kernel[(min(room.rows, _REDUCE_ROWS), spec.num_kv_heads, joins)](
+            rows, joins = min(room.rows, _REDUCE_GRID[0]), min(room.extra, room.blocks, _REDUCE_GRID[1])
+            reduce_kernel[(rows, spec.num_kv_heads, joins)](
                 out,
                 *self._scratch,
                 metadata.query_start_loc,

@@ -89,9 +89,10 @@ def tile_for(card: Card, spec: LayerSpec, dtype: torch.dtype, is_decode: bool) -
     """The tile for a layer."""
     size = max(64, padded(spec.key_head_size), padded(spec.value_head_size))
     table = _FLOAT32_TILES[is_decode] if dtype == torch.float32 else _TILES[card.family, is_decode]
-    tile = table[size]
-    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.
-    return tile if card.capability[0] == 9 else replace(tile, late=False)
+    # wgmma is Hopper's: mma.sync of other cards is not asynchronous, and tcgen05 has another pipeline.  Values of an
+    # fp8 pool are converted in registers, for which a product waits.
+    late = table[size].late and card.capability[0] == 9 and spec.kv_cache_dtype is None
+    return replace(table[size], late=late)
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,15 @@ class Room:
 
 
 def room_for(geometry: Geometry, num_tokens: int, num_requests: int, max_query_len: int, running: int) -> Room:
-    """Enough to fill the card twice, as far as the scratch allows.  Depends on no length of a request.
+    """Enough to fill the card twice if query blocks are few, and once if they are many and one context is long.
+
+    Depends on no length of a request.  Programs of unused items cost little, but not nothing.
 
     Args:
         running: programs that the card runs concurrently.
     """
     rows = min(geometry.tile.block_m or geometry.short_rows, max_query_len * geometry.group)
     fits = SCRATCH_BYTES // (2 * geometry.num_kv_heads * rows * geometry.value_padded * 4)
-    extra = min(-(-2 * running // geometry.num_kv_heads), fits)
-    return Room(geometry.num_blocks(num_tokens, num_requests), extra, rows)
+    blocks = geometry.num_blocks(num_tokens, num_requests)
+    wanted = max(running, 2 * running - blocks * geometry.num_kv_heads)
+    return Room(blocks, min(-(-wanted // geometry.num_kv_heads), fits), rows)

@@ -298,11 +298,11 @@ def reduce_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
     SHORT_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of split query blocks, CHUNK at a time.  Grid (some rows, NUM_KV_HEADS, joins there may be)."""
+    """Join the parts of split query blocks, CHUNK at a time.  Grid (any, NUM_KV_HEADS, any): rows and joins in turn."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     BLOCK_Q: tl.constexpr = (SHORT_ROWS if BLOCK_M == 0 else BLOCK_M) // GROUP
-    kv_head, join = tl.program_id(1), tl.program_id(2)
-    if join < tl.load(plan + 1):
+    kv_head = tl.program_id(1)
+    for join in range(tl.program_id(2), tl.load(plan + 1), tl.num_programs(2)):
         first_item = tl.load(plan + HEADER + room * 4 + join)
         request, block, _, parts = read_item(plan, first_item)
         _, _, first_row_token, _, num_tokens = locate(query_start_loc, seq_lens, request, block, BLOCK_Q)

@@ -4,11 +4,13 @@ A *work item* is a query block and a part of its keys.  A launch has room for W 
 follows from the batch's size and the card (`gpu_attention_configs.room_for`), never from lengths: it serves every
 batch of its size, also from a CUDA graph.  Which item does what is decided here, once per step and kind of layer:
 
-    lengths, in tiles   [ 3 | 2 | 40 | 0 ]      split_tiles = 10, of the options that fit the room the cheapest
-    parts               [ 1 | 1 |  4 | 0 ]      a request without tokens takes no item
-    items               [ 2.0 | 2.1 | 2.2 | 2.3 | 1 | 0 | - | - ]      W = 8: programs of the last two return at once
-                          split, longest first:
-                          part p in row p of scratch
+    keys of each request     3 tiles   2 tiles   40 tiles   none
+    parts, of 10 tiles       1         1         4          0
+    items                    [ 2.0  2.1  2.2  2.3 | 1  0 | -  - ]      request.part; W is 8
+
+Of the tiles per part that fit the room, the plan takes those with which the last program is estimated to end first.
+Parts come before whole query blocks, because they take longest; item i stores its partial sums in row i of the
+scratch.  Programs of the places left return at once.
 
 The plan is int32 [HEADER + 4 W + extra]:
 
@@ -100,8 +102,7 @@ def plan_kernel(
     room: W.  extra: items beyond one per query block that fit W.  running: programs that the card runs concurrently.
     block_q: tokens per query block.  block_n: keys per tile.  window: tokens that a token attends to, at most.
 
-    Parts come first, because they take longest; so at most 2 * extra items are parts, and an item's number is its
-    row of scratch.  Whole query blocks follow in reverse: later ones of a prompt attend to more keys.
+    Whole query blocks are in reverse order: later ones of a prompt attend to more keys.
     """
     split_tiles, num_items = _choose(
         query_start_loc, seq_lens, num_requests, extra, running, num_kv_heads, block_q, block_n, window, CHUNK, OPTIONS

@@ -40,7 +40,7 @@ def penalise_kernel(
     tl.store(place, _penalised(x, repetition, frequency, presence, count), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["history_stride", "num_rows"])
 def count_kernel(counts_ptr, vocab_size, history, history_stride, rows, num_rows, BLOCK: tl.constexpr):
     """Bring the count row of column i of `CountedRows.rows` up to date.  Grid (num_rows,)."""
     i = tl.program_id(0)
@@ -60,7 +60,7 @@ def count_kernel(counts_ptr, vocab_size, history, history_stride, rows, num_rows
         tl.atomic_add(place, 2, mask=(position < end) & (position >= num_prompt_tokens), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["history_stride", "num_rows"])
 def penalise_counted_kernel(
     logits, counts_ptr, vocab_size, history, history_stride, rows, num_rows, strengths, BLOCK: tl.constexpr
 ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from inflight.sampling.rules.allowed_tokens import AllowedTokens
 from inflight.sampling.rules.bad_words import BadWords
 from inflight.sampling.rules.base import LogitsEdit, LogitsRule, Put, RowBatch
+from inflight.sampling.rules.device_bad_words import DeviceBadWords
 from inflight.sampling.rules.device_penalties import DevicePenalties
 from inflight.sampling.rules.logit_bias import LogitBias
 from inflight.sampling.rules.min_tokens import MinTokens
@@ -24,5 +25,6 @@ RULES: tuple[type[LogitsRule], ...] = (
     BadWords,
     Penalties,
 )
-# The same where the slots' tokens are on the device, too (`RowBatch.history`).
-DEVICE_RULES: tuple[type[LogitsRule], ...] = tuple(DevicePenalties if rule is Penalties else rule for rule in RULES)
+_ON_DEVICE: dict[type[LogitsRule], type[LogitsRule]] = {BadWords: DeviceBadWords, Penalties: DevicePenalties}
+# The same where the slots' tokens are on the device, too (`RowBatch.history`): none of these reads them on the host.
+DEVICE_RULES: tuple[type[LogitsRule], ...] = tuple(_ON_DEVICE.get(rule, rule) for rule in RULES)

@@ -1,4 +1,4 @@
-"""Penalties over counts that the device keeps: in torch and by the kernels, equal to those that the host counts."""
+"""Rules over a history that is on the device: in torch and by the kernels, equal to those that read it on the host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from random_steps import RandomSteps
 pytest.importorskip("triton")
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu import gpu_penalties
+from inflight.kernels.gpu import gpu_bad_words, gpu_penalties
 from inflight.runner.batch_state import BatchState
 from inflight.runner.step_rows import StepRows
 from inflight.sampling import SamplingTable, sampler
-from inflight.sampling.rules import DEVICE_RULES, device_penalties
+from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,6 +30,7 @@ KINDS: list[dict[str, Any]] = [
     dict(repetition_penalty=0.8, frequency_penalty=0.1),
     dict(),
     dict(repetition_penalty=1.3, presence_penalty=0.5, logit_bias={3: 2.0}),
+    dict(bad_words_ids=[[5], [9, 9], [7, 7, 7]]),
 ]
 
 
@@ -38,7 +39,8 @@ KINDS: list[dict[str, Any]] = [
 def test_logits_equal_those_of_the_host_s_counts(monkeypatch, seed: int, kernel: bool) -> None:
     """Bit for bit: slots that change hands, drafts that are refused, histories that come back."""
     monkeypatch.setattr(gpu_penalties, "_COUNTED_BLOCK", 16)
-    monkeypatch.setattr(device_penalties, "can_launch", lambda device: kernel)
+    for module in (device_penalties, device_bad_words):
+        monkeypatch.setattr(module, "can_launch", lambda device: kernel)
     monkeypatch.setattr(device_penalties, "_FIRST_ROWS", 1)
     limits, rng = (4, 30, 4), random.Random(seed)
     state, steps = BatchState(*limits, CPU), RandomSteps(rng, *limits, VOCAB)
@@ -63,6 +65,63 @@ def test_logits_equal_those_of_the_host_s_counts(monkeypatch, seed: int, kernel:
         sampled = np.array(steps.tokens(rows.size.logits), dtype=np.int64)
         state.put_tokens(*where, sampled)
         steps.take(out, sampled)
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.booleans())
+def test_bad_words_equal_those_that_the_host_matches(monkeypatch, seed: int, kernel: bool) -> None:
+    """With four tokens most heads match somewhere; a step may be lost between `prepare` and `apply`."""
+    monkeypatch.setattr(gpu_bad_words, "_BLOCK", 4)
+    monkeypatch.setattr(device_bad_words, "can_launch", lambda device: kernel)
+    limits, rng, vocab = (4, 30, 4), random.Random(seed), 4
+    state, steps = BatchState(*limits, CPU), RandomSteps(rng, *limits, vocab)
+    device = DEVICE if kernel else CPU
+    host_table, device_table = SamplingTable(4, vocab), SamplingTable(4, vocab, device, DEVICE_RULES)
+    num_banned = 0
+    for _ in range(12):
+        out = steps.step()
+        state.fill_rows(out)
+        for row in out.new_rows:
+            words = [[rng.randrange(vocab) for _ in range(rng.randint(0, 4))] for _ in range(rng.randrange(12))]
+            params = SamplingParams(temperature=0.0, bad_words_ids=words)
+            for table in (host_table, device_table):
+                table.set_row(row.slot, params, row.seed, [], row.num_prompt_tokens)
+        rows = StepRows.of(out)
+        where = rows.slot_of_logits, rows.position_of_logits + 1
+        logits = torch.randn(rows.size.logits, vocab, generator=torch.Generator().manual_seed(seed))
+        expected = sampler.edit_logits(logits, host_table.select(*where, state.token_ids))
+        history = torch.full((5, 30), 10**6, dtype=torch.int32, device=device)
+        metadata = device_table.select(*where, history=history)
+        if rng.random() < 0.2:
+            metadata = device_table.select(*where, history=history)
+        history[:4] = torch.from_numpy(state.token_ids)
+        got = sampler.edit_logits(logits.to(device), metadata).cpu()
+        assert torch.equal(got, expected)
+        num_banned += int(got.isinf().sum())
+        sampled = np.array(steps.tokens(rows.size.logits), dtype=np.int64)
+        state.put_tokens(*where, sampled)
+        steps.take(out, sampled)
+    assert num_banned > 0
+
+
+def test_words_are_uploaded_when_they_change() -> None:
+    table = SamplingTable(2, VOCAB, "cpu", DEVICE_RULES)
+    table.set_row(0, SamplingParams(temperature=0.0, bad_words_ids=[[i, i + 1] for i in range(30)]), 0, [], 3)
+    history, sizes = torch.zeros(3, 50, dtype=torch.int32), []
+    for step in range(4):
+        if step == 2:
+            table.set_row(1, SamplingParams(temperature=0.0, bad_words_ids=[[4]]), 0, [], 3)
+        uploaded: list[np.ndarray] = []
+        metadata = table.select(
+            [0],
+            [7 + step],
+            put=lambda array, to=uploaded: to.append(array) or torch.from_numpy(array),
+            history=history,
+        )
+        sampler.edit_logits(torch.zeros(1, VOCAB), metadata)
+        sizes.append(sum(array.nbytes for array in uploaded))
+    assert sizes[0] > 500 < sizes[2]
+    assert sizes[1] == sizes[3] < 50
 
 
 def test_a_step_uploads_as_much_for_a_long_history_as_for_a_short_one() -> None:

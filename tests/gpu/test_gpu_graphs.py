@@ -1,0 +1,127 @@
+"""Decode steps as CUDA graphs on a GPU; skipped without one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from checkpoints import VOCAB, greedy_reference, make_checkpoint
+from offline import make_core, run, tokens
+
+from inflight.engine.core import EngineCore
+from inflight.engine.sampling_params import SamplingParams
+
+KINDS: list[dict[str, Any]] = [
+    dict(temperature=0.0),
+    dict(top_p=0.8, logprobs=3),
+    dict(top_k=5, min_p=0.1),
+    dict(temperature=0.6, top_k=20, repetition_penalty=1.1, frequency_penalty=0.2),
+    dict(temperature=0.0, logit_bias={3: 4.0}, bad_words_ids=[[5]], min_tokens=4, logprobs=1),
+    dict(temperature=0.0, prompt_logprobs=1),
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    return make_checkpoint("llama", tmp_path, head_dim=64)
+
+
+def core_of(path: str, **options: Any) -> EngineCore:
+    values = dict(device="cuda", block_size=16, num_gpu_blocks_override=200, max_num_seqs=24, async_scheduling=True)
+    return make_core(path, **{**values, "kv_cache_memory": None, **options})
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (3 + 5 * index,), generator=generator).tolist() for index in range(count)]
+
+
+def output(core: EngineCore, params: list[SamplingParams]) -> dict[tuple[int, int], list[int]]:
+    return {key: tokens(deltas) for key, deltas in run(core, prompts_of(len(params)), params, stagger=1).items()}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a model with experts, too, if its steps can be captured."""
+    path = make_checkpoint(model_type, tmp_path)
+    core = core_of(path)
+    if model_type != "gpt_oss":
+        assert [core.runner.graphs.bucket(rows) for rows in (1, 3, 5, 9, 17, 24)] == [1, 4, 8, 16, 24, 24]
+        assert core.info.graph_bytes > 0
+        assert not [text for text in warnings_of(caplog) if "CUDA graphs" in text]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 20
+    found = output(core, params)
+    assert [found[index, 0] for index in range(20)] == greedy_reference(path, prompts_of(20), [20] * 20)
+
+
+def test_every_kind_of_request_is_as_without_graphs(checkpoint: str) -> None:
+    params = [
+        SamplingParams(max_tokens=5 + index, ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
+        for index in range(24)
+    ]
+    eager = core_of(checkpoint, enforce_eager=True)
+    assert eager.runner.graphs.bucket(1) is None
+    assert output(core_of(checkpoint), params) == output(eager, params)
+
+
+def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
+    core = core_of(checkpoint)
+    params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)] * 5
+    output(core, params)
+    caches = [layer.self_attn.inflight.cache for layer in core.runner.model.model.layers]
+    state = core.runner.device_state
+    kept = [
+        *(pool for cache in caches for pool in (cache.key, cache.value)),
+        state.token_ids[:-1],
+        state.block_table[:-1],
+    ]
+    before = [tensor.clone() for tensor in kept]
+    for bucket in (1, 2, 4, 8, 16, 24):
+        assert core.runner.graphs.replay(core.runner._padding(bucket).key) is not None
+    torch.cuda.synchronize()
+    assert all(torch.equal(*(tensor.view(torch.uint8) for tensor in pair)) for pair in zip(kept, before))
+
+
+def test_a_model_that_looks_at_its_tensors_runs_eagerly(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the process can capture the next model."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) if bool(x.isfinite().any()) else x)
+        core = core_of(checkpoint, native_forward=False)
+        (warning,) = [text for text in warnings_of(caplog) if "CUDA graphs" in text]
+        assert "a step cannot be captured" in warning
+        expected = output(core, params)
+    again = core_of(checkpoint)
+    assert again.runner.graphs.bucket(3) == 4
+    assert output(again, params) == expected
+
+
+def test_an_output_of_a_graph_is_what_the_replay_writes(checkpoint: str) -> None:
+    """Its tensor does not own the memory, which graphs share."""
+    core = core_of(checkpoint)
+    runner = core.runner
+    output(core, [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * 3)
+    key = runner._padding(4).key
+    logits, token_ids = runner.graphs._graphs[key].outputs
+    logits.fill_(-7.0)
+    assert runner.graphs.replay(key) is not None
+    assert logits.shape == (4, VOCAB)
+    assert not (logits == -7.0).any()
+    assert token_ids.shape == (4,)
