@@ -112,7 +112,7 @@ def test_captured_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
-def test_unusable_logits_still_give_a_token_of_the_vocabulary(value: float) -> None:
+def test_logits_that_are_not_finite_give_no_token_and_extreme_ones_do(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
     got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0).columns)
-    assert bool(((got >= 0) & (got < 5000)).all())
+    assert bool(((got >= 0) & (got < 5000)).all() if abs(value) < 1e39 else (got == -1).all())

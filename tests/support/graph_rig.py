@@ -71,7 +71,7 @@ def _attend(
 
 
 @kernel
-def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None, marks: bool = True) -> Tensor:
     """`gpu_sampler.choose`, column after column, by the code that samples on a CPU."""
     out = torch.empty(len(logits), dtype=torch.int64) if out is None else out
     for column in columns.T.contiguous():
@@ -79,6 +79,9 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor
         reals = column[3:6].view(torch.float64).view(3, 1, 1)
         keys = column[1:2].view(torch.int32).view(2, 1, 1)
         if kind == Kind.PADDING:
+            continue
+        if marks and not logits[row].amax().isfinite():
+            out[row] = NO_TOKEN
             continue
         if kind == Kind.GREEDY:
             out[row] = logits[row].argmax()

@@ -200,13 +200,13 @@ class Scheduler:
         Where room is lacking, those outranked are preempted for it, if that makes enough.  One token is left to
         each running.
         """
-        first = self.waiting.next_requests(1)
-        if not first or next(self.waiting.outranked(first[0], self.running), None) is None:
+        line = self.waiting.next_requests(1)
+        if not line or next(self.waiting.outranked(line[0], self.running), None) is None:
             return  # the usual case, and quickly found
         for request in self.waiting.next_requests(_LOOK_AHEAD):
             left = self.limits.max_num_batched_tokens - out.num_tokens
-            victims = list(self.waiting.outranked(request, self.running))
-            if left <= 0 or not victims:
+            victims = self.waiting.outranked(request, self.running)
+            if left <= 0 or (first := next(victims, None)) is None:
                 return
             prefix = self.pool.find_prefix(request)
             num_tokens = self._grant(request, prefix, max(1, left - len(self.running)))
@@ -215,19 +215,28 @@ class Scheduler:
             # What is behind it gives way to it also later, when blocks run out: the others must have room.
             ahead = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
             answer = self._admission(request, prefix, ahead)
-            if not answer and not self.policies.admission.admits(
-                request, prefix, ahead, PoolWithout(self.pool, victims)
-            ):
-                return  # not even all of them would make enough
-            while not answer and victims:
-                self._preempt(victims.pop(0), out)
-                answer = self._admission(request, prefix, ahead)
             if not answer:
-                return
+                giving_way = [first]  # one is enough, as a rule
+                if not self._suffices(request, prefix, ahead, giving_way):
+                    giving_way.extend(victims)
+                    if not self._suffices(request, prefix, ahead, giving_way):
+                        return
+                while not answer and giving_way:
+                    self._preempt(giving_way.pop(0), out)
+                    answer = self._admission(request, prefix, ahead)
+                if not answer:
+                    return
             if not isinstance(answer, NotYet):
                 self._admit(out, request, prefix, num_tokens)
             elif not self._hold(request, answer):
                 return
+
+    def _suffices(
+        self, request: Request, prefix: Sequence[int], ahead: Sequence[Request], victims: Sequence[Request]
+    ) -> bool:
+        """Whether there would be room for `request` if `victims` gave way; their slots are enough in any case."""
+        rest = PoolWithout(self.pool, victims)
+        return self.policies.admission.admits(request, prefix, ahead, rest) is True
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests their tokens, at least one to each that has one to compute.

@@ -79,7 +79,9 @@ def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     if metadata.columns is not None and can_launch(logits.device):
         from inflight.kernels.gpu import gpu_sampler
 
-        return mark_unusable(gpu_sampler.choose(logits, metadata.columns), of_model.amax(-1))
+        if not metadata.edits:
+            return gpu_sampler.choose(logits, metadata.columns)
+        return mark_unusable(gpu_sampler.choose(logits, metadata.columns, marks=False), of_model.amax(-1))
     greedy, suspect = metadata.greedy_rows, bool(metadata.edits)
     if greedy is None:
         tops, token_ids = largest(logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,9 +22,11 @@ from inflight.sampling import Sampler, SamplingTable, sampler, table
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
 from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties, penalties
+from inflight.sampling.unusable import NO_TOKEN
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
 
+NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = [
     SamplingParams(),
@@ -118,12 +121,46 @@ def test_boundaries(monkeypatch):
         assert set(got[10 * number : 10 * number + 10]) == allowed, narrowed
 
 
-def test_unusable_logits_still_give_a_token_of_the_vocabulary(monkeypatch):
+def test_extreme_logits_give_a_token_of_the_vocabulary(monkeypatch):
     monkeypatch.setattr(gpu_sampler, "BLOCK", 16)
-    values = torch.tensor([-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
+    values = torch.tensor([-3e38, 3e38])
     got, _ = both(values.repeat_interleave(5)[:, None].expand(-1, 37).contiguous(), KINDS[:5] * len(values))
     assert all(0 <= token < 37 for token in got)
-    assert got[:5] == [0] * 5
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [(0, NAN), (130, -NAN), (202, NAN), (70, float("inf")), (slice(None), -float("inf")), (slice(None), -NAN)],
+)
+def test_a_row_that_is_not_finite_gets_no_token_and_the_others_theirs(where, value):
+    logits = random_logits(2 * len(KINDS), 203, 2.0)
+    usable, _ = both(logits, KINDS * 2)
+    logits[: len(KINDS), where] = value
+    got, expected = both(logits, KINDS * 2)
+    assert got == expected == [NO_TOKEN] * len(KINDS) + usable[len(KINDS) :]
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_masks_have_made_of_a_row_is_no_reason(monkeypatch):
+    """With edits the model's own logits decide, and not what the kernel sees."""
+    monkeypatch.setattr(sampler, "can_launch", lambda device: True)
+    monkeypatch.setattr(table, "can_launch", lambda device: True)
+    params = [msgspec.structs.replace(kind, min_tokens=3, stop_token_ids=[5]) for kind in KINDS] * 3
+    logits = torch.full((len(params), 203), -float("inf"))
+    logits[:, 5] = 1.0  # masked: nothing is left
+    logits[len(KINDS) : 2 * len(KINDS)] = random_logits(len(KINDS), 203, 2.0)
+    logits[2 * len(KINDS) :] = random_logits(len(KINDS), 203, 2.0)
+    logits[2 * len(KINDS) :, 5] = NAN  # masked, and not to be hidden
+    rows = SamplingTable(len(params), 203, DEVICE)
+    for slot, row_params in enumerate(params):
+        rows.set_row(slot, row_params, slot, [], 1)
+    metadata = rows.select(np.arange(len(params)), np.ones(len(params), dtype=np.int64))
+    got = Sampler()(logits.to(DEVICE), metadata).token_ids.tolist()
+    masked, usable, spoiled = (got[k * len(KINDS) : (k + 1) * len(KINDS)] for k in range(3))
+    assert masked == [0] * len(KINDS)
+    assert min(usable) >= 0
+    assert spoiled == [NO_TOKEN] * len(KINDS)
 
 
 def test_search_ends_with_nan_among_ties(monkeypatch):
@@ -133,7 +170,7 @@ def test_search_ends_with_nan_among_ties(monkeypatch):
     logits = torch.zeros(1, 60)
     logits[0, ::3] = float("nan")
     got, _ = both(logits, [SamplingParams(top_k=5)])
-    assert 0 <= got[0] < 60
+    assert got == [NO_TOKEN]
 
 
 @pytest.mark.usefixtures("blocks")
@@ -259,7 +296,9 @@ def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
     monkeypatch.setattr(penalties, "can_launch", lambda device: True)
     dtypes = []
     real = gpu_sampler.choose
-    monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: dtypes.append(x.dtype) or real(x, m))
+    monkeypatch.setattr(
+        gpu_sampler, "choose", lambda x, *args, **more: dtypes.append(x.dtype) or real(x, *args, **more)
+    )
     penalised = []
     monkeypatch.setattr(gpu_penalties, "penalise", lambda x, p: penalised.append(x.dtype))
     Sampler().warm_up(40, torch.bfloat16, DEVICE)

@@ -67,7 +67,7 @@ def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     for module in (sampler, table):
         monkeypatch.setattr(module, "can_launch", lambda device: device.type == "meta")
     monkeypatch.setattr(
-        gpu_sampler, "choose", lambda logits, columns: torch.empty(len(logits), dtype=torch.int64, device=META)
+        gpu_sampler, "choose", lambda logits, columns, **_: torch.empty(len(logits), dtype=torch.int64, device=META)
     )
     monkeypatch.setattr(sampler.Sampler, "warm_up", lambda *args: None)
     return EngineCore(config, DeviceRunner(config, loaded, HostQueue()))

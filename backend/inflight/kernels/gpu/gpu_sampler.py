@@ -20,6 +20,9 @@ logits, parameters, seed and position alone.  It differs from the CPU's only if 
 mass and its bound, agree to about 1 part in 10**7, or if the two best scores are in one lane and
 within 2e-4 of each other, which a lane cannot tell apart.  Each is estimated to happen for one
 token in ten million.
+
+A row whose largest logit is not finite gets no token (`sampling/unusable.py`): the first pass takes a
+maximum that keeps NaN, at no cost.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from inflight.kernels.gpu.gpu_math import (
     rough_gumbel,
     uniform,
 )
+from inflight.sampling import unusable
 from inflight.sampling.metadata import Kind
 from inflight.sampling.noise import token_hashes
 
@@ -52,7 +56,8 @@ CAPACITY = 4096
 _LOWEST_RANK = tl.constexpr(-(2**63))
 _HIGHEST_RANK = tl.constexpr(2**63 - 1)
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
-_NO_TOKEN = tl.constexpr(2**31 - 1)
+_NOWHERE = tl.constexpr(2**31 - 1)
+NO_TOKEN = tl.constexpr(unusable.NO_TOKEN)
 
 
 @triton.jit
@@ -63,22 +68,31 @@ def _rank(x, ids):
 
 @triton.jit
 def _first_best(scores, ids, valid):
-    """The lowest valid id with the best score, or _NO_TOKEN."""
+    """The lowest valid id with the best score, or _NOWHERE."""
     scores = tl.where(valid, scores, -float("inf"))
-    return tl.min(tl.where(valid & (scores == tl.max(scores, 0)), ids, _NO_TOKEN), 0)
+    return tl.min(tl.where(valid & (scores == tl.max(scores, 0)), ids, _NOWHERE), 0)
+
+
+@triton.jit
+def _without_nan(lane_maxima):
+    """The lanes with -inf in place of NaN; and the largest of them, NaN if any is."""
+    spoiled = lane_maxima != lane_maxima
+    numbers = tl.where(spoiled, -float("inf"), lane_maxima)
+    return numbers, tl.where(tl.max(spoiled.to(tl.int32), 0) > 0, float("nan"), tl.max(numbers, 0))
 
 
 @triton.jit
 def _lane_maxima(row, vocab_size, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Each lane's largest logit and its first place in the row."""
+    """Each lane's largest logit (-inf, if one is NaN) and its first place; the largest of the row, NaN if one is."""
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     places = lanes
     for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         x = tl.load(row + start + lanes, mask=start + lanes < vocab_size, other=-float("inf")).to(tl.float32)
         places = tl.where(x > largest, start + lanes, places)
-        largest = tl.where(x > largest, x, largest)
-    return largest, places
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+    largest, top = _without_nan(largest)
+    return largest, places, top
 
 
 @triton.jit
@@ -103,7 +117,7 @@ def _settle(values, ids_ptr, places, valid, scale, largest, hashes, key, offset,
 
 @triton.jit
 def _race(row, vocab_size, scale, hashes, key, offset, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Race the whole vocabulary.  Returns the winner's id and rank, and the largest scaled logit."""
+    """Race the whole vocabulary.  Returns the winner's id and rank, and the largest logit, NaN if one is."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -116,9 +130,10 @@ def _race(row, vocab_size, scale, hashes, key, offset, BLOCK: tl.constexpr, STAG
         score = scaled + rough_gumbel(u)
         places = tl.where(score > best, start + lanes, places)
         best = tl.where(score > best, score, best)
-        largest = tl.maximum(largest, scaled)
-    top = tl.maximum(tl.max(largest, 0), _LOWEST_FLOAT)
-    winner, rank = _settle(row, row, places, places < vocab_size, scale, top, hashes, key, offset, False)
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+    largest, top = _without_nan(largest)
+    heaviest = tl.maximum(tl.max(largest, 0) * scale, _LOWEST_FLOAT)
+    winner, rank = _settle(row, row, places, places < vocab_size, scale, heaviest, hashes, key, offset, False)
     return winner, rank, top
 
 
@@ -275,7 +290,7 @@ def _choose_from_top_k(
     row, vocab_size, k, scale, top_p, min_p, hashes, key, offset, count_ptr, values, ids_ptr,
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    maxima, _places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
+    maxima, _places, top_or_nan = _lane_maxima(row, vocab_size, BLOCK, STAGES)
     bound = _lower_bound(maxima, k, BLOCK)
     top = tl.max(maxima, 0)
     largest = tl.maximum(top * scale, _LOWEST_FLOAT)
@@ -302,7 +317,7 @@ def _choose_from_top_k(
             row, ids_ptr, vocab_size, unknown, scale, largest, top_p, min_p, floor, token, nothing, hashes, key, offset,
             MASS, False, BLOCK, STAGES,
         )  # fmt: skip
-    return token
+    return token, top_or_nan
 
 
 @triton.jit
@@ -311,7 +326,7 @@ def _choose_narrowed(
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """top_p and min_p without top_k: from the listed top of the row if that contains the nucleus."""
-    maxima, _places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
+    maxima, _places, top_or_nan = _lane_maxima(row, vocab_size, BLOCK, STAGES)
     bound = _lower_bound(maxima, BLOCK // 4, BLOCK)
     largest = tl.maximum(tl.max(maxima, 0) * scale, _LOWEST_FLOAT)
     # The lanes' maxima alone may show that the list would lack too much of the mass.
@@ -340,13 +355,13 @@ def _choose_narrowed(
             row, ids_ptr, vocab_size, tl.full((), -1, tl.int64), scale, largest, top_p, min_p, nothing, winner, rank,
             hashes, key, offset, MASS, False, BLOCK, STAGES,
         )  # fmt: skip
-    return token
+    return token, top_or_nan
 
 
 @triton.jit(do_not_specialize=["line"], do_not_specialize_on_alignment=["columns_ptr"])
 def choose_kernel(
     logits_ptr, row_stride, columns_ptr, line, hashes, out_ptr, counts_ptr, list_values_ptr, list_ids_ptr, vocab_size,
-    PADDING: tl.constexpr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, NARROWED: tl.constexpr,
+    PADDING: tl.constexpr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, NARROWED: tl.constexpr, MARKS: tl.constexpr,
     MASS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program i chooses for the row of column i of `SamplingMetadata.columns`; lines are `line` elements apart."""
@@ -364,28 +379,31 @@ def choose_kernel(
     top_p = tl.load(column + 4 * line).to(tl.float64, bitcast=True)
     min_p = tl.load(column + 5 * line).to(tl.float64, bitcast=True).to(tl.float32)
     if kind == GREEDY:
-        maxima, places = _lane_maxima(row, vocab_size, BLOCK, STAGES)
+        maxima, places, top = _lane_maxima(row, vocab_size, BLOCK, STAGES)
         token = _first_best(maxima, places, places < vocab_size)
     elif kind == RANDOM:
-        token, _rank_of_it, _top = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
+        token, _rank_of_it, top = _race(row, vocab_size, scale, hashes, key, offset, BLOCK, STAGES)
     else:
         count, start = counts_ptr + i, i.to(tl.int64) * CAPACITY
         tl.store(count, 0)
         tl.debug_barrier()  # before any thread lists a token
         if kind == NARROWED:
-            token = _choose_narrowed(
+            token, top = _choose_narrowed(
                 row, vocab_size, scale, top_p, min_p, hashes, key, offset,
                 count, list_values_ptr + start, list_ids_ptr + start, MASS, CAPACITY, BLOCK, STAGES,
             )  # fmt: skip
         else:
-            token = _choose_from_top_k(
+            token, top = _choose_from_top_k(
                 row, vocab_size, k, scale, top_p, min_p, hashes, key, offset,
                 count, list_values_ptr + start, list_ids_ptr + start, MASS, CAPACITY, BLOCK, STAGES,
             )  # fmt: skip
-    tl.store(out_ptr + index, tl.minimum(token, vocab_size - 1).to(tl.int64))
+    token = tl.minimum(token, vocab_size - 1)
+    if MARKS:
+        token = tl.where((top > -float("inf")) & (top < float("inf")), token, NO_TOKEN)
+    tl.store(out_ptr + index, token.to(tl.int64))
 
 
-def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None, marks: bool = True) -> Tensor:
     """int64[R]: one token per row of `logits[R, V]`, on the same device.
 
     Nothing here depends on what `columns` contains, so a captured launch serves any parameters.
@@ -393,6 +411,7 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor
     Args:
         columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; may be a view of a larger buffer.
         out: int64[R] to write to, else a new tensor; rows that no column names keep their contents.
+        marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks may have made it so.
     """
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -415,6 +434,7 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor
         GREEDY=int(Kind.GREEDY),
         RANDOM=int(Kind.RANDOM),
         NARROWED=int(Kind.NARROWED),
+        MARKS=marks,
         # A whole row of ones still fits an int64.
         MASS=2.0 ** (62 - vocab_size.bit_length()),
         CAPACITY=CAPACITY,
