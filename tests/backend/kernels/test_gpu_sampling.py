@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -96,6 +96,7 @@ _value = st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 3.0, float("-inf")])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_kept_is_what_the_cpu_keeps(data, values, seed):
     """Three draws per row: one token too many or too few in the kept set would change some of them."""
+    assume(max(values) > -np.inf)  # else the sampler, not the kernel, says that there is no token
     params = [drawn for drawn in data.draw(st.lists(_params, min_size=1, max_size=3)) for _ in range(3)]
     logits = torch.tensor(values).expand(len(params), -1).contiguous()
     got, expected = both(logits, params, seed)
