@@ -98,10 +98,13 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         "UNAVAILABLE",
         r"queue is full|exceeds maximum queue size|being restarted|cannot be restarted|being unloaded"
         r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later"
-        r"|server is stopping|stopped accepting",
+        r"|server is stopping|stopped accepting|unhealthy engine",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
-    ("INTERNAL", r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent"),
+    (
+        "INTERNAL",
+        r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent|logits .* not finite",
+    ),
     (
         "INVALID_ARGUMENT",
         r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import inflight
+from inflight.sampling.unusable import UNUSABLE_LOGITS
 from inflight_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -51,6 +52,7 @@ MESSAGES = [
     (InvalidRequestError, "input 'text_input' already exists in request"),
     (UnavailableError, "Server is stopping, scheduler for model has stopped accepting new inference requests"),
     (ServerError, "Stub process 'demo_0_0' is not healthy."),
+    (ServerError, UNUSABLE_LOGITS),
     (ServerError, "KeyError: 'x'"),
     (ServerError, "something nobody has seen before"),
 ]

@@ -61,7 +61,7 @@ def expected() -> list[list[int]]:
 
 
 def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[str, float]]:
-    """Output tokens of all requests, sent at once, and the model's metrics once they are published."""
+    """Output tokens of all requests, sent at once, and the model's metrics with those of the last step."""
     prompts, lengths = workload()
     names = [str(index) for index in range(COUNT)]
     with GrpcStream(server.grpc_address, model) as stream:
@@ -72,10 +72,13 @@ def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[s
         assert not [answer.error for answer in stream.answers.values() if answer.error]
         said = [stream.answers[name].token_ids for name in names]
     deadline = time.monotonic() + 10
-    while (now := gauges(server.metrics_address, model)).get("vllm:request_params_n_count", 0) < COUNT:
-        assert time.monotonic() < deadline, "the metrics are not published"
+    while True:
+        now = gauges(server.metrics_address, model)
+        held = now["inflight_kv_blocks_used"] + now["inflight_requests_running"]
+        if now.get("vllm:request_params_n_count", 0) == COUNT and not held:
+            return said, now
+        assert time.monotonic() < deadline, f"the metrics are not published, or blocks were lost: {now}"
         time.sleep(0.1)
-    return said, now
 
 
 def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_preemption_storm(squeezed, expected):
@@ -85,7 +88,6 @@ def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_preemption_storm(s
     said, metrics = serve_all(squeezed, "predicting")
     assert said == expected
     assert metrics["inflight_requests_preempted_total"] <= COUNT / 2
-    assert metrics["inflight_kv_blocks_used"] == 0
 
 
 def test_swapped_requests_get_the_same_tokens(squeezed, expected):

@@ -321,12 +321,12 @@ def test_delays_double_up_to_the_longest() -> None:
 
 
 def test_the_real_engine_is_a_module_of_the_package_whatever_its_folder_is_called(tmp_path: Path) -> None:
-    program, folder = engine_command(EngineConfig(model="m", python_executable="p"))[2:]
-    assert engine_command(EngineConfig(model="m", python_executable="p"))[:2] == ["p", "-c"]
+    *start, program, module, folder = engine_command(EngineConfig(model="m", python_executable="p"))
+    assert (start, module) == (["p", "-c"], "inflight.worker")
     assert Path(folder, "worker.py").is_file()
     copy = tmp_path / "vllm"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "kernels"))
-    command = [sys.executable, "-I", "-c", program, str(copy), "--help"]
+    command = [sys.executable, "-I", "-c", program, module, str(copy), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, "--fd" in done.stdout) == (0, True), done.stderr
 

@@ -311,7 +311,9 @@ def test_warm_up_runs_those_of_a_history_on_the_device(monkeypatch):
     for module in (sampler, device_penalties, device_bad_words):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     calls = []
-    monkeypatch.setattr(gpu_sampler, "choose", lambda x, m: torch.zeros(len(x), dtype=torch.int64, device=DEVICE))
+    monkeypatch.setattr(
+        gpu_sampler, "choose", lambda x, m, marks=True: torch.zeros(len(x), dtype=torch.int64, device=DEVICE)
+    )
     monkeypatch.setattr(gpu_bad_words, "ban", lambda x, m: calls.append("ban"))
     monkeypatch.setattr(gpu_penalties, "count_and_penalise", lambda x, m: calls.append("penalise"))
     Sampler().warm_up(40, torch.bfloat16, DEVICE, DEVICE_RULES)
