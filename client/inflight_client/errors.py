@@ -103,7 +103,8 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("NOT_FOUND", r"unknown model: .* is not found"),
     (
         "INTERNAL",
-        r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent|logits .* not finite",
+        r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent"
+        r"|logits .* not finite",
     ),
     (
         "INVALID_ARGUMENT",
