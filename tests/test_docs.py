@@ -19,7 +19,8 @@ PAGES = [
 ]
 # Pages that name files in backticks, relative to one of these folders.
 NAMING_PAGES = [
-    ROOT / "docs" / f"{name}.md" for name in ("architecture", "development", "memory", "scheduling", "latency")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("architecture", "development", "latency", "memory", "operations", "scheduling")
 ]
 FOLDERS = [ROOT, ROOT / "backend" / "inflight"]
 
