@@ -178,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         if core is None:
             return 1
         settle_garbage_collector()
+        if core.info.grammars is not None:
+            core.info.grammars.warm_up()
         inbox: SimpleQueue[ToEngine] = SimpleQueue()
         threading.Thread(target=_read, args=(connection, inbox), name="reader", daemon=True).start()
         _serve(connection, core, inbox)

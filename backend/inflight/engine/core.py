@@ -79,7 +79,7 @@ class EngineCore:
             self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap, clock)
+        self.scheduler = Scheduler(limits, self.pool, make_policies(config, self.info.grammars), self.swap, clock)
         self.caps = QueueCaps(config)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}

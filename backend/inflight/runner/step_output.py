@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
 from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.sampling import fail_unusable_rows
+from inflight.sampling import NO_TOKEN, fail_unusable_rows
 
 __all__ = ["step_output"]
 
 
 def step_output(
-    out: SchedulerOutput, row_of_logits: np.ndarray, sampled: np.ndarray, logprobs: Mapping[int, TokenLogprobs]
+    out: SchedulerOutput,
+    row_of_logits: np.ndarray,
+    sampled: np.ndarray,
+    logprobs: Mapping[int, TokenLogprobs],
+    failures: Mapping[int, str] = MappingProxyType({}),
 ) -> StepOutput:
     """The step's tokens, without its times.
 
@@ -22,7 +27,11 @@ def step_output(
         row_of_logits: int64 [N]; a row with k drafts has k + 1 consecutive logits.
         sampled: int64 [N]; the target's choice at each, negative where its logits are not finite.
         logprobs: of the N, those that were asked for.
+        failures: of the N, why a choice means nothing.
     """
+    if failures:
+        sampled = sampled.copy()
+        sampled[list(failures)] = NO_TOKEN
     token_ids = np.full(len(out.slots), -1, dtype=np.int64)
     token_ids[row_of_logits] = sampled
     step = StepOutput()
@@ -36,7 +45,7 @@ def step_output(
         entries = step.logprobs.setdefault(row, [])
         if len(entries) < len(step.token_runs.get(row, (0,))):
             entries.append(entry)
-    fail_unusable_rows(step, sampled, row_of_logits)
+    fail_unusable_rows(step, sampled, row_of_logits, failures)
     return step
 
 

@@ -7,18 +7,25 @@ from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import make_budget
 from inflight.engine.policies.fair_queue import FairQueue
+from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.order import DueOrder, make_patience
 from inflight.engine.policies.victims import make_victim
+from inflight.grammars.base import Grammars
 
 __all__ = ["make_policies"]
 
 
-def make_policies(config: EngineConfig) -> Policies:
-    """One answer to each of the scheduler's questions."""
+def make_policies(config: EngineConfig, grammars: Grammars | None = None) -> Policies:
+    """One answer to each of the scheduler's questions.
+
+    Args:
+        grammars: of the checkpoint; requests that have one wait until it is compiled.
+    """
+    admission = make_admission(config)
     return Policies(
         order=_make_order(config),
         victim=make_victim(config),
-        admission=make_admission(config),
+        admission=admission if grammars is None else GrammarAdmission(admission, grammars),
         budget=make_budget(config),
     )
 
