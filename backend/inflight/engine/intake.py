@@ -12,6 +12,7 @@ from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.rope_choice import RopeChoice
 from inflight.grammars.base import Grammars
+from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -128,11 +129,11 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
         )
 
 
-def _start_grammar(source: str, grammars: Grammars | None) -> None:
+def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
     """Compile it while the request waits; admission asks for the outcome."""
     if grammars is None:
         raise ValueError("structured output is not supported by this engine")
-    grammars.start(source)
+    grammars.start(spec)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -1,6 +1,6 @@
 """The Protocols between engine, sampler and a grammar library.  No torch.
 
-A grammar's *source* is one string, made by the frontend (`formats.py`).  It means the same in every process.
+What a request asks for is a `GrammarSpec`, plain data that crosses processes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["Grammar", "Grammars", "MaskJob", "mask_words"]
 
@@ -53,13 +55,13 @@ class Grammars(Protocol):
     def warm_up(self) -> None:
         """Begin to read the vocabulary, which the first grammar would wait for.  Does not block."""
 
-    def start(self, source: str) -> None:
+    def start(self, spec: GrammarSpec) -> None:
         """Compile in the background, unless that was done.  Does not block."""
 
-    def outcome(self, source: str) -> str | None:
+    def outcome(self, spec: GrammarSpec) -> str | None:
         """ "" once it is compiled; why it is refused, in words for the client; None: not yet.  Does not block."""
 
-    def new(self, source: str) -> Grammar:
+    def new(self, spec: GrammarSpec) -> Grammar:
         """A sequence at the start.  Blocks until the grammar is compiled.
 
         Raises:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.formats import guidance_grammar
+from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["GuidanceGrammars"]
 
@@ -56,7 +58,7 @@ class GuidanceGrammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()  # guards the entries
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammars")
         self._read_tokenizer = read_tokenizer
@@ -67,11 +69,11 @@ class GuidanceGrammars:
         with self._lock:
             self._begin_to_load()
 
-    def start(self, source: str) -> None:
-        self._entry(source)
+    def start(self, spec: GrammarSpec) -> None:
+        self._entry(spec)
 
-    def outcome(self, source: str) -> str | None:
-        entry = self._entry(source)
+    def outcome(self, spec: GrammarSpec) -> str | None:
+        entry = self._entry(spec)
         if entry.compiled.done():
             compiled = entry.compiled.result()
             return compiled if isinstance(compiled, str) else ""
@@ -79,8 +81,8 @@ class GuidanceGrammars:
             return f"the grammar was not compiled within {_COMPILE_SECONDS:g} s: simplify it"
         return None
 
-    def new(self, source: str) -> _Sequence:
-        compiled = self._entry(source).compiled.result()
+    def new(self, spec: GrammarSpec) -> _Sequence:
+        compiled = self._entry(spec).compiled.result()
         if isinstance(compiled, str):
             raise ValueError(compiled)
         return _Sequence(compiled.deep_copy(), self._eos_token_ids)
@@ -106,18 +108,18 @@ class GuidanceGrammars:
             self._executor = LLExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
         return self._executor
 
-    def _entry(self, source: str) -> _Entry:
+    def _entry(self, spec: GrammarSpec) -> _Entry:
         with self._lock:
             tokenizer = self._begin_to_load()
-            entry = self._entries.get(source)
+            entry = self._entries.get(spec)
             if entry is None:
-                compiled = self._threads.submit(self._compile, source, tokenizer)
-                entry = self._entries[source] = _Entry(compiled, time.monotonic())
-                self._num_bytes += len(source)
-            self._entries.move_to_end(source)
+                compiled = self._threads.submit(self._compile, spec, tokenizer)
+                entry = self._entries[spec] = _Entry(compiled, time.monotonic())
+                self._num_bytes += spec.size
+            self._entries.move_to_end(spec)
             while len(self._entries) > 1 and (len(self._entries) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES):
                 oldest, _ = self._entries.popitem(last=False)  # sequences that use it have copies
-                self._num_bytes -= len(oldest)
+                self._num_bytes -= oldest.size
             return entry
 
     def _begin_to_load(self) -> Future[Any]:
@@ -139,13 +141,13 @@ class GuidanceGrammars:
         except Exception as error:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
 
-    def _compile(self, source: str, tokenizer: Future[Any]) -> Any:
+    def _compile(self, spec: GrammarSpec, tokenizer: Future[Any]) -> Any:
         """An `LLMatcher`, or the error text."""
         try:
             vocabulary = tokenizer.result()
             from llguidance import LLMatcher
 
-            matcher = LLMatcher(vocabulary, source, log_level=0)
+            matcher = LLMatcher(vocabulary, guidance_grammar(spec), log_level=0)
             first = matcher.deep_copy()
             mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
             if not first.is_error():  # some grammars show only here that they are beyond a limit

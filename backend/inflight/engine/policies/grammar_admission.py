@@ -28,9 +28,9 @@ class GrammarAdmission:
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        source = request.params.grammar
-        if source is not None:
-            outcome = self._grammars.outcome(source)
+        spec = request.params.grammar
+        if spec is not None:
+            outcome = self._grammars.outcome(spec)
             if outcome != "":
                 return NotYet("its grammar to be compiled", _WAIT_SECONDS, outcome or "")
         return self._inner.admits(request, prefix, running, pool)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import Grammar, Grammars, MaskJob, mask_words
+from inflight.grammars.spec import GrammarSpec
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.rules.base import LogitsRule, RowBatch
 from inflight.sampling.upload import upload
 
 __all__ = ["GrammarMask", "Mask", "apply_bitmask", "grammar_rule"]
-
-ANYTHING = '{"grammars": [{"lark_grammar": "start: /(.|\\\\n)*/"}]}'
 
 
 def grammar_rule(grammars: Grammars) -> type[LogitsRule]:
@@ -35,7 +34,7 @@ class GrammarMask:
     """
 
     reads_tokens: ClassVar[bool] = True
-    warm_up_params: ClassVar[SamplingParams] = SamplingParams(grammar=ANYTHING)
+    warm_up_params: ClassVar[SamplingParams] = SamplingParams(grammar=GrammarSpec("regex", "(?s:.*)"))
     grammars: ClassVar[Grammars]
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
