@@ -12,30 +12,32 @@ import pytest
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"engine.sampling_params", "engine.messages", "engine.step"}
+_DATA = {"grammars.spec", "engine.sampling_params", "engine.messages", "engine.step"}
 _STATE = {"engine.request", *_DATA}
-_POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
+_POLICIES = {"config", "grammars.base", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
     "vllm_options": set(),
     "config": {"vllm_options"},
     "hub": set(),
-    "engine.sampling_params": set(),
+    "grammars": {"grammars"},
+    "engine.sampling_params": {"grammars.spec"},
     "engine.messages": {"engine.sampling_params"},
     "engine.step": {"engine.sampling_params", "engine.messages"},
     "engine.request": {"engine.sampling_params"},
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
-    "engine.drafting": _STATE,
+    "engine.drafting": {"engine.drafting", "grammars.base", *_STATE},
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
     "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request"},
     "engine.policies.victims": _POLICIES,
+    "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
-    "engine.policies.selection": {"config", "engine.policies"},
+    "engine.policies.selection": {"config", "engine.policies", "engine.drafting", "grammars.base"},
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},
     "engine.logprobs": _STATE,
@@ -51,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         *_STATE,
     },
     "engine.step_trace": _STATE,
-    "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
+    "engine.intake": {"engine.kv_pool", "engine.rope_choice", "grammars.base", *_STATE},
     "engine.queue_caps": {"config", *_STATE},
     "engine.core": {
         "config",
@@ -80,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention.selection": {"attention", "config", "kernels"},
     "ops": {"ops", "attention.base"},
     "ops.selection": {"ops", "kernels"},
-    "sampling": {"sampling", "kernels", *_DATA},
+    "sampling": {"sampling", "kernels", "grammars.base", *_DATA},
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
@@ -97,16 +99,17 @@ ALLOWED: dict[str, set[str]] = {
         "ops",
         "kernels.cpu",
         "config",
+        "grammars",
         "hub",
         "engine.rope_choice",
         *_BELOW_LOADING,
         *_DATA,
     },
-    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params"},
+    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params", "grammars.spec"},
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
-TORCH_FREE = ("config", "vllm_options", "hub", "engine", "frontend", "model")
+TORCH_FREE = ("config", "vllm_options", "hub", "grammars", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:

@@ -126,7 +126,7 @@ class Scheduler:
             self.running.insert(self.waiting.position(request, self.running), request)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
-        if self.policies.drafter is not None:
+        if self.policies.drafter is not None and self.policies.drafter.active:
             self._add_drafts(out)
         self._close(out)
         return out

@@ -7,6 +7,7 @@ the way to the token in any case.  Masks are no reason: a row that they leave wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -38,7 +39,9 @@ def mark_unusable(token_ids: Tensor, tops: Tensor) -> Tensor:
     return torch.where(tops.isfinite(), token_ids, NO_TOKEN)
 
 
-def fail_unusable_rows(step: StepOutput, sampled: np.ndarray, rows: np.ndarray, reasons: Mapping[int, str]) -> None:
+def fail_unusable_rows(
+    step: StepOutput, sampled: np.ndarray, rows: np.ndarray, reasons: Mapping[int, str] = MappingProxyType({})
+) -> None:
     """Move the rows without a token from the sampled ones of `step` to its `row_failures`.
 
     A row with drafts fails only if its own run of tokens ends there; what follows a refused draft is nobody's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight.engine.drafting.forced import ForcedTokens
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet
 from inflight.engine.request import Request
@@ -15,14 +16,17 @@ _WAIT_SECONDS = 60.0  # compiling ends before that, or fails
 
 
 class GrammarAdmission:
-    """Implements `AdmissionPolicy`: `inner`, and not before the grammar is there."""
+    """Implements `AdmissionPolicy`: `inner`, and not before the grammar is there.
 
-    def __init__(self, inner: AdmissionPolicy, grammars: Grammars) -> None:
+    Args:
+        drafter: is told how many requests with a grammar run.
+    """
+
+    def __init__(self, inner: AdmissionPolicy, grammars: Grammars, drafter: ForcedTokens) -> None:
         self._inner = inner
         self._grammars = grammars
+        self._drafter = drafter
         self.begin = inner.begin
-        self.admitted = inner.admitted
-        self.left = inner.left
         self.ended = inner.ended
 
     def admits(
@@ -34,3 +38,13 @@ class GrammarAdmission:
             if outcome != "":
                 return NotYet("its grammar to be compiled", _WAIT_SECONDS, outcome or "")
         return self._inner.admits(request, prefix, running, pool)
+
+    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
+        if request.params.grammar is not None:
+            self._drafter.count(1)
+        self._inner.admitted(request, prefix, pool)
+
+    def left(self, request: Request) -> None:
+        if request.params.grammar is not None:
+            self._drafter.count(-1)
+        self._inner.left(request)

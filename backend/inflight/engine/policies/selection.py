@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inflight.config import EngineConfig
+from inflight.engine.drafting.forced import ForcedTokens
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import make_budget
@@ -22,11 +23,16 @@ def make_policies(config: EngineConfig, grammars: Grammars | None = None) -> Pol
         grammars: of the checkpoint; requests that have one wait until it is compiled.
     """
     admission = make_admission(config)
+    drafter = None
+    if grammars is not None:
+        drafter = ForcedTokens(grammars)
+        admission = GrammarAdmission(admission, grammars, drafter)
     return Policies(
         order=_make_order(config),
         victim=make_victim(config),
-        admission=admission if grammars is None else GrammarAdmission(admission, grammars),
+        admission=admission,
         budget=make_budget(config),
+        drafter=drafter,
     )
 
 
