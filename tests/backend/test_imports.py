@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step_trace": _STATE,
     "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
     "engine.queue_caps": {"config", *_STATE},
+    "engine.frontends": {"engine.messages"},
     "engine.core": {
         "config",
         "engine.intake",
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.swap",
         *_STATE,
     },
-    "worker": {"config", "engine.messages", "engine.holding", "engine.core", "loading", "runner"},
+    "worker": {"config", "engine.messages", "engine.frontends", "engine.holding", "engine.core", "loading", "runner"},
     "kernels": {"kernels"},
     "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
     "kernels.gpu": {"kernels.gpu", "attention.base"},
