@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from inflight.grammars.schemas import checked_schema
 from inflight.grammars.spec import GrammarSpec
-from inflight.grammars.structural_tag import structural_tag_grammar
+from inflight.grammars.structural_tag import literal, structural_tag_grammar
 
 __all__ = ["guidance_grammar"]
 
@@ -16,8 +17,11 @@ __all__ = ["guidance_grammar"]
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
-def guidance_grammar(spec: GrammarSpec) -> str:
+def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
     """The text from which an `LLMatcher` is made.
+
+    Args:
+        special_tokens: token ids by name; where a literal contains a name, it means the token.
 
     Raises:
         ValueError: not what its kind says it is, or a demand that could not be enforced.
@@ -31,9 +35,13 @@ def guidance_grammar(spec: GrammarSpec) -> str:
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(spec.text))))
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(literal(text, special_tokens) for text in json.loads(spec.text))
+        )
     if spec.kind == "structural_tag":
-        return structural_tag_grammar(json.loads(spec.text), json_options(spec), spec.additional_properties)
+        return structural_tag_grammar(
+            json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
+        )
     return grammar_from("grammar", spec.text)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.spec import GrammarSpec
+from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
 
 __all__ = ["GuidanceGrammars"]
 
@@ -128,26 +129,27 @@ class GuidanceGrammars:
         return self._tokenizer
 
     def _load(self) -> Any:
-        """An `LLTokenizer`.  Raises ValueError: there can be no grammars, and why."""
+        """An `LLTokenizer` and the `Vocabulary`.  Raises ValueError: there can be no grammars, and why."""
         try:
-            from llguidance import LLTokenizer
+            from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
             raise ValueError("structured output needs the package llguidance: pip install llguidance") from None
         if not self._eos_token_ids:
             raise ValueError("structured output needs an end-of-sequence token, and this checkpoint has none")
-        text = self._read_tokenizer()
+        vocabulary = read_vocabulary(self._read_tokenizer())
+        wrapped = TokenizerWrapper(_Wrapped(vocabulary, self._vocab_size, self._eos_token_ids))
         try:
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            return LLTokenizer(wrapped, eos_token=self._eos_token_ids), vocabulary
         except Exception as error:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
 
     def _compile(self, spec: GrammarSpec, tokenizer: Future[Any]) -> Any:
         """An `LLMatcher`, or the error text."""
         try:
-            vocabulary = tokenizer.result()
+            vocabulary, names = tokenizer.result()[0], tokenizer.result()[1].names
             from llguidance import LLMatcher
 
-            matcher = LLMatcher(vocabulary, guidance_grammar(spec), log_level=0)
+            matcher = LLMatcher(vocabulary, guidance_grammar(spec, names), log_level=0)
             first = matcher.deep_copy()
             mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
             if not first.is_error():  # some grammars show only here that they are beyond a limit
@@ -185,6 +187,25 @@ class _Sequence:
         stopped = self.matcher.is_stopped() and taken == len(tokens)
         self.matcher.rollback(taken)
         return [*tokens, self._eos_token_ids[0]] if stopped else tokens
+
+
+class _Wrapped:
+    """What llguidance asks of a tokenizer, for V tokens; those that the tokenizer does not know are never allowed."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
+        missing = range(len(vocabulary.tokens), vocab_size)
+        self.tokens = [*vocabulary.tokens[:vocab_size], *(b"<missing %d>" % token for token in missing)]
+        self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids, *missing} & set(range(vocab_size)))
+        self.eos_token_id = eos_token_ids[0]
+        self._vocab_size = vocab_size
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        return [token for token in self._encode(text) if token < self._vocab_size]
 
 
 def _matcher(job: MaskJob) -> Any:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.grammars.schemas import checked_schema
 
-__all__ = ["structural_tag_grammar"]
+__all__ = ["literal", "structural_tag_grammar"]
 
 _FORMATS = (
     "const_string",
@@ -28,17 +28,20 @@ _FORMATS = (
 )
 
 
-def structural_tag_grammar(tag: Any, json_options: dict[str, Any], additional_properties: bool = True) -> str:
+def structural_tag_grammar(
+    tag: Any, json_options: dict[str, Any], additional_properties: bool, special_tokens: Mapping[str, int]
+) -> str:
     """A Lark grammar.
 
     Args:
         json_options: for the JSON in it, as llguidance has them.
         additional_properties: see `checked_schema`.
+        special_tokens: see `literal`.
 
     Raises:
         ValueError: neither form, or a format that is not supported.
     """
-    rules = _Rules(json_options, additional_properties)
+    rules = _Rules(json_options, additional_properties, special_tokens)
     if isinstance(tag, dict) and "structures" in tag:
         start = rules.triggered(_structures(tag), _texts(tag, "triggers"))
     elif isinstance(tag, dict) and isinstance(tag.get("format"), dict):
@@ -77,10 +80,13 @@ def _texts(owner: dict[str, Any], key: str) -> list[str]:
 class _Rules:
     """Collects the rules of a grammar; methods return expressions."""
 
-    def __init__(self, json_options: dict[str, Any], additional_properties: bool) -> None:
+    def __init__(
+        self, json_options: dict[str, Any], additional_properties: bool, special_tokens: Mapping[str, int]
+    ) -> None:
         self.lines: list[str] = []
         self._json_options = json_options
         self._additional_properties = additional_properties
+        self._special_tokens = special_tokens
         self._count = 0
 
     def of(self, part: Any) -> str:
@@ -99,18 +105,32 @@ class _Rules:
             fitting = [tag for tag in tags if _begins(tag, trigger)]
             if not fitting:
                 raise ValueError(f"structural_tag: no tag begins with the trigger {trigger!r}")
-            head = self._rule(f"/(?s:.*)/ {_quoted(trigger)}", "[lazy]")
+            head = self._text_until([trigger])
             choices.append(f"{head} ({' | '.join(self._tag(tag, skipped=trigger) for tag in fitting)})")
         tag_rule = self._rule(" | ".join(choices))
         if single:
             return tag_rule if least else f"({tag_rule} | {self._any_text({})})"
         return f"{tag_rule}{'+' if least else '*'} {self._any_text({})}"
 
+    def _text_until(self, ends: Sequence[str]) -> str:
+        """Free text up to the first of the texts `ends`, which belongs to it."""
+        choices = " | ".join(map(self._quoted, ends))
+        if not any(name in end for name in self._special_tokens for end in ends):
+            return self._rule(f"/(?s:.*)/ ({choices})", "[lazy]")
+        if all(end.startswith(tuple(self._special_tokens)) for end in ends):
+            return self._rule(f"{self._any_text({})} ({choices})")  # no special token is part of a text
+        raise ValueError(
+            f"structural_tag: {' and '.join(map(repr, ends))}: must all begin with special tokens, or contain none"
+        )
+
     def _rule(self, body: str, options: str = "") -> str:
         self._count += 1
         name = f"part_{self._count}"
         self.lines.append(f"{name}{options}: {body}")
         return name
+
+    def _quoted(self, text: str) -> str:
+        return literal(text, self._special_tokens)
 
     def _terminal(self, pattern: str) -> str:
         self._count += 1
@@ -119,7 +139,7 @@ class _Rules:
         return name
 
     def _const_string(self, part: dict[str, Any]) -> str:
-        return _quoted(_text(part, "value"))
+        return self._quoted(_text(part, "value"))
 
     def _json_schema(self, part: dict[str, Any]) -> str:
         schema = checked_schema(part.get("json_schema", True), self._additional_properties)
@@ -140,11 +160,11 @@ class _Rules:
     def _tag(self, part: dict[str, Any], skipped: str = "") -> str:
         begin, ends = _text(part, "begin").removeprefix(skipped), _texts({"end": "", **part}, "end")
         content = part.get("content", {"type": "any_text"})
-        end = " | ".join(map(_quoted, ends))
+        end = " | ".join(map(self._quoted, ends))
         if isinstance(content, dict) and content.get("type") == "any_text":  # up to the first end
-            body = self._rule(f"/(?s:.*)/ ({end})", "[lazy]") if any(ends) else self._any_text({})
-            return self._rule(f"{_quoted(begin)} {body}")
-        return self._rule(f"{_quoted(begin)} {self.of(content)} ({end})")
+            body = self._text_until(ends) if any(ends) else self._any_text({})
+            return self._rule(f"{self._quoted(begin)} {body}")
+        return self._rule(f"{self._quoted(begin)} {self.of(content)} ({end})")
 
     def _triggered_tags(self, part: dict[str, Any]) -> str:
         least, single = bool(part.get("at_least_one")), bool(part.get("stop_after_first"))
@@ -155,7 +175,7 @@ class _Rules:
         least = bool(part.get("at_least_one"))
         if part.get("stop_after_first"):
             return tag if least else f"({tag})?"
-        some = f"{tag} ({_quoted(_text(part, 'separator'))} {tag})*"
+        some = f"{tag} ({self._quoted(_text(part, 'separator'))} {tag})*"
         return self._rule(some) if least else f"({self._rule(some)})?"
 
 
@@ -183,5 +203,10 @@ def regex_literal(pattern: str) -> str:
     return "/" + escaped.replace("\n", r"\n") + "/"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A text in the Lark language; names of special tokens in it become these tokens."""
+    if not special_tokens:
+        return json.dumps(text)
+    names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
+    parts = [part for part in re.split(f"({names})", text) if part]
+    return " ".join(f"<[{special_tokens[p]}]>" if p in special_tokens else json.dumps(p) for p in parts) or '""'
