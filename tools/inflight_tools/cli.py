@@ -15,6 +15,7 @@ import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
+from inflight_tools.operator import drain, status
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.restart import Restarts
 from inflight_tools.simulator.commands import calibrate, simulate
@@ -217,6 +218,8 @@ def _usage_errors() -> Iterator[None]:
 
 
 app.command()(generate)
+app.command()(status)
+app.command()(drain)
 app.command()(trace)
 app.command()(calibrate)
 app.command()(simulate)
