@@ -15,11 +15,8 @@ from typing import Any
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
-<<<<<<< HEAD
-from inflight.frontend.structured_outputs import guided_by, structured_outputs
-=======
 from inflight.frontend.limits import Limits
->>>>>>> main
+from inflight.frontend.structured_outputs import guided_by, structured_outputs
 from inflight.frontend.text import Tokenizer
 from inflight.grammars.spec import GrammarSpec
 
@@ -123,12 +120,8 @@ def to_logit_bias(value: Any) -> dict[int, float]:
 
 _TEXTS, _IDS = (to_texts, "a string or a list of strings"), (to_ids, "a list of token ids")
 _INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
-<<<<<<< HEAD
 _TEXT = (to_text, "a string")
 _STRUCTURED = (lambda value: value, "an object")  # read by `structured_outputs.py`, whose errors are closer
-_STOP_IDS = (to_stop_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
-=======
->>>>>>> main
 
 # Canonical key -> (conversion, what the value must be).
 SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
