@@ -170,8 +170,12 @@ class _Sequence:
         self._eos_token_ids = eos_token_ids
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        if token_ids and not self.error and not self.matcher.consume_tokens(list(token_ids)):
+        if not token_ids or self.error:
+            return
+        rest = token_ids[self.matcher.try_consume_tokens(list(token_ids)) :]
+        if rest and not (self.matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
             self.check()
+            self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
 
     def check(self) -> None:
         if not self.error and self.matcher.is_error():
