@@ -91,6 +91,7 @@ class TritonPythonModel:
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
+            max_replays=config.max_replays,
         )
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
         self._layout = bridge.output_layout(model_config)
