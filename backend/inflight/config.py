@@ -201,6 +201,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
             ran when the engine died fails.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
+        drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
+            unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
     """
 
     model: str
@@ -259,6 +261,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Literal["int8", "fp8"] | None = None
     max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
     engine_start_timeout: _Seconds = 600.0
+    drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size != 1:
