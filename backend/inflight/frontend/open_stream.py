@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
 from inflight.frontend.outputs import SequenceOutput
@@ -66,6 +67,15 @@ class OpenStream:
             {"return_token_ids", "return_logprobs", "return_log_probs"} & request.returns
         )
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
+
+    @property
+    def engine_request(self) -> AddRequest:
+        """What is left for the engine to do: a sequence that has ended takes no part."""
+        message = self.request.engine_request
+        if not message.output_token_ids:
+            return message
+        outputs = [None if s.ended else given for s, given in zip(self.sequences, message.output_token_ids)]
+        return msgspec.structs.replace(message, output_token_ids=outputs)
 
     @property
     def num_output_tokens(self) -> int:
