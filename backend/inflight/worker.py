@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.engine_stats import engine_stats
 from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
@@ -32,6 +33,7 @@ from inflight.engine.messages import (
     DumpTrace,
     EngineFailed,
     EngineReady,
+    GetStats,
     Shutdown,
     ToEngine,
     ToFrontend,
@@ -54,7 +56,10 @@ def _step_trace(core: EngineCore, question: DumpTrace) -> bytes:
 
 # Who answers which question.  A handler runs between two steps and returns plain data; a ValueError
 # says what is wrong with the question.
-_HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {DumpTrace: _step_trace}
+_HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {
+    DumpTrace: _step_trace,
+    GetStats: lambda core, question: engine_stats(core),
+}
 
 
 def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:

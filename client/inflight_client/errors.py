@@ -107,7 +107,8 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         "UNAVAILABLE",
         r"queue is full|exceeds maximum queue size|being restarted|cannot be restarted|being unloaded"
         r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later"
-        r"|server is stopping|stopped accepting|unhealthy engine|stub process .* is not healthy",
+        r"|server is stopping|stopped accepting|unhealthy engine|server exiting|is draining|; retry in [0-9.]+ s$"
+        r"|stub process .* is not healthy",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
     (
@@ -123,7 +124,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
     ),
 )
-_RETRY_AFTER = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s\.?$")
+_RETRY_AFTER = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s$")
 _PATTERNS = tuple((code, re.compile(pattern, re.IGNORECASE)) for code, pattern in _MESSAGES)
 
 

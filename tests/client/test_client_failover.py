@@ -446,6 +446,6 @@ def test_the_model_gets_what_was_received(scripted: TritonServer, protocol: Any,
     policy = RetryPolicy(resume=True, initial_delay=0.0)
     with Client(address, protocol=protocol, model="scripted", retries=policy) as client:
         text = json.dumps({"key": key, "tokens": 2, **refusal})
-        with pytest.raises(InvalidRequestError, match="resume_token_ids"):
+        with pytest.raises(InvalidRequestError, match="resume_token"):
             client.generate(text)
     assert seen(key)["requests"] == 1

@@ -21,6 +21,7 @@ __all__ = [
     "DumpTrace",
     "EngineFailed",
     "EngineReady",
+    "GetStats",
     "Question",
     "RequestFailed",
     "SequenceDelta",
@@ -80,9 +81,13 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Question: the step trace, as the bytes that `step_trace.Trace.to_json` writes."""
 
 
+class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Question: what the engine has to do now, as the dict that `engine_stats.engine_stats` makes."""
+
+
 # A new question is a message type here and its handler in the table of `inflight.worker`.  Its docstring
 # says what the answer is: plain data (None, numbers, text, bytes, lists, dicts).
-Question = Union[DumpTrace]
+Question = Union[DumpTrace, GetStats]
 
 
 class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
@@ -166,12 +171,14 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
     """Engine -> frontend: the request was refused, or cannot go on.
 
-    `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".
+    `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".  `retry_after` is the seconds after which another
+    attempt may succeed; None: unknown.
     """
 
     request_id: int
     code: str
     message: str
+    retry_after: float | None = None
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):

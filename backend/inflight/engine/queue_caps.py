@@ -23,6 +23,7 @@ class QueueCaps:
 
     Attributes:
         num_live: sequences that have arrived and not ended.
+        of_tenant: the same by tenant, where there are tenants.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,7 +33,7 @@ class QueueCaps:
         self._class_limits = {number: options.max_queue_size for number, options in config.priority_classes.items()}
         self._tenants = config.tenants
         self._of_class: Counter[int] = Counter()
-        self._of_tenant: Counter[str] = Counter()
+        self.of_tenant: Counter[str] = Counter()
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         self._count(sequences, 1)
@@ -46,9 +47,9 @@ class QueueCaps:
             if request.priority in self._class_limits:
                 self._of_class[request.priority] += change
             if self._tenants:
-                self._of_tenant[request.tenant] += change
-                if not self._of_tenant[request.tenant]:
-                    del self._of_tenant[request.tenant]
+                self.of_tenant[request.tenant] += change
+                if not self.of_tenant[request.tenant]:
+                    del self.of_tenant[request.tenant]
 
     def refusal(self, sequences: Sequence[Request], running: Sequence[Request]) -> RequestFailed | None:
         """Why these sequences, all those of one request, may not wait beside the others; None if they may.
@@ -84,7 +85,7 @@ class QueueCaps:
         room, slots = self._max_num_seqs - len(running), self._max_num_seqs
         if options.max_running is not None:
             room, slots = min(room, options.max_running - num_running), min(slots, options.max_running)
-        waiting, option = self._of_tenant[name] - num_running, f"tenants: max_queued={options.max_queued}"
+        waiting, option = self.of_tenant[name] - num_running, f"tenants: max_queued={options.max_queued}"
         yield _Cap(f"the queue of tenant {name!r}", option, options.max_queued, waiting, room, slots)
 
 
