@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
 from inflight.frontend.outputs import SequenceOutput, sequence_outputs
@@ -68,6 +69,15 @@ class OpenStream:
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
 
     @property
+    def engine_request(self) -> AddRequest:
+        """What is left for the engine to do: a sequence that has ended takes no part."""
+        message = self.request.engine_request
+        if not message.output_token_ids:
+            return message
+        outputs = [None if s.ended else given for s, given in zip(self.sequences, message.output_token_ids)]
+        return msgspec.structs.replace(message, output_token_ids=outputs)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated for this stream, all sequences together; those it began with are not among them."""
         return sum(sequence.num_generated_tokens for sequence in self.sequences)
@@ -75,6 +85,11 @@ class OpenStream:
     @property
     def finished(self) -> bool:
         return all(sequence.ended for sequence in self.sequences)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the sequences that have not ended."""
+        return [sequence.index for sequence in self.sequences if not sequence.ended]
 
     @property
     def has_news(self) -> bool:
@@ -113,6 +128,24 @@ class OpenStream:
                 if delta.finish_reason is None:
                     stopped.append(delta.index)
         return stopped
+
+    def rest(self) -> AddRequest | None:
+        """What another engine must be sent to go on where the deltas end that came; None if there is nothing left.
+
+        Call it when `take_inbox` has taken them all.
+        """
+        message = self.request.engine_request
+        outputs = [None if sequence.ended else sequence.token_ids.tolist() for sequence in self.sequences]
+        if all(output is None for output in outputs):
+            return None
+        params = message.params
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
+            self.prompt_logprobs = []  # the other engine begins with the first again
+        elif params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
+        )
 
     def sent(self) -> None:
         """Everything so far is on its way to the client."""
