@@ -35,6 +35,7 @@ from inflight.frontend.control import Control, relay
 from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError
 from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.pacing import pacing_for
 from inflight.frontend.placement import placement
 from inflight.frontend.status import Identity, Status
 from inflight.frontend.streams import Streams
@@ -93,8 +94,9 @@ class TritonPythonModel:
             tally,
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
-            interval=config.stream_interval,
+            interval=1 if config.stream_interval == "auto" else config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
+            pacing=pacing_for(config, ready.device),
         )
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
         self._layout = bridge.output_layout(model_config)

@@ -68,6 +68,7 @@ class Rig:
     def settle(self) -> None:
         """Wait until the sender has handled all that came so far."""
         handled = threading.Event()
+        self.streams._events.put(self.streams._catch_up)
         self.streams._events.put(handled.set)
         assert handled.wait(10)
 
@@ -467,7 +468,7 @@ def test_requests_beyond_the_capacity_are_refused_until_there_is_room() -> None:
         third = rig.open(n=1)
         rig.step(SequenceDelta(1, 0, [5], "length"), SequenceDelta(1, 1, [5], "length"))
         first.wait()
-        wait_for(lambda: rig.streams._open_sequences == 1)
+        wait_for(lambda: rig.streams.num_open_sequences == 1)
         rig.open(n=2)
         rig.feed(IDS, request_id=2)
         third.wait()
@@ -649,7 +650,7 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
         assert client.finals == 1
         shown = "".join(client.texts()).removeprefix("" if stream else "Return")
         assert TOKENIZER.decode(fed[k]).startswith(shown)
-    assert rig.streams._open_sequences == 0
+    assert rig.streams.num_open_sequences == 0
     assert not rig.errors
 
 
