@@ -164,10 +164,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
-        stream_interval: new tokens that a streaming response waits for, after the first response of its request; 1 sends
-            every token at once. "auto" does so, too, unless the engine runs on a CPU and sending would take more than a
-            few percent of its cores: then the responses of a stream are up to 50 ms or 8 tokens apart, as the number of
-            streams and the measured cost of a response demand. See docs/latency.md.
+        stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
+            every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
+            than a few percent of its cores; then the responses of a stream are up to 50 ms or 8 tokens apart, as the
+            number of streams and the measured cost of a response demand. See docs/latency.md.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
             checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import OpenStream
+from inflight.frontend.pacing import Pacing
 from inflight.frontend.streams import Streams
 
 TOKENIZER = demo_tokenizer()
@@ -608,6 +610,103 @@ def test_a_stop_string_in_the_given_output_ends_the_sequence_with_its_first_delt
     (response,) = client.wait().responses
     assert (client.texts(), response["token_ids"].tolist()) == ([""], [])
     assert rig.engine.aborted == [(1, 0)]
+
+
+class Slow(Pacing):
+    """As if sending were costly: a response of each stream every 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.wait = 0.05
+
+    def step(self, num_streams: int) -> None: ...
+
+
+@pytest.fixture
+def paced() -> Iterator[Rig]:
+    rig = Rig(pacing=Slow())
+    yield rig
+    rig.streams.stop("test over")
+
+
+def counts(client: RecordingClient) -> list[int]:
+    return [int(response["num_output_tokens"][0]) for response in client.responses]
+
+
+def test_first_tokens_and_ends_never_wait(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    assert counts(client) == [1]
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    assert counts(client) == [1], "held"
+    paced.step(SequenceDelta(1, 0, [], "length"))
+    client.wait()
+    assert counts(client) == [1, len(IDS) - 1]
+    assert client.texts() == [TEXT]
+
+
+def test_what_is_held_is_sent_when_it_is_due_even_if_no_token_follows(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    for token in IDS[:3]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    wait_for(lambda: sum(counts(client)) == 3)
+    assert client.finals == 0
+
+
+def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens", max_tokens=100)
+    tokens = itertools.cycle(IDS)
+    paced.step(SequenceDelta(1, 0, [next(tokens)]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for _ in range(20):
+        paced.step(SequenceDelta(1, 0, [next(tokens)]))
+        paced.settle()
+    assert counts(client) == [1, 8, 8]
+
+
+def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:3]))
+    paced.settle()
+    client.cancelled = True
+    client.wait()
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+@pytest.mark.parametrize("end", ["its last token", "an error"])
+def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
+    rig = Rig()
+    costly, cheap = rig.open("return_token_ids", max_tokens=100), rig.open()
+    rig.settle()
+    sequence = rig.streams._streams[1].sequences[0]
+    advance = sequence.advance
+
+    def slow(delta: SequenceDelta) -> None:
+        time.sleep(0.01)  # more than a slice
+        advance(delta)
+
+    sequence.advance = slow  # type: ignore[method-assign]
+    rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
+    rig.feed(IDS, request_id=2)
+    if end == "an error":
+        rig.streams._fail_behind(1, RequestError("INTERNAL", "NaN"), "failed")
+    assert cheap.wait().texts() == [TEXT]
+    assert not costly.finals
+    costly.wait()
+    sent = [token for response in costly.responses for token in response["token_ids"].tolist()]
+    assert sent == 4 * IDS
+    assert costly.texts() == [TOKENIZER.decode([*PROMPT, *4 * IDS]).removeprefix(TOKENIZER.decode(PROMPT))]
+    assert (costly.error is None) == (end == "its last token")
+    rig.streams.stop("test over")
 
 
 def test_stop_fails_what_is_open() -> None:
