@@ -98,7 +98,7 @@ class TritonPythonModel:
             log_info=lambda line: bridge.log("info", line),
             pacing=pacing_for(config, ready.device),
         )
-        self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
+        self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._drain = Drain(self._streams, config.drain_timeout, bridge.log)

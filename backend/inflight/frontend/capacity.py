@@ -15,17 +15,18 @@ class Capacity:
 
     Args:
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
+        first_id: id of the first request.
 
     Attributes:
         num_requests: requests that were taken and have not ended.
         num_sequences: sequences of those requests.
     """
 
-    def __init__(self, max_sequences: int = 0) -> None:
+    def __init__(self, max_sequences: int = 0, first_id: int = 1) -> None:
         self._max_sequences = max_sequences
         self._lock = threading.Lock()  # guards all below
         self.num_requests = self.num_sequences = 0
-        self._last_id = 0
+        self._next_id = first_id
         self._refusal: Callable[[], RequestError] | None = None
 
     def take(self, count: int) -> int:
@@ -44,8 +45,8 @@ class Capacity:
                 )
             self.num_requests += 1
             self.num_sequences += count
-            self._last_id += 1
-            return self._last_id
+            self._next_id += 1
+            return self._next_id - 1
 
     def give_back(self, count: int) -> None:
         """A request of `count` sequences has ended."""

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
 from inflight.frontend.capacity import Capacity
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
@@ -54,7 +54,7 @@ class StatsSink(Protocol):
     """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
+    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
@@ -74,6 +74,7 @@ class Streams:
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
         pacing: spaces the responses of a stream instead; None: nothing waits.
+        number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
     """
 
@@ -88,13 +89,14 @@ class Streams:
         sweep_seconds: float = SWEEP_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
         pacing: Pacing | None = None,
+        number: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
         self._stats = stats
         self._log_error = log_error
         self._log_info = log_info
-        self._capacity = Capacity(max_sequences)
+        self._capacity = Capacity(max_sequences, first_id=number * REQUESTS_PER_FRONTEND + 1)
         self._interval = interval
         self._pacing = pacing
         self._streams: dict[int, OpenStream] = {}
@@ -168,7 +170,7 @@ class Streams:
 
     def on_engine_ready(self, ready: EngineReady) -> None:
         """The engine process was started again."""
-        self._events.put(partial(self._stats.engine_ready, ready.block_size, ready.num_blocks, again=True))
+        self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
         """The engine process died with these requests in it."""
