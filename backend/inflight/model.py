@@ -81,7 +81,9 @@ class TritonPythonModel:
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
-        self._parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size)
+        self._parser = RequestParser(
+            config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids
+        )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)
@@ -97,13 +99,16 @@ class TritonPythonModel:
             interval=1 if config.stream_interval == "auto" else config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
             pacing=pacing_for(config, ready.device),
+            max_replays=config.max_replays,
         )
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._drain = Drain(self._streams, config.drain_timeout, bridge.log)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
-        self._status = Status(identity, ready, self._supervisor, self._streams, self._drain, tally)
+        self._status = Status(
+            identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
+        )
         self._control = Control(self._supervisor.ask, self._status, self._drain)
         self._metrics.start()
         self._streams.start()
@@ -152,7 +157,7 @@ class TritonPythonModel:
         self._status.stop()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
-        # Triton's metrics and response senders reach into the stub when they are collected: that must
-        # happen now, not at interpreter exit, when the stub has closed its shared memory.
+        # Response senders reach into the stub when they are collected: that must happen now, not at
+        # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.
         self.__dict__.clear()
         gc.collect()

@@ -8,11 +8,14 @@ A call to a Triton metric is a message to the server process (about 18 microseco
 - What steps add to (gauges, blocks, histograms of tokens and steps) is published with it too, unless that would
   take more than `_SHARE` of the time; then, and between answers, by a thread.
 
-No metric is ever deleted: its series would vanish from under whoever watches it.
+No metric is ever deleted: its series would vanish from under whoever watches it.  An instance that leaves
+sets its gauges to 0.  They are the next instance's too, which may be there already, so gauges are set again
+in every period even if they have not changed.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -108,6 +111,15 @@ class _Published:
             self._metrics[key] = self._create(spec, labels, None)
         self.set(key, 1)
 
+    def set_again(self) -> None:
+        """Let the next values of the gauges through, even those that have not changed."""
+        self._values = dict.fromkeys(self._values, math.nan)
+
+    def clear(self) -> None:
+        """Set the gauges to 0."""
+        for key in self._values:
+            self.set(key, 0.0)
+
     def set(self, key: Any, value: float) -> None:
         if self._values.get(key) != value:
             self._metrics[key].set(value)
@@ -164,11 +176,13 @@ class Metrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Publish what is left and end the thread."""
+        """Publish what is left, end the thread and set the gauges to 0."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
+        with self._publishing:
+            self._published.clear()
 
     # -- counting --------------------------------------------------------------------------
 
@@ -209,6 +223,11 @@ class Metrics:
                 nothing: dict[str, int] = dict.fromkeys(StepStats.__struct_fields__, 0)
                 nothing["blocks_free"] = self._now.blocks_used + self._now.blocks_free
                 self._take_stats(StepStats(**nothing), self._leads)
+
+    def resubmitted(self, count: int) -> None:
+        """Requests of an engine process that died were given to the next one."""
+        with self._lock:
+            self._counts["inflight_requests_replayed_total"] += count
 
     def first_token(self, stream: OpenStream) -> None:
         """A request got its first token."""
@@ -275,6 +294,8 @@ class Metrics:
             if self._wake.wait(_PERIOD_SECONDS) and not self._stopping:
                 self._wake.clear()
                 time.sleep(min(_PERIOD_SECONDS, max(0.0, self._next_steps - self._clock())))
+            with self._publishing:
+                self._published.set_again()
             self.publish()
         self.publish()
 
@@ -311,6 +332,7 @@ class NoMetrics:
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
+    def resubmitted(self, count: int) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
     def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...

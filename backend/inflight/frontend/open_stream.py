@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
-from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["OpenStream", "Responder"]
@@ -57,7 +58,7 @@ class OpenStream:
         self.responder = responder
         self.arrival = time.monotonic() if message.arrival is None else message.arrival
         self.deadline = message.deadline
-        self.sequences = [SequenceOutput(request, tokenizer, index) for index in range(message.params.n)]
+        self.sequences = sequence_outputs(request, tokenizer)
         self.inbox: deque[SequenceDelta] = deque()
         self.last_act: Callable[[], None] | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
@@ -77,6 +78,15 @@ class OpenStream:
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
 
     @property
+    def engine_request(self) -> AddRequest:
+        """What is left for the engine to do: a sequence that has ended takes no part."""
+        message = self.request.engine_request
+        if not message.output_token_ids:
+            return message
+        outputs = [None if s.ended else given for s, given in zip(self.sequences, message.output_token_ids)]
+        return msgspec.structs.replace(message, output_token_ids=outputs)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated for this stream, all sequences together; those it began with are not among them."""
         return sum(sequence.num_generated_tokens for sequence in self.sequences)
@@ -94,6 +104,11 @@ class OpenStream:
     @property
     def finished(self) -> bool:
         return all(sequence.ended for sequence in self.sequences)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the sequences that have not ended."""
+        return [sequence.index for sequence in self.sequences if not sequence.ended]
 
     @property
     def has_news(self) -> bool:
@@ -135,6 +150,24 @@ class OpenStream:
             if late < math.inf and time.monotonic() >= late:
                 break
         return stopped
+
+    def rest(self) -> AddRequest | None:
+        """What another engine must be sent to go on where the deltas end that came; None if there is nothing left.
+
+        Call it when `take_inbox` has taken them all.
+        """
+        message = self.request.engine_request
+        outputs = [None if sequence.ended else sequence.token_ids.tolist() for sequence in self.sequences]
+        if all(output is None for output in outputs):
+            return None
+        params = message.params
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
+            self.prompt_logprobs = []  # the other engine begins with the first again
+        elif params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
+        )
 
     def sent(self) -> None:
         """Everything so far is on its way to the client."""

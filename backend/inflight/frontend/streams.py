@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -30,6 +30,7 @@ from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
 from inflight.frontend.outputs import response_outputs
 from inflight.frontend.pacing import Pacing
+from inflight.frontend.replay import Replay, Resubmits
 from inflight.frontend.sending import SLICE, SendQueue
 from inflight.frontend.sweep import SWEEP_SECONDS, Sweep
 from inflight.frontend.text import Tokenizer
@@ -37,7 +38,7 @@ from inflight.frontend.text import Tokenizer
 __all__ = ["Engine", "StatsSink", "Streams"]
 
 
-class Engine(Protocol):
+class Engine(Resubmits, Protocol):
     """The supervisor, as far as streams need it.  Calls never block."""
 
     def submit(self, request: AddRequest) -> None:
@@ -56,6 +57,7 @@ class StatsSink(Protocol):
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
+    def resubmitted(self, count: int) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
     def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
@@ -76,6 +78,7 @@ class Streams:
         pacing: spaces the responses of a stream instead; None: nothing waits.
         number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
+        max_replays: deaths of the engine in a row that one request may be the only possible cause of.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Streams:
         log_info: Callable[[str], None] = lambda line: None,
         pacing: Pacing | None = None,
         number: int = 0,
+        max_replays: int = 2,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
@@ -101,6 +105,7 @@ class Streams:
         self._pacing = pacing
         self._streams: dict[int, OpenStream] = {}
         self._queue = SendQueue()
+        self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
@@ -126,8 +131,10 @@ class Streams:
             self._capacity.give_back(count)
             raise
         self._events.put(partial(self._register, stream))
+        if stream.finished:  # nothing is missing of the output that it began with
+            return
         try:
-            self._engine.submit(request.engine_request)
+            self._engine.submit(stream.engine_request)
         except RequestError as error:
             self._fail_behind(stream.request_id, error, refusal_of(error))
 
@@ -172,13 +179,15 @@ class Streams:
         """The engine process was started again."""
         self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
-    def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
-        """The engine process died with these requests in it."""
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine process died with these requests in it: the next one goes on with them."""
         self._events.put(self._catch_up)  # with the steps that it had sent
         self._events.put(self._stats.engine_down)
-        error = RequestError("UNAVAILABLE", reason)
-        for request_id in request_ids:
-            self._events.put(partial(self._fail, request_id, error, "failed"))
+        self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
+
+    def on_no_engine(self, reason: str) -> None:
+        """No engine process can be started for now."""
+        self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""
@@ -235,6 +244,7 @@ class Streams:
                     streaming.add(stream)
         if self._pacing is not None and streaming:
             self._pacing.step(len(streaming))
+        self._replay.took(message)
         self._stats.step(message, received, self._streams)
 
     def _serve_next(self) -> None:
@@ -312,12 +322,16 @@ class Streams:
 
     def _register(self, stream: OpenStream) -> None:
         self._streams[stream.request_id] = stream
-        self._sweep.wake()
+        if stream.finished:
+            self._queue.add(stream)
+        else:
+            self._sweep.wake()
 
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True
         self._queue.forget(stream)
         del self._streams[stream.request_id]
+        self._replay.ended(stream.request_id)
         self._capacity.give_back(len(stream.sequences))
 
     def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
