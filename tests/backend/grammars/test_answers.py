@@ -304,7 +304,7 @@ def test_forced_tokens_take_fewer_steps(checkpoint: str, tokenizer: Tokenizer, a
     rows = 0
     while core.has_work:
         rows += core.step().stats.batch_size
-    assert rows == 2  # the prompt with the first token, then all the others
+    assert rows == 1  # the first token is forced, too
 
 
 def test_max_tokens_cuts_with_length(answers: Answers) -> None:
