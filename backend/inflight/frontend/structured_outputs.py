@@ -12,7 +12,7 @@ from typing import Any
 from inflight.frontend.errors import RequestError, shown
 from inflight.grammars.spec import GrammarKind, GrammarSpec
 
-__all__ = ["GUIDE_TYPES", "MAX_GRAMMAR_CHARS", "guided_by", "structured_outputs"]
+__all__ = ["GUIDE_TYPES", "MAX_GRAMMAR_CHARS", "grammar", "guided_by", "structured_outputs"]
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 
@@ -30,6 +30,25 @@ GUIDE_TYPES = ("json", *_GUIDES)
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 # vLLM's, which choose or tune libraries that do not exist here.
 _IGNORED = {"backend", "backend_was_auto", "disable_fallback", "_backend", "_backend_was_auto"}
+
+
+def grammar(**keys: Any) -> GrammarSpec:
+    """For `SamplingParams(grammar=...)`: the keys of `structured_outputs`, one of them `json`, `regex`, `choice` ...
+
+    `json` may be a pydantic model, too.
+
+    Raises:
+        ValueError: a key or value that is not allowed.
+    """
+    if hasattr(keys.get("json"), "model_json_schema"):
+        keys["json"] = keys["json"].model_json_schema()
+    try:
+        spec = structured_outputs("grammar()", keys)
+    except RequestError as error:
+        raise ValueError(error.message) from None
+    if spec is None:
+        raise ValueError(f"grammar(): give one of {', '.join(_KINDS)}")
+    return spec
 
 
 def structured_outputs(name: str, value: Any) -> GrammarSpec | None:
