@@ -178,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         core, ready = loaded
         settle_garbage_collector()
+        if args.shared:
+            owner.send(ready)
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()

@@ -21,10 +21,13 @@ Imports nothing of the engine but its messages.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -111,8 +114,16 @@ class FakeSequence:
 
 
 class FakeEngine:
-    def __init__(self, connection: Connection) -> None:
+    """The engine as one frontend sees it.
+
+    Attributes:
+        owner: hears what concerns the process; the frontend, or a keeper.
+    """
+
+    def __init__(self, connection: Connection, owner: Connection, leads: bool = True) -> None:
         self.connection = connection
+        self.owner = owner
+        self.leads = leads
         self.running: list[FakeSequence] = []
 
     def send(self, message: object) -> None:
@@ -156,7 +167,7 @@ class FakeEngine:
     def report(self, deltas: list[SequenceDelta], batch: int, failed: Iterable[RequestFailed] = ()) -> None:
         used = len(self.running)
         stats = StepStats(used, 0, 0, used, 1000 - used, 10, 5, batch, batch, batch, 0.001)
-        self.send(StepMessage(deltas, stats, failed=list(failed)))
+        self.send(StepMessage(deltas, stats, failed=list(failed), leads=self.leads))
 
     def step(self) -> None:
         batch = list(self.running)
@@ -168,8 +179,8 @@ class FakeEngine:
                 self.connection.send_bytes(b"nonsense")
                 time.sleep(60)
             if "fail" in due:
-                self.send(EngineFailed("engine step failed: told to"))
-                sys.exit(1)
+                self.owner.send_bytes(encode(EngineFailed("engine step failed: told to")))
+                os._exit(1)
         time.sleep(max(float(s.orders.get("delay", 0)) for s in batch))
         given_up = {s.request.request_id for s in batch if s.orders.get("giveup") == str(s.done)}
         deltas = [sequence.step() for sequence in batch if sequence.request.request_id not in given_up]
@@ -188,10 +199,31 @@ class FakeEngine:
             self.step()
 
 
+def serve_all(owner: Connection, ready: EngineReady) -> None:
+    """Each frontend that the owner sends, in a thread of its own; the first one leads."""
+    leads = True
+    with socket.socket(fileno=os.dup(owner.fileno())) as pipe:
+        while True:
+            number, descriptors, _, _ = socket.recv_fds(pipe, 4, 1)
+            if not number:
+                return
+            threading.Thread(target=serve_one, args=(descriptors[0], owner, ready, leads), daemon=True).start()
+            leads = False
+
+
+def serve_one(descriptor: int, owner: Connection, ready: EngineReady, leads: bool) -> None:
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        connection.send_bytes(encode(msgspec.structs.replace(ready, leads=leads)))
+        FakeEngine(connection, owner, leads).serve()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    connection = Connection(parser.parse_known_args()[0].fd)
+    parser.add_argument("--shared", action="store_true")
+    options = parser.parse_known_args()[0]
+    connection = Connection(options.fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
         start = control().get("start")
@@ -204,7 +236,10 @@ def main() -> int:
             return 1
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
-        FakeEngine(connection).serve()
+        if options.shared:
+            serve_all(connection, ready)
+        else:
+            FakeEngine(connection, connection).serve()
     except (EOFError, OSError):
         return 0
     return 0

@@ -28,7 +28,7 @@ from inflight.engine.messages import (
     encode,
 )
 
-__all__ = ["EngineProcess", "EngineStartError", "engine_command"]
+__all__ = ["TIED_TO_PARENT", "EngineProcess", "EngineStartError", "engine_command", "exit_words", "interpreter"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
@@ -37,7 +37,7 @@ _TERM_SECONDS = 2.0
 # Runs in the child, then becomes the engine process: prctl(PR_SET_PDEATHSIG, SIGKILL) survives
 # execve, so even a process that is loading, and reads no pipe, dies with its parent.  A preexec_fn
 # would run Python between fork and exec of a threaded parent.
-_EXEC_TIED_TO_PARENT = (
+TIED_TO_PARENT = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
     "if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
@@ -66,6 +66,11 @@ class EngineStartError(RuntimeError):
     def __init__(self, message: str, fatal: bool = False) -> None:
         super().__init__(message)
         self.fatal = fatal
+
+
+def exit_words(status: int) -> str:
+    """How a process ended, in a few words; `status` as `subprocess` has it."""
+    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def interpreter() -> str:
@@ -100,7 +105,7 @@ class EngineProcess:
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
             )
         ours, theirs = socket.socketpair()
-        wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
+        wrapper = [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
                 [*wrapper, *command, "--fd", str(theirs.fileno())],
@@ -170,9 +175,7 @@ class EngineProcess:
             return "it closed its pipe and hung"
         if self.failure is not None:
             return self.failure.message
-        if status < 0:
-            return f"signal {-status}, {signal.Signals(-status).name}"
-        return f"exit status {status}"
+        return exit_words(status)
 
     def stop(self, polite: bool = True) -> None:
         """End it: close our side of the pipe, then SIGTERM, then SIGKILL.  Safe to repeat.
