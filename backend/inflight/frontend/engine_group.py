@@ -32,9 +32,16 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
 from inflight.frontend import keeper
-from inflight.frontend.engine_process import TIED_TO_PARENT, EngineStartError, exit_words, interpreter
+from inflight.frontend.engine_process import (
+    TIED_TO_PARENT,
+    EngineStartError,
+    engine_command,
+    exit_words,
+    interpreter,
+)
+from inflight.frontend.placement import num_sharing
 
-__all__ = ["EngineGroup", "SharedEngine", "group_name"]
+__all__ = ["EngineGroup", "SharedEngine", "find_group", "group_name"]
 
 _NAMES = 16  # loads of one model that may be under way at a time
 _JOIN_SECONDS = 30.0
@@ -57,6 +64,28 @@ def group_name(config: EngineConfig, env: Mapping[str, str], *identity: str) -> 
         identity = (*identity, stat.rpartition(")")[2].split()[19])
     parts = [str(server), *identity, encode(config).hex(), json.dumps(sorted(env.items()))]
     return "inflight-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def find_group(
+    config: EngineConfig,
+    env: Mapping[str, str],
+    args: Mapping[str, str],
+    folder: Path,
+    told: Callable[[str], None] = lambda text: None,
+) -> EngineGroup | None:
+    """The group of a Triton model instance; None if it is alone on its device.
+
+    Args:
+        config, env: as `placement` returns them.
+        args: Triton's, of `initialize`.
+        folder: of the model's version.
+        told: see `EngineGroup`.
+    """
+    model_config, device = json.loads(args["model_config"]), int(args["model_instance_device_id"])
+    if num_sharing(model_config, args["model_instance_kind"], device) < 2:
+        return None
+    name = group_name(config, env, str(folder), args["model_name"], args["model_version"])
+    return EngineGroup(config, engine_command(config), env, name, args["model_instance_name"], told)
 
 
 class _Ended(NamedTuple):
@@ -82,9 +111,6 @@ class EngineGroup:
         name: as `group_name` returns it.
         instance: Triton's name of this model instance.
         told: takes what other stubs of the group tell, in a thread that must not block.
-
-    Attributes:
-        number: of this stub in the group, from 0; it has it for life.
     """
 
     def __init__(
@@ -99,12 +125,19 @@ class EngineGroup:
         self._config, self._command, self._env = config, list(command), dict(env)
         self._name, self._instance = name, instance
         self._told = told
-        self.number: int | None = None
+        self._number: int | None = None
         self._process: subprocess.Popen[bytes] | None = None  # the keeper, if it is our child
         self._changed = threading.Condition()  # guards all below
         self._keeper: socket.socket | None = None
         self._grant: tuple[int, int, socket.socket] | str | None = None
+        self._turn = True  # at the engine process that was granted last
+        self._on_turn: Callable[[bool], None] = lambda ours: None
         self._ended: dict[int, _Ended] = {}
+
+    @property
+    def number(self) -> int:
+        """Of this stub in the group, from 0, once it has joined; it has it for life."""
+        return self._number or 0
 
     # -- any thread ------------------------------------------------------------------------
 
@@ -145,6 +178,16 @@ class EngineGroup:
     def kill(self, engine: int, reason: str) -> None:
         """Kill the engine process of that number, for all stubs; one that has ended stays what it is."""
         self._send({"op": "kill", "engine": engine, "reason": reason})
+
+    def end_turn(self, engine: int) -> None:
+        """See `EngineHandle.end_turn`."""
+        self._send({"op": "settled", "engine": engine})
+
+    def watch_turns(self, told: Callable[[bool], None]) -> None:
+        """See `EngineHandle.watch_turns`."""
+        with self._changed:
+            self._on_turn = told
+            told(self._turn)
 
     def wait_ended(self, engine: int, seconds: float) -> _Ended | None:
         """How the engine process of that number ended; None if it still runs."""
@@ -199,7 +242,7 @@ class EngineGroup:
 
     def _is_member(self, end: socket.socket) -> bool:
         """Whether the keeper at the other end takes us; `end` is closed if not."""
-        packet = {"op": "join", "instance": self._instance, "number": self.number}
+        packet = {"op": "join", "instance": self._instance, "number": self._number}
         try:
             if keeper.peer_uid(end) != os.geteuid():
                 raise OSError("another user's")
@@ -211,7 +254,7 @@ class EngineGroup:
             end.close()
             return False
         end.settimeout(None)
-        self.number = reply["number"]
+        self._number = reply["number"]
         with self._changed:
             self._keeper, self._ended = end, {}
         threading.Thread(target=self._listen, args=(end,), name="keeper", daemon=True).start()
@@ -276,6 +319,10 @@ class EngineGroup:
     def _take(self, packet: dict[str, Any], descriptors: Sequence[int]) -> None:
         if packet["op"] == "engine":
             self._grant = packet["engine"], packet["pid"], socket.socket(fileno=descriptors[0])
+            self._turn = packet["turn"]
+        elif packet["op"] == "turn":
+            self._turn = packet["turn"]
+            self._on_turn(self._turn)
         elif packet["op"] == "error":
             self._grant = packet["text"]
         elif packet["op"] == "ended":
@@ -332,6 +379,14 @@ class SharedEngine:
         except msgspec.DecodeError as error:
             self.kill(f"it sent an invalid frame: {error}")
             raise EOFError from None
+
+    def watch_turns(self, told: Callable[[bool], None]) -> None:
+        """Tell, now and whenever it changes, whether this frontend may send requests; `told` must not block."""
+        self._group.watch_turns(told)
+
+    def end_turn(self) -> None:
+        """This frontend's requests are harmless: the next one may find out about its own."""
+        self._group.end_turn(self._number)
 
     def exit_text(self) -> str:
         """How it ended, in a few words; or that it goes on for the other stubs."""

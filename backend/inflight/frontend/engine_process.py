@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -176,6 +176,13 @@ class EngineProcess:
         if self.failure is not None:
             return self.failure.message
         return exit_words(status)
+
+    def watch_turns(self, told: Callable[[bool], None]) -> None:
+        """It has one frontend, whose turn it always is."""
+        told(True)
+
+    def end_turn(self) -> None:
+        """Of no effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
         """End it: close our side of the pipe, then SIGTERM, then SIGKILL.  Safe to repeat.

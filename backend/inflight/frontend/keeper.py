@@ -1,7 +1,7 @@
 """The keeper: a small process that owns the engine process which several stubs share.  Only the standard library.
 
-    stub ──join, engine, kill, tell, leave──▶ keeper ──▶ starts, reaps and ends the engine process
-    stub ◀──joined, engine + pipe, ended────  keeper        (PR_SET_PDEATHSIG: it never outlives the keeper)
+    stub ─join, engine, settled, kill, tell──▶ keeper ──▶ starts, reaps and ends the engine process
+    stub ◀─joined, engine + pipe, turn, ended─ keeper        (PR_SET_PDEATHSIG: it never outlives the keeper)
 
 The first stub starts the keeper, which then belongs to none of them.  It ends the engine process, and then itself,
 when the last stub has left or died.  A stub that dies takes nothing along, and all learn how an engine process ended.
@@ -31,6 +31,7 @@ __all__ = ["MAX_PACKET", "Keeper", "main", "peer_uid"]
 MAX_PACKET = 150_000
 _EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
 _START_SECONDS = 30.0  # that the first stub has to join
+_TURN_SECONDS = 30.0  # that a stub has after a death to try its requests again, alone
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -125,6 +126,9 @@ class Keeper:
         self._leaving: list[_Member] = []  # they wait for the end of the engine process
         self._engine: _Engine | None = None
         self._num_engines = 0
+        # After a death each member has its turn to try its requests again; the first of these has it now.
+        self._unsettled: list[_Member] = []
+        self._turn_ends = 0.0  # `time.monotonic()` seconds, once the engine process is loaded
         self._closed = False  # takes no more members
         self._deadline = time.monotonic() + _START_SECONDS
         wakes, wake = socket.socketpair()
@@ -147,12 +151,21 @@ class Keeper:
     def _timeout(self) -> float | None:
         joined = any(member.number is not None for member in self._members)
         if self._members and joined:
-            return None
+            return self._turn_timeout()
         left = self._deadline - time.monotonic()
         if left <= 0:
             for member in list(self._members):  # nobody has ever joined
                 self._drop(member)
         return max(0.05, left)
+
+    def _turn_timeout(self) -> float | None:
+        if not self._unsettled or self._engine is None or self._engine.loading:
+            return None
+        left = self._turn_ends - time.monotonic()
+        if left <= 0:  # it has been stopped, or its requests take too long
+            self._settle(self._unsettled[0])
+            return 0.0
+        return left
 
     # -- stubs -----------------------------------------------------------------------------
 
@@ -185,6 +198,9 @@ class Keeper:
         elif kind == "kill":
             if self._engine is not None and self._engine.number == packet["engine"]:
                 self._engine.kill(packet["reason"])
+        elif kind == "settled":
+            if packet["engine"] == self._num_engines and self._engine is not None:
+                self._settle(member)
         elif kind == "tell":
             for other in self._members:
                 if other is not member:
@@ -221,6 +237,7 @@ class Keeper:
     def _remove(self, member: _Member) -> None:
         self._selector.unregister(member.end)
         self._members.remove(member)
+        self._settle(member)
         self._closed = self._closed or member.number is not None
         self._deadline = time.monotonic() + _EXIT_SECONDS
 
@@ -241,7 +258,13 @@ class Keeper:
             member.engine = engine.number
             with contextlib.suppress(OSError):  # it died: the stub sees the end of its pipe, and is told why
                 socket.send_fds(engine.pipe, [member.number.to_bytes(4, "big")], [pipe.fileno()])
-            self._send(member, {"op": "engine", "engine": engine.number, "pid": engine.process.pid}, theirs.fileno())
+            packet = {
+                "op": "engine",
+                "engine": engine.number,
+                "pid": engine.process.pid,
+                "turn": self._has_turn(member),
+            }
+            self._send(member, packet, theirs.fileno())
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -259,8 +282,14 @@ class Keeper:
             ours.sendall(struct.pack("!i", len(self._config)) + self._config)
 
     def _listen(self) -> None:
-        if self._engine is not None and not self._engine.read():
-            self._selector.unregister(self._engine.pipe)
+        engine = self._engine
+        if engine is None:
+            return
+        loading = engine.loading
+        if not engine.read():
+            self._selector.unregister(engine.pipe)
+        if loading and not engine.loading:
+            self._turn_ends = time.monotonic() + _TURN_SECONDS
 
     def _reap(self) -> None:
         """Tell all that use the engine process how it ended, if it did."""
@@ -272,6 +301,10 @@ class Keeper:
         while engine.read():
             pass
         self._engine = None
+        if not engine.loading:
+            # Whoever has the turn goes on with it: the others need not show again that their requests are harmless.
+            users = [member for member in self._members if member.engine == engine.number]
+            self._unsettled = self._unsettled[:1] + [user for user in users if user not in self._unsettled[:1]]
         if engine.pipe in self._selector.get_map():
             self._selector.unregister(engine.pipe)
         engine.pipe.close()
@@ -286,6 +319,20 @@ class Keeper:
         for member in list(self._members):
             if member.engine == engine.number:
                 self._send(member, packet)
+
+    def _has_turn(self, member: _Member) -> bool:
+        return not self._unsettled or self._unsettled[0] is member
+
+    def _settle(self, member: _Member) -> None:
+        """A member's requests are harmless, or it is gone: the next one has its turn, or all are free."""
+        if member not in self._unsettled:
+            return
+        self._unsettled.remove(member)
+        self._turn_ends = time.monotonic() + _TURN_SECONDS
+        for other in list(self._members):
+            if self._engine is not None and other.engine == self._engine.number:
+                packet = {"op": "turn", "engine": self._engine.number, "turn": self._has_turn(other)}
+                self._send(other, packet)
 
     def _end_engine(self) -> None:
         """Nobody is left: close the pipe, wait, kill."""
