@@ -85,7 +85,9 @@ class TritonPythonModel:
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
-        self._parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size, number=number)
+        self._parser = RequestParser(
+            config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
+        )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)

@@ -111,6 +111,7 @@ class EngineGroup:
         name: as `group_name` returns it.
         instance: Triton's name of this model instance.
         told: takes what other stubs of the group tell, in a thread that must not block.
+        turn_seconds: that a stub has after a death to try its requests again while the others wait.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class EngineGroup:
         name: str,
         instance: str,
         told: Callable[[str], None] = lambda text: None,
+        turn_seconds: float = 30.0,
     ) -> None:
+        self._turn_seconds = turn_seconds
         self._config, self._command, self._env = config, list(command), dict(env)
         self._name, self._instance = name, instance
         self._told = told
@@ -276,6 +279,7 @@ class EngineGroup:
                 "command": self._command,
                 "wrapper": [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT],
                 "config": base64.b64encode(encode(self._config)).decode(),
+                "turn_seconds": self._turn_seconds,
             }
             with theirs:
                 options = ["--listen", str(listener.fileno()), "--member", str(theirs.fileno())]
@@ -346,6 +350,7 @@ class SharedEngine:
         self._socket = pipe
         self._connection = Connection(os.dup(pipe.fileno()))
         self._sending = threading.Lock()  # a closed descriptor's number may be reused
+        self._stopped = False
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded.
@@ -390,6 +395,8 @@ class SharedEngine:
 
     def exit_text(self) -> str:
         """How it ended, in a few words; or that it goes on for the other stubs."""
+        if self._stopped:
+            return "it is no longer needed"
         ended = self._group.wait_ended(self._number, _END_SECONDS)
         return "it closed its pipe to this frontend, which read too little" if ended is None else ended.text
 
@@ -403,6 +410,7 @@ class SharedEngine:
         Args:
             polite: of no effect: the keeper knows whether it is loading.
         """
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -31,7 +31,6 @@ __all__ = ["MAX_PACKET", "Keeper", "main", "peer_uid"]
 MAX_PACKET = 150_000
 _EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
 _START_SECONDS = 30.0  # that the first stub has to join
-_TURN_SECONDS = 30.0  # that a stub has after a death to try its requests again, alone
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -113,10 +112,17 @@ class Keeper:
         command: of the engine process without `--shared --fd N`.
         wrapper: a command that ties the one behind it to its parent, whose pid goes between them.
         config: the engine's first frame.
+        turn_seconds: that a stub has after a death to try its requests again, alone.
     """
 
     def __init__(
-        self, listener: socket.socket, first: socket.socket, command: list[str], wrapper: list[str], config: bytes
+        self,
+        listener: socket.socket,
+        first: socket.socket,
+        command: list[str],
+        wrapper: list[str],
+        config: bytes,
+        turn_seconds: float,
     ) -> None:
         self._listener = listener
         self._command, self._wrapper, self._config = command, wrapper, config
@@ -128,6 +134,7 @@ class Keeper:
         self._num_engines = 0
         # After a death each member has its turn to try its requests again; the first of these has it now.
         self._unsettled: list[_Member] = []
+        self._turn_seconds = turn_seconds
         self._turn_ends = 0.0  # `time.monotonic()` seconds, once the engine process is loaded
         self._closed = False  # takes no more members
         self._deadline = time.monotonic() + _START_SECONDS
@@ -289,7 +296,7 @@ class Keeper:
         if not engine.read():
             self._selector.unregister(engine.pipe)
         if loading and not engine.loading:
-            self._turn_ends = time.monotonic() + _TURN_SECONDS
+            self._turn_ends = time.monotonic() + self._turn_seconds
 
     def _reap(self) -> None:
         """Tell all that use the engine process how it ended, if it did."""
@@ -328,7 +335,7 @@ class Keeper:
         if member not in self._unsettled:
             return
         self._unsettled.remove(member)
-        self._turn_ends = time.monotonic() + _TURN_SECONDS
+        self._turn_ends = time.monotonic() + self._turn_seconds
         for other in list(self._members):
             if self._engine is not None and other.engine == self._engine.number:
                 packet = {"op": "turn", "engine": self._engine.number, "turn": self._has_turn(other)}
@@ -362,6 +369,7 @@ def main() -> int:
         orders["command"],
         orders["wrapper"],
         base64.b64decode(orders["config"]),
+        orders["turn_seconds"],
     )
     keeper.run()
     return 0

@@ -69,6 +69,15 @@ class OpenStream:
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
 
     @property
+    def engine_request(self) -> AddRequest:
+        """What is left for the engine to do: a sequence that has ended takes no part."""
+        message = self.request.engine_request
+        if not message.output_token_ids:
+            return message
+        outputs = [None if s.ended else given for s, given in zip(self.sequences, message.output_token_ids)]
+        return msgspec.structs.replace(message, output_token_ids=outputs)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated for this stream, all sequences together; those it began with are not among them."""
         return sum(sequence.num_generated_tokens for sequence in self.sequences)

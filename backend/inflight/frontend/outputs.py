@@ -33,7 +33,7 @@ class SequenceOutput:
 
     Attributes:
         ended: nothing more comes: it ended here, or before its request came here.
-        finish_reason: "stop" or "length" if it ended here, else None.
+        finish_reason: "stop" or "length" if it ended here, or with the output that it began with; else None.
         stop_reason: the stop string or stop token id that ended it.
         ended_by_stop: ended by a stop string, which only the frontend sees.
         token_ids: int32, output tokens so far, the one that ended it included; `num_tokens` of them.
@@ -41,7 +41,7 @@ class SequenceOutput:
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
         text, new_token_ids, new_logprobs: what was not sent yet.
         index: its place among the request's sequences.
-        end_sent: the response that says how it ended was made.
+        end_sent: the response that says how it ended was made, here or elsewhere.
     """
 
     def __init__(
@@ -72,14 +72,16 @@ class SequenceOutput:
         self.new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
         self.index = index
-        self.end_sent = False
 
         given = message.output_token_ids[index] if message.output_token_ids else []
-        for token_id in given or ():
+        end = request.ends[index] if request.ends else None
+        for place, token_id in enumerate(given or (), 1 - len(given or ())):
             # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
-            self.advance(SequenceDelta(message.request_id, index, [token_id]))
+            how = end if end is not None and place == 0 else ()
+            self.advance(SequenceDelta(message.request_id, index, [token_id], *how))
         self.num_generated_tokens = 0
         self.ended = self.ended or given is None
+        self.end_sent = given is None
         if request.cumulative_logprobs:
             self.cumulative_logprob = request.cumulative_logprobs[index]
         if self._sent is not None:

@@ -127,8 +127,10 @@ class Streams:
             self._give_back(count)
             raise
         self._events.put(partial(self._register, stream))
+        if stream.finished:  # nothing is missing of the output that it began with
+            return
         try:
-            self._engine.submit(request.engine_request)
+            self._engine.submit(stream.engine_request)
         except RequestError as error:
             self._events.put(partial(self._fail, stream.request_id, error, refusal_of(error)))
 
@@ -304,7 +306,10 @@ class Streams:
 
     def _register(self, stream: OpenStream) -> None:
         self._streams[stream.request_id] = stream
-        self._sweep.wake()
+        if stream.finished:
+            self._advance_all({stream.request_id: stream})
+        else:
+            self._sweep.wake()
 
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True

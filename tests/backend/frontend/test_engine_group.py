@@ -126,7 +126,7 @@ def test_two_stubs_share_one_engine_and_the_last_one_ends_it(place: Place) -> No
     ask(engines[1], 1 << 36, [7, 8])
     assert answer(engines[1]) == echo([7, 8], 5)
     second.leave()
-    assert not alive(engines[0].pid)
+    wait_for(lambda: not alive(engines[0].pid))
     wait_for(lambda: not sockets(place.name))
 
 
@@ -386,7 +386,7 @@ def test_when_the_keeper_is_killed_the_stubs_found_another(place: Place) -> None
         read_to_the_end(engine)
         assert engine.exit_text() == "the process that keeps the engine process died"
         engine.close()
-    assert not alive(engines[0].pid)
+    wait_for(lambda: not alive(engines[0].pid))
     again = [start(group) for group in reversed(groups)]
     assert again[0].pid == again[1].pid
     assert [group.number for group in groups] == [0, 1], "ids of open requests stay what they are"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import OpenStream
+from inflight.frontend.resume import Ended
 from inflight.frontend.streams import Streams
 
 TOKENIZER = demo_tokenizer()
@@ -614,12 +615,33 @@ def test_a_stream_that_begins_with_output_sends_only_what_comes_after_it(rig: Ri
     assert rig.stats.streams[0].num_output_tokens == len(IDS[3:])
 
 
-def test_a_stop_string_in_the_given_output_ends_the_sequence_with_its_first_delta(rig: Rig) -> None:
-    client = rig.open("return_token_ids", stop=["st of"], fields={"output_token_ids": [IDS]})
-    rig.step(SequenceDelta(1, 0, [5]))
+def test_what_is_complete_already_ends_at_once_without_the_engine(rig: Rig) -> None:
+    wanted = ("return_token_ids", "return_finish_reason", "return_num_output_tokens")
+    client = rig.open(*wanted, stop=["st of"], fields={"output_token_ids": [IDS]})
     (response,) = client.wait().responses
     assert (client.texts(), response["token_ids"].tolist()) == ([""], [])
-    assert rig.engine.aborted == [(1, 0)]
+    assert (response["finish_reason"].tolist(), response["num_output_tokens"].tolist()) == ([b"stop"], [0])
+    assert (rig.engine.submitted, rig.engine.aborted) == ({}, [])
+    wait_for(lambda: not rig.streams._open_sequences)
+    assert [stream.num_output_tokens for stream in rig.stats.streams] == [0]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_engine_goes_on_with_the_sequences_that_have_not_ended(rig: Rig, separate: bool) -> None:
+    """One ended by its stop string, one by its length, one elsewhere; each end is told once, the last never."""
+    given = [IDS, IDS[:2], IDS[:2], None]
+    ends = [None, None, Ended("length"), None]
+    options = {"n": 4, "stop": ["st of"], "separate": separate, "ends": ends}
+    client = rig.open("return_finish_reason", "return_token_ids", fields={"output_token_ids": given}, **options)
+    assert rig.engine.submitted[1].output_token_ids == [None, IDS[:2], None, None]
+    rig.step(SequenceDelta(1, 1, [5], "length"))
+    responses = client.wait().responses
+    assert [token for response in responses for token in response["token_ids"].tolist()] == [5]
+    if separate:
+        told = {int(r["sequence_index"][0]): r["finish_reason"][0] for r in responses}
+        assert (len(responses), told) == (3, {0: b"stop", 1: b"length", 2: b"length"})
+    else:
+        assert responses[-1]["finish_reason"].tolist() == [b"stop", b"length", b"length", b"None"]
 
 
 def test_stop_fails_what_is_open() -> None:
