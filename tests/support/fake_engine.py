@@ -4,6 +4,7 @@ Started like the real one (`--fd N`).  A request's `tenant` may hold orders, sep
 
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
+    hang=3      do nothing any more then
     fail=3      report EngineFailed and exit with status 1 then
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
@@ -15,7 +16,7 @@ by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each ques
 
     {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
 
-Imports nothing of the engine but its messages.
+Imports nothing of the engine but its messages and its heartbeat.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ from inflight.engine.messages import (
     decode_to_engine,
     encode,
 )
+from inflight.engine.pulse import Pulse
+from inflight.engine.step import NewRow, SchedulerOutput
 
 VOCAB_SIZE = 2560
 EOS = 0
 MAX_MODEL_LEN = 2048
+_MAX_FRONTENDS = 4
 
 
 def orders(tenant: str) -> dict[str, str]:
@@ -116,13 +120,18 @@ class FakeSequence:
 class FakeEngine:
     """The engine as one frontend sees it.
 
-    Attributes:
+    Args:
         owner: hears what concerns the process; the frontend, or a keeper.
+        slots: of the pulse, for this frontend's sequences.
     """
 
-    def __init__(self, connection: Connection, owner: Connection, leads: bool = True) -> None:
+    def __init__(
+        self, connection: Connection, owner: Connection, slots: range, pulse: Pulse, leads: bool = True
+    ) -> None:
         self.connection = connection
         self.owner = owner
+        self.slots = slots
+        self.pulse = pulse
         self.leads = leads
         self.running: list[FakeSequence] = []
 
@@ -171,10 +180,22 @@ class FakeEngine:
 
     def step(self) -> None:
         batch = list(self.running)
+        self.pulse.launched(
+            SchedulerOutput(
+                num_tokens=len(batch),
+                preempted=list(self.slots),
+                new_rows=[
+                    NewRow(slot, sequence.request.request_id, sequence.index, b"", 0, [], sequence.request.params, 0)
+                    for slot, sequence in zip(self.slots, batch)
+                ],
+            )
+        )
         for sequence in batch:
             due = {name for name, value in sequence.orders.items() if value == str(sequence.done)}
             if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "hang" in due:
+                time.sleep(60)
             if "nonsense" in due:
                 self.connection.send_bytes(b"nonsense")
                 time.sleep(60)
@@ -193,37 +214,44 @@ class FakeEngine:
 
     def serve(self) -> None:
         while True:
+            self.pulse.beat(len(self.running))
             while not self.running or self.connection.poll(0):
-                if not self.take(decode_to_engine(self.connection.recv_bytes())):
+                if not self.connection.poll(1):
+                    self.pulse.beat(len(self.running))
+                elif not self.take(decode_to_engine(self.connection.recv_bytes())):
                     return
             self.step()
 
 
-def serve_all(owner: Connection, ready: EngineReady) -> None:
+def serve_all(owner: Connection, ready: EngineReady, slots: int, pulse: Pulse) -> None:
     """Each frontend that the owner sends, in a thread of its own; the first one leads."""
-    leads = True
+    count = 0
     with socket.socket(fileno=os.dup(owner.fileno())) as pipe:
         while True:
             number, descriptors, _, _ = socket.recv_fds(pipe, 4, 1)
             if not number:
                 return
-            threading.Thread(target=serve_one, args=(descriptors[0], owner, ready, leads), daemon=True).start()
-            leads = False
+            share = slots // _MAX_FRONTENDS
+            its_slots = range(count % _MAX_FRONTENDS * share, (count % _MAX_FRONTENDS + 1) * share)
+            ready = msgspec.structs.replace(ready, leads=not count)
+            engine = FakeEngine(Connection(descriptors[0]), owner, its_slots, pulse, leads=not count)
+            threading.Thread(target=serve_one, args=(engine, ready), daemon=True).start()
+            count += 1
 
 
-def serve_one(descriptor: int, owner: Connection, ready: EngineReady, leads: bool) -> None:
-    connection = Connection(descriptor)
+def serve_one(engine: FakeEngine, ready: EngineReady) -> None:
     with contextlib.suppress(EOFError, OSError):
-        connection.send_bytes(encode(msgspec.structs.replace(ready, leads=leads)))
-        FakeEngine(connection, owner, leads).serve()
+        engine.send(ready)
+        engine.serve()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--pulse-fd", type=int, required=True)
     parser.add_argument("--shared", action="store_true")
-    options = parser.parse_known_args()[0]
-    connection = Connection(options.fd)
+    args = parser.parse_known_args()[0]
+    connection = Connection(args.fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
         start = control().get("start")
@@ -236,10 +264,12 @@ def main() -> int:
             return 1
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
-        if options.shared:
-            serve_all(connection, ready)
+        slots = config.max_num_seqs
+        pulse = Pulse(args.pulse_fd, slots)
+        if args.shared:
+            serve_all(connection, ready, slots, pulse)
         else:
-            FakeEngine(connection, connection).serve()
+            FakeEngine(connection, connection, range(slots), pulse).serve()
     except (EOFError, OSError):
         return 0
     return 0

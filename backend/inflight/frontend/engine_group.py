@@ -31,6 +31,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
+from inflight.engine.pulse import Pulse
 from inflight.frontend import keeper
 from inflight.frontend.engine_process import (
     TIED_TO_PARENT,
@@ -132,7 +133,7 @@ class EngineGroup:
         self._process: subprocess.Popen[bytes] | None = None  # the keeper, if it is our child
         self._changed = threading.Condition()  # guards all below
         self._keeper: socket.socket | None = None
-        self._grant: tuple[int, int, socket.socket] | str | None = None
+        self._grant: tuple[int, int, socket.socket, Pulse] | str | None = None
         self._turn = True  # at the engine process that was granted last
         self._on_turn: Callable[[bool], None] = lambda ours: None
         self._ended: dict[int, _Ended] = {}
@@ -279,6 +280,7 @@ class EngineGroup:
                 "command": self._command,
                 "wrapper": [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT],
                 "config": base64.b64encode(encode(self._config)).decode(),
+                "pulse_bytes": Pulse.size(self._config.max_num_seqs),
                 "turn_seconds": self._turn_seconds,
             }
             with theirs:
@@ -304,7 +306,7 @@ class EngineGroup:
         with end:
             while True:
                 try:
-                    data, descriptors, _, _ = socket.recv_fds(end, keeper.MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+                    data, descriptors, _, _ = socket.recv_fds(end, keeper.MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
                 except OSError:
                     data = b""
                 if not data:
@@ -322,7 +324,10 @@ class EngineGroup:
 
     def _take(self, packet: dict[str, Any], descriptors: Sequence[int]) -> None:
         if packet["op"] == "engine":
-            self._grant = packet["engine"], packet["pid"], socket.socket(fileno=descriptors[0])
+            pipe, page = descriptors
+            pulse = Pulse(page, self._config.max_num_seqs)
+            os.close(page)
+            self._grant = packet["engine"], packet["pid"], socket.socket(fileno=pipe), pulse
             self._turn = packet["turn"]
         elif packet["op"] == "turn":
             self._turn = packet["turn"]
@@ -343,10 +348,11 @@ class SharedEngine:
         number: of the engine process in its group.
         pid: its process id.
         pipe: to it, for this stub alone.
+        pulse: in which it shows that it is alive, and what it runs.
     """
 
-    def __init__(self, group: EngineGroup, number: int, pid: int, pipe: socket.socket) -> None:
-        self._group, self._number, self.pid = group, number, pid
+    def __init__(self, group: EngineGroup, number: int, pid: int, pipe: socket.socket, pulse: Pulse) -> None:
+        self._group, self._number, self.pid, self.pulse = group, number, pid, pulse
         self._socket = pipe
         self._connection = Connection(os.dup(pipe.fileno()))
         self._sending = threading.Lock()  # a closed descriptor's number may be reused

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from inflight.engine.messages import EngineReady, ToFrontend
+from inflight.engine.pulse import Pulse
 
 __all__ = ["EngineHandle"]
 
@@ -15,6 +16,9 @@ class EngineHandle(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def pulse(self) -> Pulse: ...
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded; raises EngineStartError if it never will be."""
@@ -31,6 +35,9 @@ class EngineHandle(Protocol):
 
     def end_turn(self) -> None:
         """Every request that may have caused a death has run again, or there was none."""
+
+    def kill(self, reason: str) -> None:
+        """End it at once, even if it is stopped or hangs; `exit_text` will say the reason."""
 
     def exit_text(self) -> str:
         """How it ended, in a few words.  Blocks until that is known."""

@@ -32,6 +32,7 @@ from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
 from inflight.frontend.restarts import RestartPolicy, Restarts
+from inflight.frontend.watchdog import Watchdog
 
 __all__ = ["EngineEvents", "Supervisor"]
 
@@ -88,6 +89,7 @@ class Supervisor:
         self._launch = launch or partial(
             EngineProcess, config, list(command or engine_command(config)), dict(env or {})
         )
+        self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
@@ -102,6 +104,7 @@ class Supervisor:
         self._threads = [
             threading.Thread(target=self._run, name="supervisor", daemon=True),
             threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
+            threading.Thread(target=self._watch_loop, name="engine-watch", daemon=True),
         ]
 
     # -- any thread ------------------------------------------------------------------------
@@ -126,7 +129,8 @@ class Supervisor:
         with self._changed:
             self._events = events
             self._changed.notify_all()
-        self._threads[1].start()
+        for thread in self._threads[1:]:
+            thread.start()
 
     def submit(self, request: AddRequest) -> None:
         """Queue a request for the engine.
@@ -291,6 +295,7 @@ class Supervisor:
                 message = engine_process.receive()
                 if isinstance(message, StepMessage):
                     had_tokens = had_tokens or bool(message.news or message.tokens.token_ids)
+                    self._watchdog.step_took(message.stats)
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):
                     events.on_request_failed(message)
@@ -314,8 +319,9 @@ class Supervisor:
         self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
-        self._events.on_engine_down(victims, {}, cause)
-        if in_turn or victims:  # else another frontend's requests are the cause, and it gives them up or refuses them
+        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
+        # Else the cause is a request of another frontend, which finds it or ends them.
+        if victims or (in_turn and not engine_process.pulse.num_live):
             self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
             self._refuse(self._restarts.refusal(cause))
 
@@ -371,3 +377,19 @@ class Supervisor:
     def _next_frame(self) -> bytes | None:
         frame = self._questions.take_frame()
         return self._outbox.next_frame() if frame is None else frame
+
+    # -- watch thread ----------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        """Kill an engine process that hangs: the supervisor's thread will notice."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
+                    return
+                engine_process = self._engine_process if self._up else None
+                has_work = bool(self._outbox.in_engine or self._questions.num_sent)
+            pulse = None if engine_process is None else engine_process.pulse
+            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+            if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
+                allowed = self._watchdog.allowed(num_tokens)
+                engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")

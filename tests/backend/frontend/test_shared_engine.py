@@ -7,6 +7,7 @@ import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import echo
@@ -18,11 +19,16 @@ from inflight.engine.messages import REQUESTS_PER_FRONTEND
 from inflight.frontend.engine_group import EngineGroup
 
 
-def make_rigs(folder: Path, **options: float) -> list[SupervisorRig]:
+def make_rigs(folder: Path, turn_seconds: float = 30.0, **config: Any) -> list[SupervisorRig]:
     control, name = folder / "control.json", f"inflight-test-{uuid.uuid4().hex}"
     env = {"FAKE_ENGINE_CONTROL": str(control)}
-    groups = [EngineGroup(EngineConfig(model="fake"), FAKE_ENGINE, env, name, f"m_{k}", **options) for k in range(3)]
-    return [SupervisorRig(control, group).start() for group in groups]
+    options = EngineConfig(model="fake", **config)
+    return [
+        SupervisorRig(
+            control, EngineGroup(options, FAKE_ENGINE, env, name, f"m_{k}", turn_seconds=turn_seconds), **config
+        ).start()
+        for k in range(3)
+    ]
 
 
 @pytest.fixture
@@ -152,3 +158,16 @@ def test_a_restart_that_fails_is_known_to_all_and_ends(rigs: list[SupervisorRig]
     for rig in rigs:
         wait_for(lambda rig=rig: rig.supervisor.pid)
         assert tokens(rig.open(max_tokens=5).wait()) == echo(PROMPT, 5)
+
+
+def test_a_hang_under_one_frontends_request_is_seen_and_all_go_on(tmp_path: Path) -> None:
+    rigs = make_rigs(tmp_path, engine_timeout=0.5)
+    clients = open_all(rigs, 2, "delay=0.01")
+    wait_for(lambda: all(client.responses for client in clients))
+    pid = rigs[0].supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    check_all(clients, 2)
+    assert any("did not finish a step" in line for line in rigs[1].lines)
+    for rig in rigs:
+        rig.stop()
