@@ -30,10 +30,12 @@ import triton_python_backend_utils as pb_utils
 from inflight.config import EngineConfig
 from inflight.frontend import control
 from inflight.frontend import triton_bridge as bridge
+from inflight.frontend.admin import AdminKey
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
 from inflight.frontend.errors import RequestError
 from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.origin import check_origin
 from inflight.frontend.placement import placement
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
@@ -53,8 +55,10 @@ class TritonPythonModel:
         bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
+        config = EngineConfig.from_file(model_dir / "model.json")
+        check_origin(config, model_dir, args["model_name"])
         config, env = placement(
-            EngineConfig.from_file(model_dir / "model.json"),
+            config,
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
             os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -95,6 +99,7 @@ class TritonPythonModel:
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
+        self._admin = AdminKey.from_environment(os.environ)
         self._metrics.start()
         self._streams.start()
         self._supervisor.connect(self._streams)
@@ -107,6 +112,7 @@ class TritonPythonModel:
                 if self._checks_health:
                     self._check_health()
                 wire = bridge.read_request(request)
+                self._admin.check(wire)
                 question = control.question_of(wire)
                 if question is not None:
                     control.relay(self._supervisor.ask(question), self._streams, responder)
@@ -120,6 +126,10 @@ class TritonPythonModel:
                 message = f"{type(error).__name__}: {error}"
                 bridge.log("error", f"while reading a request: {message}")
                 self._streams.reject(responder, RequestError("INTERNAL", message))
+
+    def is_ready(self) -> bool:
+        """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
+        return self._supervisor.can_serve
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.

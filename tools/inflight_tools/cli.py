@@ -17,6 +17,7 @@ import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
+from inflight_tools import admin
 from inflight_tools.installation import LauncherError
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
@@ -54,6 +55,13 @@ _Set = Annotated[
 _HttpPort = Annotated[int, typer.Option("--http-port", "--port", help="0 picks a free port.")]
 _GrpcPort = Annotated[int, typer.Option(help="0 picks a free port.")]
 _MetricsPort = Annotated[int, typer.Option(help="0 picks a free port.")]
+_AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar=admin.ENVIRONMENT, help="Key for the management endpoints; by default a random one, printed."),
+]
+_Unrestricted = Annotated[
+    bool, typer.Option("--unrestricted", help="Let everybody who reaches the ports manage models: no admin key.")
+]
 
 
 @app.command()
@@ -81,6 +89,8 @@ def serve(
     ] = None,
     log_file: Annotated[Path | None, typer.Option(help="Also write the server's log to this file.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the models to load.")] = 900.0,
+    admin_key: _AdminKey = None,
+    unrestricted: _Unrestricted = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C."""
     options = {
@@ -113,6 +123,7 @@ def serve(
             load_models=load_model or (),
             log_file=log_file,
             exit_timeout=_EXIT_TIMEOUT_SECONDS,
+            admin_key=_chosen_key(admin_key, unrestricted),
         )
         run_in_foreground(server, timeout)
 
@@ -137,6 +148,8 @@ def demo(
     metrics_port: _MetricsPort = 8002,
     model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
     exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
+    admin_key: _AdminKey = None,
+    unrestricted: _Unrestricted = False,
 ) -> None:
     """Serve the demo model and stream to it.  Several prompts share the batch; the server keeps running."""
     server = _server(
@@ -147,6 +160,7 @@ def demo(
         model_control_mode="explicit",
         load_models=["demo"],
         exit_timeout=_EXIT_TIMEOUT_SECONDS,
+        admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.demo import run_demo
 
@@ -155,6 +169,23 @@ def demo(
         if not exit_:
             typer.echo("Press Ctrl-C to stop.")
             _wait_for_end(server)
+
+
+def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
+    """The admin key of a new server: the given one, none, or a random one, which is printed."""
+    if unrestricted:
+        if given is not None:
+            _fail(f"--unrestricted and --admin-key ({admin.ENVIRONMENT}) exclude each other", status=2)
+        return None
+    if given is not None:
+        try:
+            admin.check_key(given)
+        except ValueError as error:
+            _fail(str(error), status=2)
+        return given
+    key = admin.new_key()
+    typer.echo(f"admin key, for model control, shared memory, statistics, trace and log settings: {key}")
+    return key
 
 
 def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:
