@@ -82,11 +82,14 @@ class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weight: its share of the tokens, relative to the weights of the other tenants with waiting work.
         max_running: maximum of its sequences in one step; `None`: no limit.
         max_queued: maximum of its waiting sequences; one more is refused with UNAVAILABLE. `None`: no limit.
+        per_name: of "*" alone: whether each tenant that is not named has a share and limits of its own. `False`: they
+            share one set, and a client gains nothing by making up names. `None`: only with `tenant_header`.
     """
 
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     max_running: _PositiveInt | None = None
     max_queued: _PositiveInt | None = None
+    per_name: bool | None = None
 
 
 class PriorityClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +167,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
+        tenant_header: name of the header in which the operator's proxy names the tenant, such as "x-tenant-8f21"; the
+            input `tenant` may then only repeat it. `None`: the tenant is what the client claims.
         stream_interval: new tokens that a streaming response waits for, after the first response of its request.
             A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
             small model, 4 or 8 leaves more of it to the engine.
@@ -236,6 +241,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[Annotated[int, Meta(ge=-_MAX_COUNT - 1, le=_MAX_COUNT)], PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
+    tenant_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9]+(-[A-Za-z0-9]+)+$", max_length=100)] | None = None
     stream_interval: _PositiveInt = 1
     default_max_tokens: _PositiveInt = 16
     generation_config: str | None = None
@@ -270,6 +276,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_long_partial_prefills={self.max_long_partial_prefills} is more than "
                 f"max_num_partial_prefills={self.max_num_partial_prefills}, which includes long prompts; lower it"
             )
+        named = [name for name, options in self.tenants.items() if name != "*" and options.per_name is not None]
+        if named:
+            raise ConfigError(f'tenants: per_name is for "*", which has no name; remove it from {named[0]!r}')
         if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
             raise ConfigError(
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "

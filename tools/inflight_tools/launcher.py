@@ -32,6 +32,7 @@ from inflight_tools.installation import LauncherError, TritonInstallation, find_
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import dead_children, session_members
 from inflight_tools.server_log import end_reason, last_line, load_failure
+from inflight_tools.tenant_headers import forward_arguments
 
 __all__ = ["LauncherError", "TritonServer"]
 
@@ -295,6 +296,8 @@ class TritonServer:
         arguments += [f"--load-model={name}" for name in self._load_models]
         if self.admin_key is not None:
             arguments += admin.restrictions(self.admin_key)
+        if not any("header-forward-pattern" in argument for argument in self._extra_args):
+            arguments += forward_arguments(self.repositories)
         return arguments + self._extra_args
 
     def _environment(self, installation: TritonInstallation, libpython: Path) -> dict[str, str]:

@@ -33,6 +33,7 @@ from inflight.frontend.sampling_keys import (
     to_int,
     to_text,
 )
+from inflight.frontend.tenants import tenant_of
 from inflight.frontend.text import Tokenizer, TokenizerError
 
 __all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
@@ -217,7 +218,9 @@ class RequestParser:
                 prompt_token_ids=prompt,
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-                tenant=_field(fields, "tenant", to_text, "a string", ""),
+                tenant=tenant_of(
+                    self._config.tenant_header, wire.parameters, _field(fields, "tenant", to_text, "a string", None)
+                ),
                 deadline=None if timeout is None else arrival + timeout,
                 cache_salt=_field(fields, "cache_salt", to_text, "a string", ""),
                 arrival=arrival,

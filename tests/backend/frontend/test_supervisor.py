@@ -450,6 +450,24 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
         assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
 
 
+def test_triton_is_told_that_a_model_is_ready_while_it_serves(tmp_path: Path, triton_model: Any) -> None:
+    """Triton 24.10 does not ask; later releases call `is_ready` and insist on a bool."""
+    rig = Rig(tmp_path / "control.json").start()
+    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    assert triton_model.is_ready() is True
+    rig.order(start="exit")
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: rig.supervisor.refusal)
+    assert triton_model.is_ready() is False, "no engine can be started"
+    rig.control.unlink()
+    wait_for(lambda: rig.supervisor.pid)
+    wait_for(lambda: triton_model.is_ready() is True)
+    rig.stop()
+    assert triton_model.is_ready() is False, "the model is being unloaded"
+
+
 def test_callbacks_of_a_question_may_ask_again(rig: Rig) -> None:
     answers: list[bytes] = []
     asked = threading.Event()
