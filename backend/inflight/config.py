@@ -203,6 +203,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
+        drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
+            unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
     """
 
     model: str
@@ -261,6 +263,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
+    drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size != 1:

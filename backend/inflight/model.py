@@ -28,17 +28,20 @@ if "inflight" not in sys.modules:
 import triton_python_backend_utils as pb_utils
 
 from inflight.config import EngineConfig
-from inflight.frontend import control
 from inflight.frontend import triton_bridge as bridge
 from inflight.frontend.admin import AdminKey
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
+from inflight.frontend.control import Control, relay
+from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError
 from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.origin import check_origin
 from inflight.frontend.placement import placement
+from inflight.frontend.status import Identity, Status
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.tally import Tally
 from inflight.frontend.text import Tokenizer
 
 
@@ -87,21 +90,27 @@ class TritonPythonModel:
             if bridge.wants_metrics(model_config, config)
             else NoMetrics()
         )
+        tally = Tally(self._metrics)
         self._streams = Streams(
             tokenizer,
             self._supervisor,
-            self._metrics,
+            tally,
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
         )
-        self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
+        self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._admin = AdminKey.from_environment(os.environ)
+        self._drain = Drain(self._streams, config.drain_timeout, bridge.log)
+        identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
+        self._status = Status(identity, ready, self._supervisor, self._streams, self._drain, tally)
+        self._control = Control(self._supervisor.ask, self._status, self._drain)
         self._metrics.start()
         self._streams.start()
+        self._status.start()
         self._supervisor.connect(self._streams)
 
     def execute(self, requests: list[Any]) -> None:
@@ -109,15 +118,15 @@ class TritonPythonModel:
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             try:
-                if self._checks_health:
-                    self._check_health()
                 wire = bridge.read_request(request)
                 self._admin.check(wire)
-                question = control.question_of(wire)
-                if question is not None:
-                    control.relay(self._supervisor.ask(question), self._streams, responder)
-                else:
-                    self._streams.open(self._parser.parse(wire), responder)
+                answer = self._control.answer(wire)
+                if answer is not None:
+                    relay(answer, self._streams, responder)
+                    continue
+                if self._checks_health:
+                    self._check_health()
+                self._streams.open(self._parser.parse(wire), responder)
             except RequestError as error:
                 self._streams.reject(responder, error)
             except BaseException as error:  # a bug or a tokenizer's panic must not affect the other requests
@@ -129,7 +138,7 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
-        return self._supervisor.can_serve
+        return self._supervisor.can_serve and not self._drain.draining
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
@@ -146,7 +155,9 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the engine process and the threads."""
+        self._drain.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
+        self._status.stop()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
         # Triton's metrics and response senders reach into the stub when they are collected: that must

@@ -19,6 +19,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
 from inflight_tools import admin
 from inflight_tools.installation import LauncherError
+from inflight_tools.operator import drain, status
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.trace.command import trace
@@ -319,6 +320,8 @@ def _echo_file(path: Path) -> Iterator[None]:
 
 
 app.command()(generate)
+app.command()(status)
+app.command()(drain)
 app.command()(trace)
 app.command()(calibrate)
 app.command()(simulate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
@@ -93,6 +93,11 @@ class EngineCore:
         return bool(self._launched) or self.scheduler.has_work
 
     @property
+    def live_ids(self) -> Collection[int]:
+        """Ids of the requests that have not ended, as they are at any time."""
+        return self._live.keys()
+
+    @property
     def only_holds(self) -> bool:
         """Whether all that is left waits for something outside of the engine: steps do nothing until it comes."""
         scheduler = self.scheduler
@@ -151,7 +156,7 @@ class EngineCore:
             ticket = self.runner.launch(out)
             self._launched.append(_Launched(out, ticket, start, ahead=bool(self._launched)))
         if not self._launched:
-            return StepMessage([], self._stats(SchedulerOutput(), 0.0), failed=self._give_up())
+            return StepMessage([], self.stats(SchedulerOutput(), 0.0), failed=self._give_up())
         step = self._launched.popleft()
         result = self.runner.collect(step.ticket)
         news, tokens = self.scheduler.update(step.out, result)
@@ -169,7 +174,7 @@ class EngineCore:
             # Whoever waits for the step waits for making it, too.
             self.scheduler.policies.budget.observe(step.out, result.ended - start)
             self.swap.observe(step.out, result.ended - result.started)
-        stats = self._stats(step.out, end - start)
+        stats = self.stats(step.out, end - start)
         if self.trace is not None:
             self.trace.add(step.out, result, stats, (start, end))
             self.trace.ended(ended, end)
@@ -177,7 +182,7 @@ class EngineCore:
             self._forget_if_done(request.request_id)
         failed = self._give_up()
         if failed:  # their blocks are back
-            stats = self._stats(step.out, end - start)
+            stats = self.stats(step.out, end - start)
         return StepMessage(news, stats, tokens, failed)
 
     def _give_up(self) -> list[RequestFailed]:
@@ -190,7 +195,8 @@ class EngineCore:
                 failed.append(failure)
         return failed
 
-    def _stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
+    def stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
+        """The state after a step that took `seconds`."""
         scheduler, pool = self.scheduler, self.pool
         return StepStats(
             running=len(scheduler.running),

@@ -14,6 +14,7 @@ import msgspec
 from inflight.engine.sampling_params import SamplingParams
 
 __all__ = [
+    "REQUESTS_PER_FRONTEND",
     "AbortRequest",
     "AddRequest",
     "Answer",
@@ -21,6 +22,7 @@ __all__ = [
     "DumpTrace",
     "EngineFailed",
     "EngineReady",
+    "GetStats",
     "Question",
     "RequestFailed",
     "SequenceDelta",
@@ -34,12 +36,15 @@ __all__ = [
     "encode",
 ]
 
+# Frontend number k of an engine takes its request ids from k times this: they are unique among all of them.
+REQUESTS_PER_FRONTEND = 2**36
+
 
 class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Frontend -> engine: generate.
 
     Attributes:
-        request_id: unique while the engine process lives; chosen by the frontend.
+        request_id: unique while the engine process lives; chosen by the frontend (`REQUESTS_PER_FRONTEND`).
         prompt_token_ids: at least one id.
         params: validated; `seed` is resolved, never None.
         priority: smaller is sooner.
@@ -80,9 +85,13 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Question: the step trace, as the bytes that `step_trace.Trace.to_json` writes."""
 
 
+class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Question: what the engine has to do now, as the dict that `engine_stats.engine_stats` makes."""
+
+
 # A new question is a message type here and its handler in the table of `inflight.worker`.  Its docstring
 # says what the answer is: plain data (None, numbers, text, bytes, lists, dicts).
-Question = Union[DumpTrace]
+Question = Union[DumpTrace, GetStats]
 
 
 class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
@@ -166,12 +175,14 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
     """Engine -> frontend: the request was refused, or cannot go on.
 
-    `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".
+    `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".  `retry_after` is the seconds after which another
+    attempt may succeed; None: unknown.
     """
 
     request_id: int
     code: str
     message: str
+    retry_after: float | None = None
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
@@ -182,12 +193,14 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
         stats: counters after the step; `prefix_*_total` count tokens.
         tokens: the other sequences that got a token.
         failed: requests that cannot go on: they waited too long for something outside the engine.
+        leads: the frontend publishes what counts for the engine as a whole; of several, one does.
     """
 
     news: list[SequenceDelta]
     stats: StepStats
     tokens: TokenColumns = TokenColumns()
     failed: list[RequestFailed] = []
+    leads: bool = True
 
     @property
     def deltas(self) -> list[SequenceDelta]:
@@ -197,7 +210,7 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
-    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated."""
+    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated.  `leads` as in `StepMessage`."""
 
     max_model_len: int
     vocab_size: int
@@ -208,6 +221,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     device: str
     attention_backend: str
     load_seconds: float
+    leads: bool = True
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):

@@ -24,6 +24,8 @@ class QueueCaps:
 
     Attributes:
         num_live: sequences that have arrived and not ended.
+        accounts: which account a tenant has.
+        of_tenant: live sequences by account, where there are tenants.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,9 +34,9 @@ class QueueCaps:
         self._max_queue_size = config.max_queue_size
         self._class_limits = {number: options.max_queue_size for number, options in config.priority_classes.items()}
         self._tenants = config.tenants
-        self._accounts = TenantAccounts(config)
+        self.accounts = TenantAccounts(config)
         self._of_class: Counter[int] = Counter()
-        self._of_tenant: Counter[str] = Counter()
+        self.of_tenant: Counter[str] = Counter()
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         self._count(sequences, 1)
@@ -48,10 +50,10 @@ class QueueCaps:
             if request.priority in self._class_limits:
                 self._of_class[request.priority] += change
             if self._tenants:
-                account = self._accounts.of(request.tenant)
-                self._of_tenant[account] += change
-                if not self._of_tenant[account]:
-                    del self._of_tenant[account]
+                account = self.accounts.of(request.tenant)
+                self.of_tenant[account] += change
+                if not self.of_tenant[account]:
+                    del self.of_tenant[account]
 
     def refusal(self, sequences: Sequence[Request], running: Sequence[Request]) -> RequestFailed | None:
         """Why these sequences, all those of one request, may not wait beside the others; None if they may.
@@ -79,15 +81,15 @@ class QueueCaps:
             yield _Cap("the queue", option, self._max_queue_size, waiting, room, slots)
 
     def _tenant_caps(self, request: Request, running: Sequence[Request]) -> Iterator[_Cap]:
-        account = self._accounts.of(request.tenant)
-        options = self._accounts.options(account)
+        account = self.accounts.of(request.tenant)
+        options = self.accounts.options(account)
         if options.max_queued is None:
             return
-        num_running = sum(self._accounts.of(r.tenant) == account for r in running)
+        num_running = sum(self.accounts.of(r.tenant) == account for r in running)
         room, slots = self._max_num_seqs - len(running), self._max_num_seqs
         if options.max_running is not None:
             room, slots = min(room, options.max_running - num_running), min(slots, options.max_running)
-        waiting, option = self._of_tenant[account] - num_running, f"tenants: max_queued={options.max_queued}"
+        waiting, option = self.of_tenant[account] - num_running, f"tenants: max_queued={options.max_queued}"
         whose = "of all tenants without limits of their own" if account == "*" else f"of tenant {account!r}"
         yield _Cap(f"the queue {whose}", option, options.max_queued, waiting, room, slots)
 

@@ -1,42 +1,80 @@
-"""Requests that ask the engine about itself: the request parameter `control` names the question."""
+"""Requests that ask about the model itself: the request parameter `control` names the question."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from inflight.engine.messages import DumpTrace, Question
 from inflight.frontend.contract import WireRequest
+from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.open_stream import Responder
+from inflight.frontend.status import Status
 from inflight.frontend.streams import Streams
 
-__all__ = ["question_of", "relay"]
-
-_QUESTIONS: dict[str, Question] = {"step_trace": DumpTrace()}
+__all__ = ["Control", "control_of", "relay"]
 
 
-def question_of(wire: WireRequest) -> Question | None:
-    """The question that the request puts to the engine; None if it asks for text.
+class Control:
+    """Finds who answers: the engine, or the frontend itself.
+
+    Args:
+        ask_engine: puts a question to the engine.
+    """
+
+    def __init__(self, ask_engine: Callable[[Question], Future[Any]], status: Status, drain: Drain) -> None:
+        self._answers: dict[str, Callable[[], Future[Any]]] = {
+            "step_trace": partial(ask_engine, DumpTrace()),
+            "stats": status.ask,
+            "drain": partial(_drained, drain),
+        }
+
+    def answer(self, wire: WireRequest) -> Future[Any] | None:
+        """The answer (text or bytes, or a RequestError) to what the request asks; None if it asks for text.
+
+        Raises:
+            RequestError: INVALID_ARG; an unknown `control`.
+        """
+        control = control_of(wire)
+        if control is None:
+            return None
+        if control not in self._answers:
+            known = " or ".join(f'"{name}"' for name in self._answers)
+            raise RequestError("INVALID_ARG", f"control={shown(control)}: must be {known}")
+        return self._answers[control]()
+
+
+def control_of(wire: WireRequest) -> str | None:
+    """The parameter `control`; None if the request asks for text.
 
     Raises:
-        RequestError: INVALID_ARG; an unknown `control`.
+        RequestError: INVALID_ARG; it is not a string.
     """
     control = wire.parameters.get("control")
-    if control is None:
-        return None
-    if not isinstance(control, str) or control not in _QUESTIONS:
-        known = " or ".join(f'"{name}"' for name in _QUESTIONS)
-        raise RequestError("INVALID_ARG", f"control={shown(control)}: must be {known}")
-    return _QUESTIONS[control]
+    if control is not None and not isinstance(control, str):
+        raise RequestError("INVALID_ARG", f"control={shown(control)}: must be a string")
+    return control
+
+
+def _drained(drain: Drain) -> Future[Any]:
+    """Drains, and answers with JSON when nothing is open any more."""
+    answer: Future[Any] = Future()
+    drain.begin("a control request").add_done_callback(
+        lambda done: answer.set_result(msgspec.json.encode({"state": "drained", **done.result()}))
+    )
+    return answer
 
 
 def relay(answer: Future[Any], streams: Streams, responder: Responder) -> None:
-    """Send the engine's answer (text or bytes) to the client, or why there is none.
+    """Send an answer (text or bytes) to the client, or why there is none.
 
-    The thread that resolves `answer` reads the engine's pipe and must not block, so the response is
+    The thread that resolves `answer` may read the engine's pipe and must not block, so the response is
     left to the streams' sender thread.
     """
     answer.add_done_callback(lambda done: _send(done, streams, responder))

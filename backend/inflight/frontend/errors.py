@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-__all__ = ["ErrorCode", "RequestError", "refusal_of", "shown"]
+from inflight.engine.messages import RequestFailed
+
+__all__ = ["ErrorCode", "RequestError", "error_of", "refusal_of", "shown", "with_hint"]
 
 _SHOWN_CHARS = 100
 
@@ -17,13 +20,32 @@ class RequestError(Exception):
 
     Attributes:
         code: name of the Triton error code.
-        message: what came, what is allowed, how to fix it.
+        message: what came, what is allowed, how to fix it; with the hint, if there is one.
+        retry_after: seconds after which another attempt may succeed; None: unknown.
     """
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str, retry_after: float | None = None) -> None:
+        if retry_after is not None:
+            message = with_hint(message, retry_after)
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = message
+        self.retry_after = retry_after
+
+
+def with_hint(message: str, seconds: float) -> str:
+    """The message with the time after which to try again: "...; retry in 2.5 s".
+
+    Triton gives a backend no field for it, so clients read the number from the end of the message.
+    """
+    if seconds < 10:
+        return f"{message}; retry in {max(1, math.ceil(seconds * 10)) / 10:.1f} s"
+    return f"{message}; retry in {math.ceil(seconds)} s"
+
+
+def error_of(failed: RequestFailed) -> RequestError:
+    """The error of a request that the engine refused or gave up."""
+    return RequestError(failed.code, failed.message, failed.retry_after)  # type: ignore[arg-type]
 
 
 def refusal_of(error: RequestError) -> str:

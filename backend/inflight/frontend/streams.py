@@ -22,9 +22,9 @@ from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
 from inflight.frontend.contract import ParsedRequest
-from inflight.frontend.errors import RequestError, refusal_of
+from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
 from inflight.frontend.outputs import response_outputs
 from inflight.frontend.sweep import SWEEP_SECONDS, Sweep
@@ -50,7 +50,7 @@ class StatsSink(Protocol):
     """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
+    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
@@ -69,6 +69,7 @@ class Streams:
         log_error, log_info: write one line to the server's log.
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
+        number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
     """
 
@@ -82,6 +83,7 @@ class Streams:
         interval: int = 1,
         sweep_seconds: float = SWEEP_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
+        number: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
@@ -93,9 +95,10 @@ class Streams:
         self._streams: dict[int, OpenStream] = {}
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the two below
-        self._open_sequences = 0
-        self._last_id = 0
+        self._lock = threading.Lock()  # guards the four below
+        self._open_requests = self._open_sequences = 0
+        self._last_id = number * REQUESTS_PER_FRONTEND
+        self._refusal: Callable[[], RequestError] | None = None
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
         self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
@@ -116,8 +119,7 @@ class Streams:
         try:
             stream = OpenStream(request, responder, self._tokenizer, self._interval)
         except BaseException:  # the caller answers
-            with self._lock:
-                self._open_sequences -= count
+            self._give_back(count)
             raise
         self._events.put(partial(self._register, stream))
         try:
@@ -131,15 +133,42 @@ class Streams:
         if limit and count > limit:
             raise RequestError("INVALID_ARG", f"n={count} is more than the {limit} sequences that may be open at once")
         with self._lock:
+            if self._refusal is not None:
+                raise self._refusal()
             if limit and self._open_sequences + count > limit:
                 raise RequestError(
                     "UNAVAILABLE",
                     f"the queue is full: {self._open_sequences} sequences are open and {limit} are "
                     "allowed (max_num_seqs + max_queue_size); try again later",
                 )
+            self._open_requests += 1
             self._open_sequences += count
             self._last_id += 1
             return self._last_id
+
+    def _give_back(self, count: int) -> None:
+        with self._lock:
+            self._open_requests -= 1
+            self._open_sequences -= count
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return self._open_requests
+
+    @property
+    def num_open_sequences(self) -> int:
+        """Sequences of those requests."""
+        return self._open_sequences
+
+    def close_intake(self, make_error: Callable[[], RequestError]) -> None:
+        """Refuse every request from now on; those that were taken go on."""
+        with self._lock:
+            self._refusal = make_error
+
+    def end_all(self, error: RequestError) -> None:
+        """End all open streams with an error."""
+        self._events.put(partial(self._fail_all, error))
 
     def reject(self, responder: Responder, error: RequestError) -> None:
         """Answer a request that never became a stream with an error."""
@@ -153,17 +182,16 @@ class Streams:
         """A step's deltas; called by the thread that reads the engine's pipe."""
         self._events.put((time.monotonic(), message))
         for failed in message.failed:
-            error = RequestError(failed.code, failed.message)  # type: ignore[arg-type]
-            self._events.put(partial(self._fail, failed.request_id, error, "failed"))
+            self._events.put(partial(self._fail, failed.request_id, error_of(failed), "failed"))
 
     def on_request_failed(self, message: RequestFailed) -> None:
         """The engine refused a request."""
-        error = RequestError(message.code, message.message)  # type: ignore[arg-type]
+        error = error_of(message)
         self._events.put(partial(self._fail, message.request_id, error, refusal_of(error)))
 
     def on_engine_ready(self, ready: EngineReady) -> None:
         """The engine process was started again."""
-        self._events.put(partial(self._stats.engine_ready, ready.block_size, ready.num_blocks, again=True))
+        self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
         """The engine process died with these requests in it."""
@@ -273,8 +301,7 @@ class Streams:
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True
         del self._streams[stream.request_id]
-        with self._lock:
-            self._open_sequences -= len(stream.sequences)
+        self._give_back(len(stream.sequences))
 
     def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
         if not stream.closed:

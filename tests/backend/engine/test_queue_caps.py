@@ -91,7 +91,7 @@ def test_other_classes_and_tenants_do_not_count() -> None:
     assert "tenant 'a'" in refused(rig, 1, tenant="a").message
     assert "(tenants: max_queued=2, and 1 may run)" in refused(rig, 4, tenant="a").message
     rig.run()
-    assert not rig.core.caps._of_tenant, "a tenant without sequences is forgotten"
+    assert not rig.core.caps.of_tenant, "a tenant without sequences is forgotten"
 
 
 def test_a_tenants_running_limit_leaves_no_room_for_what_is_beyond_it() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 
-from inflight.engine.messages import Answer, Ask, DumpTrace, decode_to_engine, decode_to_frontend, encode
+from inflight.engine.messages import Answer, Ask, DumpTrace, GetStats, decode_to_engine, decode_to_frontend, encode
 from inflight.frontend.contract import WireRequest
-from inflight.frontend.control import question_of, relay
+from inflight.frontend.control import Control, control_of, relay
 from inflight.frontend.errors import RequestError
 from inflight.frontend.streams import Streams
 
@@ -38,16 +39,24 @@ def rig() -> Iterator[Rig]:
 
 
 def test_the_parameter_names_the_question():
-    assert question_of(WireRequest({})) is None
-    assert question_of(WireRequest({}, {"max_tokens": 3})) is None
-    assert question_of(WireRequest({}, {"control": "step_trace"})) == DumpTrace()
-    for value in ("trace", "", 1, True, ["step_trace"]):
-        with pytest.raises(RequestError, match='must be "step_trace"'):
-            question_of(WireRequest({}, {"control": value}))
+    asked: list[Any] = []
+    control = Control(lambda question: asked.append(question) or Future(), SimpleNamespace(ask=Future), None)  # type: ignore[arg-type]
+    assert control.answer(WireRequest({})) is None
+    assert control.answer(WireRequest({}, {"max_tokens": 3})) is None
+    assert control.answer(WireRequest({}, {"control": "step_trace"})) is not None
+    assert asked == [DumpTrace()]
+    assert control.answer(WireRequest({}, {"control": "stats"})) is not None and len(asked) == 1
+    for value in ("trace", ""):
+        with pytest.raises(RequestError, match='must be "step_trace" or "stats" or "drain"'):
+            control.answer(WireRequest({}, {"control": value}))
+    for value in (1, True, ["step_trace"]):
+        with pytest.raises(RequestError, match="must be a string"):
+            control_of(WireRequest({}, {"control": value}))
 
 
 def test_the_messages_survive_the_pipe():
-    assert decode_to_engine(encode(Ask(7, DumpTrace()))) == Ask(7, DumpTrace())
+    for question in (DumpTrace(), GetStats()):
+        assert decode_to_engine(encode(Ask(7, question))) == Ask(7, question)
     for answer in (Answer(7, b"{}"), Answer(8, {"steps": [1, 2.5, None]}), Answer(9, error=("INTERNAL", "no"))):
         assert decode_to_frontend(encode(answer)) == answer
 

@@ -441,6 +441,7 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
     rig = Rig(tmp_path / "control.json").start()
     triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    triton_model._drain = triton_model._status = types.SimpleNamespace(stop=lambda: None)
     rig.order(answer="never")
     client = RecordingClient()
     relay(rig.ask(), rig.streams, client)
@@ -453,8 +454,12 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
 def test_triton_is_told_that_a_model_is_ready_while_it_serves(tmp_path: Path, triton_model: Any) -> None:
     """Triton 24.10 does not ask; later releases call `is_ready` and insist on a bool."""
     rig = Rig(tmp_path / "control.json").start()
-    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    drain = types.SimpleNamespace(draining=False)
+    triton_model._supervisor, triton_model._drain = rig.supervisor, drain
     assert triton_model.is_ready() is True
+    drain.draining = True
+    assert triton_model.is_ready() is False
+    drain.draining = False
     rig.order(start="exit")
     pid = rig.supervisor.pid
     assert pid is not None

@@ -1,0 +1,115 @@
+"""A model instance that takes no new requests and ends those that it has.
+
+    serving -> draining: new requests are refused, open ones may finish within `drain_timeout`
+            -> drained: what was open then ended with UNAVAILABLE; requests are still refused
+
+There is no way back: a drained instance is unloaded, reloaded or stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from inflight.frontend.errors import RequestError
+
+__all__ = ["Drain"]
+
+_POLL_SECONDS = 0.02
+
+
+class _Streams(Protocol):
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+
+    def close_intake(self, make_error: Callable[[], RequestError]) -> None:
+        """Refuse every request from now on."""
+
+    def end_all(self, error: RequestError) -> None:
+        """End all open streams with an error."""
+
+
+class Drain:
+    """Drains once, whoever asks, and however often.
+
+    Args:
+        timeout: seconds that open requests have to finish.
+        log: takes (level, line).
+    """
+
+    def __init__(self, streams: _Streams, timeout: float, log: Callable[[str, str], None]) -> None:
+        self._streams = streams
+        self._timeout = timeout
+        self._log = log
+        self._lock = threading.Lock()  # guards the one below
+        self._result: Future[dict[str, Any]] | None = None
+        self._deadline = 0.0
+        self._stopping = threading.Event()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused; stays true once drained."""
+        return self._result is not None
+
+    @property
+    def drained(self) -> bool:
+        """Whether every request has ended, too."""
+        return self._result is not None and self._result.done()
+
+    def begin(self, cause: str) -> Future[dict[str, Any]]:
+        """Take no new requests from now on; returns at once.
+
+        Args:
+            cause: why, for the log.
+
+        Returns:
+            When drained: how many requests `finished`, how many were `ended`, and the `seconds` it took.
+        """
+        with self._lock:
+            if self._result is not None:
+                return self._result
+            self._result = Future()
+            self._deadline = time.monotonic() + self._timeout
+            self._streams.close_intake(self._refusal)
+        count = self._streams.num_open
+        self._log("info", f"draining ({cause}): {count} open requests have {self._timeout:g} s to finish")
+        threading.Thread(target=self._run, args=(count,), name="drain", daemon=True).start()
+        return self._result
+
+    def stop(self) -> None:
+        """The model is being unloaded: whoever ends its streams does not wait."""
+        self._stopping.set()
+
+    def _refusal(self) -> RequestError:
+        return RequestError("UNAVAILABLE", "the model is draining: it takes no new requests", self._seconds_left())
+
+    def _seconds_left(self) -> float:
+        """Until this instance is surely gone or replaced, at least a second."""
+        return max(1.0, self._deadline - time.monotonic())
+
+    def _run(self, count: int) -> None:
+        assert self._result is not None
+        start = time.monotonic()
+        while self._streams.num_open and time.monotonic() < self._deadline and not self._stopping.is_set():
+            time.sleep(_POLL_SECONDS)
+        left = self._streams.num_open
+        if left:
+            self._streams.end_all(
+                RequestError(
+                    "UNAVAILABLE",
+                    f"the model is draining: the request did not finish within drain_timeout={self._timeout:g} s; "
+                    "its output so far is valid, and another server can go on from there",
+                    self._seconds_left(),
+                )
+            )
+            while self._streams.num_open and not self._stopping.is_set():
+                time.sleep(_POLL_SECONDS)
+        seconds = time.monotonic() - start
+        self._log(
+            "info", f"drained in {seconds:.1f} s: {count - left} requests finished, {left} ended by drain_timeout"
+        )
+        self._result.set_result({"finished": count - left, "ended": left, "seconds": round(seconds, 3)})

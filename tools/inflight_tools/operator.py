@@ -1,0 +1,125 @@
+"""`inflight status` and `inflight drain`.  Exit status: 0 success, 1 the server refused or failed, 2 no server or wrong
+usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from inflight_client.client import Client
+from inflight_client.endpoint import find_endpoint
+from inflight_client.errors import InflightError, ServerUnreachableError
+
+__all__ = ["drain", "status", "status_table"]
+
+_Url = Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")]
+_Model = Annotated[str, typer.Option(help="Model to ask.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+def status(url: _Url = "127.0.0.1:8001", model: _Model = "demo", json_: _Json = False) -> None:
+    """Show what a model does now.  It answers while its engine is down, too."""
+    answer = _ask(url, model, "stats", timeout=10.0)
+    typer.echo(answer if json_ else status_table(json.loads(answer)))
+
+
+def drain(
+    url: _Url = "127.0.0.1:8001",
+    model: _Model = "demo",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; the model's drain_timeout bounds them.")] = 3600.0,
+    json_: _Json = False,
+) -> None:
+    """Take no new requests and wait for the open ones.  A drained model serves again once it is reloaded."""
+    answer = _ask(url, model, "drain", timeout)
+    found = json.loads(answer)
+    typer.echo(
+        answer
+        if json_
+        else f"drained in {found['seconds']:.1f} s: {found['finished']} requests finished, {found['ended']} were ended"
+    )
+
+
+def _ask(url: str, model: str, control: str, timeout: float) -> str:
+    try:
+        protocol, url = find_endpoint(url)
+        with Client(url, protocol=protocol) as client:
+            return client.control(control, model, timeout)
+    except ServerUnreachableError as error:
+        _fail(error.message, 2)
+    except InflightError as error:
+        _fail(error.message, 1)
+    except ValueError as error:
+        _fail(str(error), 2)
+
+
+def _fail(message: str, exit_status: int) -> NoReturn:
+    typer.echo(f"inflight: {message}", err=True)
+    raise typer.Exit(exit_status)
+
+
+def status_table(found: dict[str, Any]) -> str:
+    """The answer to `control` "stats" as lines of text."""
+    frontend, engine = found["frontend"], found["engine"]
+    rows = [
+        ("model", f"{found['model']} version {found['version']} ({found['instance']}), {found['checkpoint']}"),
+        ("state", found["state"] + (f": {found['reason']}" if found["reason"] else "")),
+        (
+            "engine",
+            f"{found['dtype']} on {found['device']}, {found['attention_backend']} attention, "
+            f"max_model_len {found['max_model_len']}; inflight {found['inflight']}",
+        ),
+        (
+            "up",
+            f"frontend {_duration(frontend['uptime_seconds'])} (pid {frontend['pid']}), engine "
+            + (f"{_duration(engine['uptime_seconds'])} (pid {engine['pid']})" if engine else "not available"),
+        ),
+        ("open", f"{frontend['open_requests']} requests, {frontend['open_sequences']} sequences"),
+        *(_load_rows(engine["load"]) if engine else _last_rows(frontend)),
+        ("requests", ", ".join(f"{count} {how}" for how, count in sorted(frontend["requests"].items())) or "none yet"),
+        (
+            "faults",
+            f"{frontend['engine_deaths']} engine deaths, {frontend['engine_restarts']} restarts, "
+            f"{frontend['replays']} replays",
+        ),
+    ]
+    tenants = engine["tenants"] if engine else None
+    if tenants is not None:
+        rows.append(("tenants", f"{engine['num_tenants']} with sequences"))
+        rows += [("", f"{name!r}: {n['running']} running, {n['waiting']} waiting") for name, n in tenants.items()]
+    return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:
+    blocks = load["blocks_used"] + load["blocks_free"]
+    queried = load["prefix_queries_total"]
+    rows = [
+        ("sequences", f"{load['running']} running, {load['waiting']} waiting, {load['preempted_total']} preemptions"),
+        ("KV blocks", f"{load['blocks_used']} of {blocks} used ({load['blocks_used'] / max(1, blocks):.1%})"),
+        (
+            "prefixes",
+            f"{load['prefix_hits_total'] / max(1, queried):.1%} of {queried} prompt tokens found in the cache",
+        ),
+    ]
+    if load["swapped_out_total"] or load["host_blocks_used"]:
+        swapped = f"{load['swapped_out_total']} swapped out, {load['swapped_in_total']} swapped in"
+        rows.append(("swap", f"{load['host_blocks_used']} host blocks used, {swapped}"))
+    return rows
+
+
+def _last_rows(frontend: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the engine said last, where it says nothing now."""
+    if frontend["last_step"] is None:
+        return []
+    age = _duration(frontend["seconds_since_step"])
+    return [("last step", f"{age} ago, and then:"), *_load_rows(frontend["last_step"])]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if hours < 1:
+        return f"{minutes} min {int(seconds % 60)} s"
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
