@@ -10,7 +10,7 @@ from inflight.frontend.errors import RequestError, shown
 __all__ = ["tenant_of"]
 
 
-def tenant_of(header: str | None, parameters: Mapping[str, Any], claim: str | None) -> str:
+def tenant_of(header: str | None, parameters: Mapping[str, Any], claim: str) -> str:
     """The tenant; "" for none.
 
     Triton forwards headers as request parameters (`--grpc-header-forward-pattern`), where they stand behind those of
@@ -25,7 +25,7 @@ def tenant_of(header: str | None, parameters: Mapping[str, Any], claim: str | No
         RequestError: INVALID_ARG; the claim is not what the header says, or the header came twice.
     """
     if header is None:
-        return claim or ""
+        return claim
     values = [value for name, value in parameters.items() if name.lower() == header.lower()]
     if len(values) > 1 or not all(isinstance(value, str) for value in values):
         raise RequestError("INVALID_ARG", "the header that names the tenant must come once, with text")
