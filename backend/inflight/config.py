@@ -192,6 +192,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
+        chat_template_timeout: seconds of CPU time that the chat template may take for one request. It may use 1 GiB.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
@@ -266,6 +267,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
+    chat_template_timeout: Annotated[float, Meta(ge=0.01, le=3600)] = 2.0
     enforce_eager: bool = False
     disable_log_stats: bool = False
     disable_log_requests: bool = True

@@ -69,13 +69,16 @@ class TritonPythonModel:
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
+        self._chat = ChatTemplate.load(
+            source, revision=revision, override=config.chat_template, seconds=config.chat_template_timeout
+        )
         tokenizer = Tokenizer.load(
             source,
             revision=revision,
             trust_remote_code=config.trust_remote_code,
             required=config.tokenizer is not None,
         )
-        chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
+        self._chat.check()
 
         self._supervisor = Supervisor(config, bridge.log, env=env)
         ready = self._supervisor.start()
@@ -84,7 +87,7 @@ class TritonPythonModel:
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
-        self._parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size)
+        self._parser = RequestParser(config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size)
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)
@@ -160,6 +163,7 @@ class TritonPythonModel:
         self._status.stop()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
+        self._chat.close()
         # Response senders reach into the stub when they are collected: that must happen now, not at
         # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.
         self.__dict__.clear()
