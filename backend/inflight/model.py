@@ -34,6 +34,7 @@ from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
 from inflight.frontend.control import Control, relay
 from inflight.frontend.drain import Drain
+from inflight.frontend.engine_group import find_group
 from inflight.frontend.errors import RequestError
 from inflight.frontend.intake import Intake
 from inflight.frontend.metrics import NoMetrics
@@ -48,7 +49,7 @@ from inflight.frontend.text import Tokenizer
 
 
 class TritonPythonModel:
-    """One model instance: a frontend in this process, and an engine process that belongs to it alone."""
+    """One model instance: a frontend in this process, and an engine process, which instances on one device share."""
 
     @classmethod
     def auto_complete_config(cls, config: Any) -> Any:
@@ -82,15 +83,19 @@ class TritonPythonModel:
         )
         self._chat.check()
 
-        self._supervisor = Supervisor(config, bridge.log, env=env)
+        self._group = find_group(config, env, args, model_dir)
+        self._supervisor = Supervisor(
+            config, bridge.log, env=env, launch=None if self._group is None else self._group.launch
+        )
         ready = self._supervisor.start()
+        number = self._group.number if self._group is not None else 0
         bridge.log(
             "info",
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
         parser = RequestParser(
-            config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids
+            config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
         )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
@@ -108,6 +113,7 @@ class TritonPythonModel:
             log_info=lambda line: bridge.log("info", line),
             pacing=pacing_for(config, ready.device),
             max_replays=config.max_replays,
+            number=number,
         )
         self._intake = Intake(parser.parse, self._streams, lambda line: bridge.log("error", line))
         self._metrics.engine_ready(ready, again=False)
@@ -164,6 +170,8 @@ class TritonPythonModel:
         self._chat.close()  # first: the intake waits for what it renders
         self._intake.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
+        if self._group is not None:
+            self._group.leave()
         self._status.stop()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
