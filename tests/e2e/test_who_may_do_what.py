@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,11 +20,21 @@ from wire import post, tensor
 
 from inflight_client import Client, InflightError
 from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import session_members
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 KEY = "a-key-of-the-tests-0123"
 HEADER = "x-tenant-8f21"
-OPTIONS = {"dtype": "float32", "kv_cache_memory": "16MiB", "cpu_threads": 1, "step_trace": 8, "tenant_header": HEADER}
+BOMB = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+OPTIONS = {
+    "dtype": "float32",
+    "kv_cache_memory": "16MiB",
+    "cpu_threads": 1,
+    "step_trace": 8,
+    "tenant_header": HEADER,
+    "chat_template": "{% if messages[0].role == 'bomb' %}" + BOMB + "{% endif %}{{ messages[0].content }}",
+    "chat_template_timeout": 0.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +220,40 @@ def test_a_parameter_like_the_header_does_not_replace_it(guarded: TritonServer) 
     assert "names the tenant" in str(ask(guarded, "gold", proxy, **{HEADER: "gold"}))
     assert "must come once" in str(ask(guarded, None, proxy, **{HEADER.upper(): "gold"}))
     assert "must come once" in str(ask(guarded, None, None, **{HEADER: 1}))
+
+
+# -- a chat template that takes its time --------------------------------------------------------------
+
+
+def renderer_of(server: TritonServer) -> int:
+    """Process id of what renders the chat templates."""
+    assert server.process is not None
+    (pid,) = [
+        pid
+        for pid in session_members(server.process.pid)
+        if b"inflight.frontend.template_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+def test_a_hostile_chat_template_ends_in_time(guarded: TritonServer) -> None:
+    with Client(guarded.grpc_address, model="mine") as client:
+        with pytest.raises(InflightError, match=r"messages: the chat template took more than 0.2 s"):
+            client.generate(messages=[{"role": "bomb", "content": "Return"}])
+        assert client.generate(messages=[{"role": "user", "content": "Return"}], max_tokens=2).text
+
+
+def test_a_chat_that_is_being_rendered_keeps_no_other_request_waiting(guarded: TritonServer) -> None:
+    renderer = renderer_of(guarded)
+    with Client(guarded.grpc_address, model="mine") as client:
+        os.kill(renderer, signal.SIGSTOP)
+        try:
+            chat = client.stream(messages=[{"role": "user", "content": "Return"}], max_tokens=2)
+            reading = threading.Thread(target=lambda: list(chat))
+            reading.start()
+            assert client.generate("Return", max_tokens=2).text
+            assert reading.is_alive()
+        finally:
+            os.kill(renderer, signal.SIGCONT)
+        reading.join(60)
+        assert chat.result().text
