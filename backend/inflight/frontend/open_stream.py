@@ -7,10 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import SequenceDelta
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
-from inflight.frontend.outputs import SequenceOutput, sequence_outputs
+from inflight.frontend.logprobs_json import entry_texts
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["OpenStream", "Responder"]
@@ -36,7 +37,7 @@ class OpenStream:
         request_id: the engine's id of the request.
         sequences: its n outputs.
         inbox: deltas that `sequences` have not taken yet.
-        prompt_logprobs: those that came so far, until they are sent; None if not requested.
+        prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
@@ -53,12 +54,13 @@ class OpenStream:
         self.deadline = message.deadline
         self.sequences = sequence_outputs(request, tokenizer)
         self.inbox: list[SequenceDelta] = []
-        self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.closed = False
         self.dropped = False
         self.first_token_time: float | None = None
         self.end_time: float | None = None
         self._num_prompt_tokens = len(message.prompt_token_ids)
+        self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
         self._interval = interval
         self._num_sent_tokens = 0
         # Token ids and logprobs are worth a response even if they complete no text; so is a token that gets none.
@@ -105,7 +107,7 @@ class OpenStream:
         stopped = []
         for delta in inbox:
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
-                self.prompt_logprobs += delta.prompt_logprobs
+                self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:
@@ -118,7 +120,7 @@ class OpenStream:
         """Everything so far is on its way to the client."""
         self._num_sent_tokens = self.num_output_tokens
 
-    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+    def take_prompt_logprobs(self) -> list[str] | None:
         """For the first response; None from then on."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs

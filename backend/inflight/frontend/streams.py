@@ -290,7 +290,7 @@ class Streams:
     def _send(self, stream: OpenStream, final: bool) -> None:
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
-            outputs = response_outputs(stream.request, sequences, self._tokenizer, stream.take_prompt_logprobs())
+            outputs = response_outputs(stream.request, sequences, stream.take_prompt_logprobs())
             stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
 
