@@ -99,5 +99,6 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def first_values(self) -> list[float]:
         """Log probability of each token itself; every token has one."""
-        starts = np.cumsum(self.counts) - self.counts
+        counts = np.array(self.counts, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
         return np.frombuffer(self.values, dtype=_VALUE)[starts].tolist()

@@ -79,4 +79,5 @@ def test_the_arrays_are_a_sequence_of_entries(entries: list[TokenLogprobs], data
     assert all(same(part, entries[a:b]) for part, a, b in zip(parts, ends, ends[1:]))
     assert same(Logprobs.joined([*parts, logprobs[sum(sizes) :]]), entries)
     full = [entry for entry in entries if entry]
+    assert Logprobs().first_values() == []
     assert repr(Logprobs.of(full).first_values()) == repr([entry[0][1] for entry in full])
