@@ -12,7 +12,7 @@ import pytest
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"engine.sampling_params", "engine.messages", "engine.step"}
+_DATA = {"engine.sampling_params", "engine.messages", "engine.step", "engine.token_logprobs"}
 _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
@@ -21,8 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"vllm_options"},
     "hub": set(),
     "engine.sampling_params": set(),
-    "engine.messages": {"engine.sampling_params"},
-    "engine.step": {"engine.sampling_params", "engine.messages"},
+    "engine.token_logprobs": set(),
+    "engine.messages": {"engine.sampling_params", "engine.token_logprobs"},
+    "engine.step": {"engine.sampling_params", "engine.token_logprobs"},
     "engine.request": {"engine.sampling_params"},
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
@@ -116,7 +117,15 @@ ALLOWED: dict[str, set[str]] = {
         *_BELOW_LOADING,
         *_DATA,
     },
-    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params", "engine.pulse"},
+    "frontend": {
+        "frontend",
+        "config",
+        "hub",
+        "engine.messages",
+        "engine.pulse",
+        "engine.sampling_params",
+        "engine.token_logprobs",
+    },
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }

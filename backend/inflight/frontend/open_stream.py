@@ -11,10 +11,11 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
-from inflight.frontend.outputs import SequenceOutput, sequence_outputs
+from inflight.frontend.logprobs_json import entry_texts
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["OpenStream", "Responder"]
@@ -41,7 +42,7 @@ class OpenStream:
         sequences: its n outputs.
         inbox: deltas that `sequences` have not taken yet, oldest first.
         last_act: what ends it in place of its last token, once the inbox is empty.
-        prompt_logprobs: those that came so far, until they are sent; None if not requested.
+        prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
         closed: its FINAL flag was sent.
@@ -61,7 +62,7 @@ class OpenStream:
         self.sequences = sequence_outputs(request, tokenizer)
         self.inbox: deque[SequenceDelta] = deque()
         self.last_act: Callable[[], None] | None = None
-        self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.settled = False
         self.sent_time = self.due = 0.0
         self.closed = False
@@ -69,6 +70,7 @@ class OpenStream:
         self.first_token_time: float | None = None
         self.end_time: float | None = None
         self._num_prompt_tokens = len(message.prompt_token_ids)
+        self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
         self._interval = interval
         self._num_sent_tokens = 0
         # Token ids and logprobs are worth a response even if they complete no text; so is a token that gets none.
@@ -140,7 +142,7 @@ class OpenStream:
         while inbox:
             delta = inbox.popleft()
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
-                self.prompt_logprobs += delta.prompt_logprobs
+                self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:
@@ -173,7 +175,7 @@ class OpenStream:
         """Everything so far is on its way to the client."""
         self._num_sent_tokens = self.num_output_tokens
 
-    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+    def take_prompt_logprobs(self) -> list[str] | None:
         """For the first response; None from then on."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs

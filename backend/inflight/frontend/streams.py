@@ -313,7 +313,7 @@ class Streams:
         start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
-            outputs = response_outputs(stream.request, sequences, self._tokenizer, stream.take_prompt_logprobs())
+            outputs = response_outputs(stream.request, sequences, stream.take_prompt_logprobs())
             stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
         stream.sent_time, stream.due = time.monotonic(), 0.0
