@@ -93,13 +93,18 @@ class OpenStream:
 
     @property
     def num_new_tokens(self) -> int:
-        """Those of them that no response contained yet; all of them before the first one."""
-        return self.num_output_tokens - self._num_sent_tokens
+        """Tokens that no response contained yet, those in the inbox included; all before the first response."""
+        return len(self.inbox) + self.num_output_tokens - self._num_sent_tokens
 
     @property
     def has_started(self) -> bool:
         """Whether a response with tokens was sent."""
         return self._num_sent_tokens > 0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a delta may stay in the inbox for a while: it begins no stream, and ends none by a stop string."""
+        return self._num_sent_tokens > 0 and not self.request.engine_request.params.stop
 
     @property
     def finished(self) -> bool:
@@ -115,7 +120,11 @@ class OpenStream:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
             return False  # they go with the first response, complete
-        if self._interval > 1 and self._num_sent_tokens and self.num_new_tokens < self._interval:
+        if (
+            self._interval > 1
+            and self._num_sent_tokens
+            and self.num_output_tokens - self._num_sent_tokens < self._interval
+        ):
             return False
         return any(map(self._is_news, self.sequences))
 

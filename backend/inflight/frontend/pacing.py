@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Protocol
 
 from inflight.config import EngineConfig
@@ -66,9 +65,8 @@ class Pacing:
         """A response took the sender thread so long."""
         self._cost += (min(seconds, _MOST_COST) - self._cost) * _WEIGHT
 
-    def due(self, stream: Paced, now: float | None = None) -> float | None:
+    def due(self, stream: Paced, now: float) -> float | None:
         """When the stream should get its next response, in seconds of `time.monotonic()`; None: now."""
-        now = time.monotonic() if now is None else now
         if stream.num_new_tokens >= _MOST_TOKENS or now - stream.sent_time >= _EARLY * self.wait:
             return None
         return stream.sent_time + self.wait

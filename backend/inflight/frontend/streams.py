@@ -237,15 +237,24 @@ class Streams:
         streaming = set()
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
-            if stream is not None:  # else it ended here before the engine heard of it
-                stream.inbox.append(delta)
+            if stream is None:  # it ended here before the engine heard of it
+                continue
+            stream.inbox.append(delta)
+            if stream.request.stream:
+                streaming.add(stream)
+            if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
                 self._queue.add(stream)
-                if stream.request.stream:
-                    streaming.add(stream)
         if self._pacing is not None and streaming:
             self._pacing.step(len(streaming))
         self._replay.took(message)
         self._stats.step(message, received, self._streams)
+
+    def _hold(self, stream: OpenStream, now: float) -> bool:
+        """Whether the stream's next response is not due yet; then it gets a turn when it is."""
+        due = None if self._pacing is None else self._pacing.due(stream, now)
+        if due is not None:
+            self._queue.hold(stream, due)
+        return due is not None
 
     def _serve_next(self) -> None:
         """One turn, for the stream whose it is; those that end come once the metrics know."""
@@ -263,7 +272,10 @@ class Streams:
                     self._queue.add(next_stream)
 
     def _catch_up(self) -> None:
-        """Serve until nobody has a turn to take."""
+        """Take all deltas that came, and serve until nobody has a turn to take."""
+        for stream in self._streams.values():
+            if stream.inbox:
+                self._queue.add(stream)
         while self._queue.is_busy:
             self._serve_next()
 
@@ -289,9 +301,7 @@ class Streams:
         elif stream.last_act is not None and not stream.inbox:
             self._send_news(stream)
             stream.last_act()
-        elif self._pacing is not None and stream.has_started and (due := self._pacing.due(stream)) is not None:
-            self._queue.hold(stream, due)
-        else:
+        elif not (stream.has_started and self._hold(stream, time.monotonic())):
             self._send_news(stream)
 
     def _send_news(self, stream: OpenStream) -> None:
@@ -353,7 +363,10 @@ class Streams:
     def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
         """End a stream with an error of the kind `ending`; does nothing if it has ended."""
         stream = self._streams.get(request_id)
-        if stream is None:
+        if stream is not None and stream.due:  # tokens that came before
+            stream.due = 0.0
+            self._guarded(self._send_news, stream)
+        if stream is None or stream.closed:
             return
         self._close(stream)
         self._engine.abort(request_id)

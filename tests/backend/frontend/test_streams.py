@@ -705,6 +705,30 @@ def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
     assert counts(client) == [1, 8, 8]
 
 
+def test_what_is_held_is_sent_before_all_streams_are_ended(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:2]))
+    paced.settle()
+    paced.step(SequenceDelta(1, 0, IDS[2:3]))
+    paced.streams.end_all(RequestError("UNAVAILABLE", "draining"))
+    assert client.wait().error == ("UNAVAILABLE", "draining")
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+def test_a_stop_string_is_found_at_once_while_responses_wait(paced: Rig) -> None:
+    client = paced.open(stop=["st of"])
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+    assert client.wait().texts() == [" the li"]
+    assert paced.engine.aborted == [(1, 0)]
+
+
 def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
     client = paced.open("return_token_ids")
     paced.step(SequenceDelta(1, 0, IDS[:1]))
