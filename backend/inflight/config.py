@@ -207,6 +207,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_replays: when the engine process dies, the next one goes on with its requests. A request fails once it was
             the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
             ran when the engine died fails.
+        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. One that
+            does not is killed and replaced, and its requests go on. A step that by its size takes longer than usual
+            has ten times the usual time.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
         drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
             unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
@@ -274,6 +277,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
     max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
+    engine_timeout: _Seconds = 60.0
     engine_start_timeout: _Seconds = 600.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
