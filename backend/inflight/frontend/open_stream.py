@@ -44,6 +44,7 @@ class OpenStream:
         prompt_logprobs: those that came so far, until they are sent; None if not requested.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
+        paused, stopped: the engine was told to drop it until its inbox is empty (`Backlog`); and has done so.
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
@@ -64,6 +65,7 @@ class OpenStream:
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.settled = False
         self.sent_time = self.due = 0.0
+        self.paused = self.stopped = False
         self.closed = False
         self.dropped = False
         self.first_token_time: float | None = None

@@ -17,13 +17,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.engine.messages import (
+    REQUESTS_PER_FRONTEND,
+    AddRequest,
+    EngineReady,
+    Question,
+    RequestFailed,
+    StepMessage,
+)
+from inflight.frontend.backlog import Backlog
 from inflight.frontend.capacity import Capacity
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
@@ -46,6 +55,9 @@ class Engine(Resubmits, Protocol):
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
+
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine."""
 
     def release(self, request_id: int) -> None:
         """The request ended by itself."""
@@ -108,6 +120,7 @@ class Streams:
         self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
+        self._backlog = Backlog(engine, self._events.put, self._replay.again)
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
         self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
@@ -240,6 +253,7 @@ class Streams:
             if stream is None:  # it ended here before the engine heard of it
                 continue
             stream.inbox.append(delta)
+            self._backlog.took(stream)
             if stream.request.stream:
                 streaming.add(stream)
             if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
@@ -270,6 +284,7 @@ class Streams:
                 self._queue.charge(next_stream, time.monotonic() - start)
                 if next_stream.inbox:
                     self._queue.add(next_stream)
+                self._backlog.served(next_stream)
 
     def _catch_up(self) -> None:
         """Take all deltas that came, and serve until nobody has a turn to take."""

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ class EngineStub:
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
+
+    def ask(self, question: Any) -> Future[Any]:
+        raise NotImplementedError
 
 
 class Rig:
