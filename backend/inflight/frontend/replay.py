@@ -86,7 +86,7 @@ class Replay:
 
     def again(self, request: AddRequest) -> None:
         """Give a request to the engine that has dropped it since, for another reason than a death."""
-        self._engine.resubmit([request], self._suspects.holds_new)
+        self._engine.resubmit([request], self._suspects.holds_new, settled=not self._suspects.active)
 
     def ended(self, request_id: int) -> None:
         """A stream was closed."""

@@ -47,9 +47,9 @@ def paused(rig: SupervisorRig) -> bool:
 def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: SupervisorRig, n: int) -> None:
     resubmitted = []
     submit = rig.supervisor.resubmit
-    rig.supervisor.resubmit = lambda requests, hold_new=False: (  # type: ignore[method-assign]
+    rig.supervisor.resubmit = lambda requests, *flags, **named: (  # type: ignore[method-assign]
         resubmitted.extend(requests),
-        submit(requests, hold_new),
+        submit(requests, *flags, **named),
     )
     client = rig.open(orders="delay=0.001", n=n, max_tokens=100)
     slow_down(rig, 0.004)

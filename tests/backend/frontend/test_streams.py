@@ -46,7 +46,7 @@ class EngineStub:
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
         self.resubmitted += requests
         self.holds_new = hold_new
 
