@@ -12,7 +12,7 @@ import pytest
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"grammars.spec", "engine.sampling_params", "engine.messages", "engine.step"}
+_DATA = {"grammars.spec", "engine.sampling_params", "engine.messages", "engine.step", "engine.token_logprobs"}
 _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "grammars.base", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
@@ -22,8 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "hub": set(),
     "grammars": {"grammars"},
     "engine.sampling_params": {"grammars.spec"},
-    "engine.messages": {"engine.sampling_params"},
-    "engine.step": {"engine.sampling_params", "engine.messages"},
+    "engine.token_logprobs": set(),
+    "engine.messages": {"engine.sampling_params", "engine.token_logprobs"},
+    "engine.step": {"engine.sampling_params", "engine.token_logprobs"},
     "engine.request": {"engine.sampling_params"},
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
@@ -32,12 +33,19 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
-    "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request"},
+    "engine.tenant_accounts": {"config"},
+    "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request", "engine.tenant_accounts"},
     "engine.policies.victims": _POLICIES,
     "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
-    "engine.policies.selection": {"config", "engine.policies", "engine.drafting", "grammars.base"},
+    "engine.policies.selection": {
+        "config",
+        "engine.drafting",
+        "engine.policies",
+        "engine.tenant_accounts",
+        "grammars.base",
+    },
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},
     "engine.logprobs": _STATE,
@@ -55,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step_trace": _STATE,
     "engine.pulse": {"engine.core", *_DATA},
     "engine.intake": {"engine.kv_pool", "engine.rope_choice", "grammars.base", *_STATE},
-    "engine.queue_caps": {"config", *_STATE},
+    "engine.queue_caps": {"config", "engine.tenant_accounts", *_STATE},
     "engine.frontends": {"engine.messages"},
     "engine.core": {
         "config",
@@ -123,8 +131,9 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "hub",
         "engine.messages",
-        "engine.sampling_params",
         "engine.pulse",
+        "engine.sampling_params",
+        "engine.token_logprobs",
         "grammars.spec",
     },
     "model": {"frontend", "config"},
