@@ -36,7 +36,8 @@ class GrammarAdmission:
         if spec is not None:
             outcome = self._grammars.outcome(spec)
             if outcome != "":
-                return NotYet("its grammar to be compiled", _WAIT_SECONDS, outcome or "")
+                refused = f"structured output that is not supported: {outcome}" if outcome else ""
+                return NotYet("its grammar to be compiled", _WAIT_SECONDS, refused)
         return self._inner.admits(request, prefix, running, pool)
 
     def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
