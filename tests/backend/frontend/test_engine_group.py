@@ -253,8 +253,9 @@ def test_the_keeper_of_another_user_is_passed_over(place: Place, monkeypatch: py
 
 def test_stubs_tell_each_other(place: Place) -> None:
     heard: list[tuple[int, str]] = []
-    groups = [place.group(f"m_{k}", told=lambda text, k=k: heard.append((k, text))) for k in range(3)]
-    for group in groups:
+    groups = [place.group(f"m_{k}") for k in range(3)]
+    for k, group in enumerate(groups):
+        group.hear(lambda text, k=k: heard.append((k, text)))
         start(group)
     groups[1].tell("drain")
     wait_for(lambda: len(heard) == 2)
