@@ -373,7 +373,7 @@ class SharedEngine:
             message = self.receive()
         if isinstance(message, EngineReady):
             return message
-        ended = self._group.wait_ended(self._number, _END_SECONDS)
+        ended = None if self._stopped else self._group.wait_ended(self._number, _END_SECONDS)
         if ended is not None and ended.failure is not None:
             raise EngineStartError(ended.failure.message, ended.failure.fatal)
         raise EngineStartError(f"the engine process exited while loading the model ({self.exit_text()})")
