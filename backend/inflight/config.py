@@ -164,15 +164,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
-        stream_interval: new tokens that a streaming response waits for, after the first response of its request.
-            A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
-            small model, 4 or 8 leaves more of it to the engine.
+        stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
+            every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
+            than a few percent of its cores; then the responses of a stream are up to 50 ms or 8 tokens apart, as the
+            number of streams and the measured cost of a response demand. See docs/latency.md.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
             checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for
             requests through Triton, as with vllm_backend.
         max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
             which a request asks for with -1. vLLM's default is 20.
+        max_n: maximum of the key `n` of a request.
+        max_stop_strings, max_bad_words, max_stop_token_ids: maximum length of the lists `stop`, `bad_words` and
+            `stop_token_ids` of a request.
+        max_stop_bytes: maximum size of all stop strings of a request together, and of all its bad words.
+        max_name_bytes: maximum size of what a client calls something by: `tenant`, `cache_salt`, the request id.
+        max_input_bytes: maximum size of one input tensor or request parameter.
         exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
             as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
         wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
@@ -197,6 +204,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
+        max_replays: when the engine process dies, the next one goes on with its requests. A request fails once it was
+            the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
+            ran when the engine died fails.
+        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. One that
+            does not is killed and replaced, and its requests go on. A step that by its size takes longer than usual
+            has ten times the usual time.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
         drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
             unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
@@ -238,10 +251,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[Annotated[int, Meta(ge=-_MAX_COUNT - 1, le=_MAX_COUNT)], PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
-    stream_interval: _PositiveInt = 1
+    stream_interval: _PositiveInt | Literal["auto"] = "auto"
     default_max_tokens: _PositiveInt = 16
     generation_config: str | None = None
     max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
+    max_n: Annotated[int, Meta(ge=1, le=16384)] = 128
+    max_stop_strings: _PositiveInt = 1024
+    max_bad_words: _PositiveInt = 1024
+    max_stop_token_ids: _PositiveInt = 1024
+    max_stop_bytes: _PositiveInt = 2**18
+    max_name_bytes: _PositiveInt = 1024
+    max_input_bytes: _PositiveInt = 2**23
     exclude_input_in_output: bool | None = None
     wire_format: Literal["vllm", "tensorrt_llm"] = "vllm"
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -256,6 +276,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
+    max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
+    engine_timeout: _Seconds = 60.0
     engine_start_timeout: _Seconds = 600.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 

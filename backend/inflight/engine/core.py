@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
@@ -93,6 +93,11 @@ class EngineCore:
         return bool(self._launched) or self.scheduler.has_work
 
     @property
+    def live_ids(self) -> Collection[int]:
+        """Ids of the requests that have not ended, as they are at any time."""
+        return self._live.keys()
+
+    @property
     def only_holds(self) -> bool:
         """Whether all that is left waits for something outside of the engine: steps do nothing until it comes."""
         scheduler = self.scheduler
@@ -111,7 +116,7 @@ class EngineCore:
         sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
         live = [request for request in sequences if request.status is Status.WAITING]
         failure = self.caps.refusal(live, self.scheduler.running)
-        if failure is not None:
+        if failure is not None and not message.replayed:
             return failure
         leader, *leader.children = live
         self._live[message.request_id] = sequences
