@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ from loadtest.soak.traffic import Traffic
 __all__ = ["Events"]
 
 _STEP_SECONDS = 90.0  # within which each step of an event must succeed
+_CANCEL_SECONDS = 0.2  # until cancellations that are under way have reached the server
 _WORKER = "inflight.worker"  # in the command line of an engine process
 
 
@@ -64,21 +65,27 @@ class Events:
     async def reload(self) -> None:
         """Load the model once more: the new instance takes over, and no request may notice."""
         self._model_file.touch()  # Triton loads again only what has changed
-        await self._step("load", self._control.load_model(self._model))
+        async with self._unloading():
+            await self._step("load", self._control.load_model(self._model))
         self.counts["reloads"] += 1
-        await self._until("the old stub to leave", self._has_one_stub)
 
     async def unload_and_load(self) -> None:
         """At once, while the old instance still works: it must finish what it has; new requests may be refused."""
-        self._traffic.model_away()
-        await self._step("unload", self._control.unload_model(self._model))
-        await self._step("load", self._control.load_model(self._model))
-        self._traffic.model_away(seconds=0.0)
+        async with self._unloading():
+            self._traffic.model_away()
+            await self._step("unload", self._control.unload_model(self._model))
+            await self._step("load", self._control.load_model(self._model))
+            self._traffic.model_away(seconds=0.0)
         self.counts["unloads and loads"] += 1
-        await self._until("the old stub to leave", self._has_one_stub)
 
-    def _has_one_stub(self) -> bool:
-        return len(children(self._pid, STUB_NAME)) == 1
+    @contextlib.asynccontextmanager
+    async def _unloading(self) -> AsyncIterator[None]:
+        """An instance is unloaded within the context, and gone at its end."""
+        self._traffic.unloading(True)
+        await asyncio.sleep(_CANCEL_SECONDS)
+        yield
+        await self._until("the old stub to leave", lambda: len(children(self._pid, STUB_NAME)) == 1)
+        self._traffic.unloading(False)
 
     def _engines(self) -> list[int]:
         found = []

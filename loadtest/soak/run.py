@@ -141,8 +141,8 @@ class _Soak:
         started = time.monotonic()
         samples: list[Idle] = []
         async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(client) for client in self._clients()]
-            traffic = Traffic(clients, await self._known_answers(clients[0]), self._plan.seed)
+            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
+            traffic = Traffic(clients, await self._known_answers(clients["grpc"]), self._plan.seed)
             events = Events(self._server, _MODEL, self._server.repositories[0] / _MODEL / "1" / "model.json", traffic)
             stack.push_async_callback(events.close)
             threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="watch", daemon=True).start()
@@ -164,12 +164,12 @@ class _Soak:
         seconds = time.monotonic() - started
         return Verdict(seconds, traffic.counts, events.counts, early, late, traffic.num_problems, traffic.problems)
 
-    def _clients(self) -> list[AsyncClient]:
+    def _clients(self) -> dict[str, AsyncClient]:
         once = RetryPolicy(max_attempts=1)
-        return [
-            AsyncClient(self._server.grpc_address, protocol="grpc", model=_MODEL, retries=once),
-            AsyncClient(self._server.http_address, protocol="http", model=_MODEL, retries=once),
-        ]
+        return {
+            "grpc": AsyncClient(self._server.grpc_address, protocol="grpc", model=_MODEL, retries=once),
+            "http": AsyncClient(self._server.http_address, protocol="http", model=_MODEL, retries=once),
+        }
 
     async def _known_answers(self, client: AsyncClient) -> list[tuple[Case, Answer]]:
         """Each case's answer when the server has nothing else to do."""

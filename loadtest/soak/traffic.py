@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from inflight_client import AsyncClient
 from inflight_client.errors import DeadlineExceededError, InflightError, InvalidRequestError, RequestCancelledError
@@ -26,7 +26,7 @@ class Traffic:
     """Sends requests until it is stopped, or waits while it is paused.
 
     Args:
-        clients: of each protocol; they do not retry.
+        clients: by protocol; they do not retry.
         cases: the requests, with their known answers.
         seed: determines who asks what.
 
@@ -36,7 +36,7 @@ class Traffic:
         num_problems: how many there were.
     """
 
-    def __init__(self, clients: Sequence[AsyncClient], cases: Sequence[tuple[Case, Answer]], seed: int) -> None:
+    def __init__(self, clients: Mapping[str, AsyncClient], cases: Sequence[tuple[Case, Answer]], seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.num_problems = 0
@@ -55,7 +55,8 @@ class Traffic:
         self._away_until = time.monotonic() + seconds
 
     def unloading(self, now: bool) -> None:
-        """While a model is being unloaded no gRPC stream is cancelled: Triton can then keep its instance for good."""
+        """While a model is being unloaded, no gRPC stream is cancelled: Triton can then keep its instance for good
+        (docs/operations.md)."""
         self._unloading = now
 
     def problem(self, text: str) -> None:
@@ -89,11 +90,11 @@ class Traffic:
 
     async def _request(self) -> None:
         rng = self._rng
-        client, habit = rng.choice(self._clients), rng.choices(list(_HABITS), list(_HABITS.values()))[0]
+        protocol, habit = rng.choice(list(self._clients)), rng.choices(list(_HABITS), list(_HABITS.values()))[0]
         case, known = rng.choice(self._cases)
-        started, about = time.monotonic(), f"{client.connection.protocol}, {habit}, {case}"
+        started, about = time.monotonic(), f"{protocol}, {habit}, {case}"
         try:
-            await asyncio.wait_for(self._send(client, habit, case, known), _END_SECONDS)
+            await asyncio.wait_for(self._send(protocol, habit, case, known), _END_SECONDS)
         except asyncio.TimeoutError:
             self.problem(f"no end within {_END_SECONDS:g} s: {about}")
             self.counts["without an end"] += 1
@@ -107,17 +108,17 @@ class Traffic:
                 self.counts["failed"] += 1
                 self.problem(f"{type(error).__name__}: {error}: {about}")
 
-    async def _send(self, client: AsyncClient, habit: str, case: Case, known: Answer) -> None:
+    async def _send(self, protocol: str, habit: str, case: Case, known: Answer) -> None:
         if habit == "bad":
-            return await self._send_bad(client, case)
+            return await self._send_bad(self._clients[protocol], case)
         rng = self._rng
         options = dict(case.options)
         if habit == "deadline":
             options["timeout"] = rng.uniform(0.01, 0.5)
-        stream = client.stream(case.prompt, **options)
+        stream = self._clients[protocol].stream(case.prompt, **options)
         async with stream:
             try:
-                cut = await self._read(stream, habit, rng.randint(1, 5))
+                cut = await self._read(stream, habit, rng.randint(1, 5), protocol == "grpc")
             except (DeadlineExceededError, RequestCancelledError):
                 if habit != "deadline":
                     raise
@@ -128,12 +129,12 @@ class Traffic:
         else:
             self.counts[cut or "right to the last token"] += 1
 
-    async def _read(self, stream: AsyncStream, habit: str, after: int) -> str | None:
+    async def _read(self, stream: AsyncStream, habit: str, after: int, grpc: bool) -> str | None:
         """Read to the end; returns what else happened."""
         received = 0
         async for _ in stream:
             received += 1
-            if received >= after and habit == "cancel" and not (self._unloading and stream.request.stream):
+            if received >= after and habit == "cancel" and not (grpc and self._unloading):
                 return "cancelled"
             if received <= after and habit == "slow":
                 await asyncio.sleep(0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,8 +48,6 @@ def test_an_answer_that_was_cut_off_must_begin_as_the_known_one(got: Any, whole:
 class Client:
     """Answers every request with KNOWN, changed by `answer`."""
 
-    connection = SimpleNamespace(protocol="grpc")
-
     def __init__(self, answer: Any = KNOWN, error: InflightError | None = None, hangs: bool = False) -> None:
         self.answer, self.error, self.hangs = answer, error, hangs
 
@@ -81,7 +78,7 @@ class Client:
 def ask(client: Client, habit: str, monkeypatch: pytest.MonkeyPatch, away: bool = False) -> Traffic:
     """One request of that habit."""
     monkeypatch.setattr(module, "_HABITS", {habit: 1})
-    traffic = Traffic([client], [(Case("p", {}), KNOWN)], seed=1)  # type: ignore[list-item]
+    traffic = Traffic({"grpc": client}, [(Case("p", {}), KNOWN)], seed=1)  # type: ignore[dict-item]
     if away:
         traffic.model_away()
     asyncio.run(traffic._request())
