@@ -15,7 +15,7 @@ import psutil
 import tritonclient.grpc.aio as grpc
 
 from inflight_tools.launcher import TritonServer
-from inflight_tools.processes import STUB_NAME, children
+from inflight_tools.processes import STUB_NAME, children, session_members
 from loadtest.soak.traffic import Traffic
 
 __all__ = ["Events"]
@@ -88,11 +88,11 @@ class Events:
         self._traffic.unloading(False)
 
     def _engines(self) -> list[int]:
-        found = []
-        for process in psutil.Process(self._pid).children(recursive=True):
+        found: list[int] = []
+        for pid in session_members(self._pid):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                if _WORKER in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
+                if _WORKER in psutil.Process(pid).cmdline():
+                    found.append(pid)
         return found
 
     async def _step(self, what: str, call: Awaitable[object]) -> None:

@@ -39,6 +39,7 @@ _ENGINE = {
 }
 _SETTLE_SECONDS = 20.0  # within which an idle server must hold nothing
 _LOAD_SECONDS = 300.0
+_NOTICE_SECONDS = 2.0  # within which a watch notices a death
 
 _T = TypeVar("_T")
 
@@ -148,8 +149,8 @@ class _Soak:
             threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="watch", daemon=True).start()
             load = asyncio.create_task(traffic.run(self._plan.clients))
             try:
-                for phase in (self._warm_up(events), self._main_part(events, started)):
-                    await self._unless_dead(self._under_load(phase, traffic))
+                for phase in (self._warm_up, self._main_part):
+                    await self._unless_dead(self._under_load(phase(events, started), traffic))
                     samples.append(await self._unless_dead(self._idle(traffic)))
                     self._say(f"{time.monotonic() - started:6.0f} s: {sum(traffic.counts.values()):,} requests")
             except _ServerDied as death:
@@ -178,9 +179,9 @@ class _Soak:
 
     # -- phases ----------------------------------------------------------------------------
 
-    async def _warm_up(self, events: Events) -> None:
+    async def _warm_up(self, events: Events, started: float) -> None:
         """Each kind of event once, and a tenth of the time."""
-        for event in self._kinds(events):
+        for event in dict.fromkeys(self._kinds(events)):
             await event()
         if not self._plan.turns:
             await asyncio.sleep(self._plan.seconds / 10)
@@ -229,7 +230,9 @@ class _Soak:
         """The result of `work`.  Raises _ServerDied if the server dies first."""
         task = asyncio.ensure_future(work)
         await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if task.done() and task.exception() is not None:  # perhaps for the same reason
+            await asyncio.wait((self._death,), timeout=_NOTICE_SECONDS)
+        if self._death.done():
             task.cancel()
             raise _ServerDied(self._death.result())
         return task.result()
