@@ -29,7 +29,7 @@ ANSWERS = 200
 @pytest.fixture(scope="module", params=["grpc", "http"])
 def client(server: TritonServer, request: pytest.FixtureRequest) -> Any:
     address = server.grpc_address if request.param == "grpc" else server.http_address
-    with Client(f"{request.param}://{address}", model="demo") as client:
+    with Client(address, protocol=request.param, model="demo") as client:
         yield client
 
 
