@@ -101,6 +101,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
     "runner.step_output": {"sampling", *_DATA},
+    "runner.row_faults": {"runner", "attention.base", "sampling", *_DATA},
     "runner.pipeline": {"runner", "loading.loader", "config", *_DATA},
     "loading": {
         "loading",
