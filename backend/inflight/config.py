@@ -203,6 +203,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
+        max_replays: when the engine process dies, the next one goes on with its requests. A request fails once it was
+            the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
+            ran when the engine died fails.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
         drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
             unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
@@ -269,6 +272,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
+    max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
     engine_start_timeout: _Seconds = 600.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 

@@ -97,13 +97,16 @@ class TritonPythonModel:
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
+            max_replays=config.max_replays,
         )
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._drain = Drain(self._streams, config.drain_timeout, bridge.log)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
-        self._status = Status(identity, ready, self._supervisor, self._streams, self._drain, tally)
+        self._status = Status(
+            identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
+        )
         self._control = Control(self._supervisor.ask, self._status, self._drain)
         self._metrics.start()
         self._streams.start()

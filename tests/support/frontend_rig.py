@@ -121,6 +121,7 @@ class RecordingStats:
         self.first_tokens: list[float] = []
         self.pools: list[tuple[int, int, bool]] = []
         self.deaths = 0
+        self.num_replayed = 0
         self.streams: list[Any] = []
         self.endings: list[str] = []
         self.unsettled = 0
@@ -134,6 +135,9 @@ class RecordingStats:
 
     def engine_down(self) -> None:
         self.deaths += 1
+
+    def resubmitted(self, count: int) -> None:
+        self.num_replayed += count
 
     def first_token(self, stream: Any) -> None:
         self.first_tokens.append(stream.first_token_time - stream.arrival)

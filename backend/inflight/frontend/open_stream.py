@@ -87,6 +87,11 @@ class OpenStream:
         return all(sequence.ended for sequence in self.sequences)
 
     @property
+    def unfinished(self) -> list[int]:
+        """Indices of the sequences that have not ended."""
+        return [sequence.index for sequence in self.sequences if not sequence.ended]
+
+    @property
     def has_news(self) -> bool:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
@@ -123,6 +128,24 @@ class OpenStream:
                 if delta.finish_reason is None:
                     stopped.append(delta.index)
         return stopped
+
+    def rest(self) -> AddRequest | None:
+        """What another engine must be sent to go on where the deltas end that came; None if there is nothing left.
+
+        Call it when `take_inbox` has taken them all.
+        """
+        message = self.request.engine_request
+        outputs = [None if sequence.ended else sequence.token_ids.tolist() for sequence in self.sequences]
+        if all(output is None for output in outputs):
+            return None
+        params = message.params
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
+            self.prompt_logprobs = []  # the other engine begins with the first again
+        elif params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
+        )
 
     def sent(self) -> None:
         """Everything so far is on its way to the client."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -27,13 +27,14 @@ from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
 from inflight.frontend.outputs import response_outputs
+from inflight.frontend.replay import Replay, Resubmits
 from inflight.frontend.sweep import SWEEP_SECONDS, Sweep
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["Engine", "StatsSink", "Streams"]
 
 
-class Engine(Protocol):
+class Engine(Resubmits, Protocol):
     """The supervisor, as far as streams need it.  Calls never block."""
 
     def submit(self, request: AddRequest) -> None:
@@ -52,6 +53,7 @@ class StatsSink(Protocol):
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
+    def resubmitted(self, count: int) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
     def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
@@ -71,6 +73,7 @@ class Streams:
         interval: new tokens that a streaming response waits for, after the first response of its stream.
         number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
+        max_replays: deaths of the engine in a row that one request may be the only possible cause of.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Streams:
         sweep_seconds: float = SWEEP_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
         number: int = 0,
+        max_replays: int = 2,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
@@ -93,6 +97,7 @@ class Streams:
         self._max_sequences = max_sequences
         self._interval = interval
         self._streams: dict[int, OpenStream] = {}
+        self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the four below
@@ -195,12 +200,14 @@ class Streams:
         """The engine process was started again."""
         self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
-    def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
-        """The engine process died with these requests in it."""
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine process died with these requests in it: the next one goes on with them."""
         self._events.put(self._stats.engine_down)  # behind the steps that it had sent
-        error = RequestError("UNAVAILABLE", reason)
-        for request_id in request_ids:
-            self._events.put(partial(self._fail, request_id, error, "failed"))
+        self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
+
+    def on_no_engine(self, reason: str) -> None:
+        """No engine process can be started for now."""
+        self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""
@@ -250,6 +257,7 @@ class Streams:
             if stream is not None:  # else it ended here before the engine heard of it
                 stream.inbox.append(delta)
                 dirty[delta.request_id] = stream
+        self._replay.took(message)
         self._stats.step(message, received, self._streams)
 
     def _advance_all(self, dirty: dict[int, OpenStream]) -> None:
@@ -306,6 +314,7 @@ class Streams:
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True
         del self._streams[stream.request_id]
+        self._replay.ended(stream.request_id)
         self._give_back(len(stream.sequences))
 
     def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,8 @@ class EngineStub:
         self.submitted: dict[int, AddRequest] = {}
         self.aborted: list[tuple[int, int | None]] = []
         self.released: list[int] = []
+        self.resubmitted: list[AddRequest] = []
+        self.holds_new = False
         self.refuse: RequestError | None = None
 
     def submit(self, request: AddRequest) -> None:
@@ -40,6 +42,10 @@ class EngineStub:
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+        self.resubmitted += requests
+        self.holds_new = hold_new
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
@@ -390,20 +396,23 @@ def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
         rig.streams.stop("test over")
 
 
-def test_the_engines_refusal_and_its_death_end_the_streams_they_concern(rig: Rig) -> None:
-    one, two, three = rig.open(), rig.open(), rig.open()
+def test_the_engines_refusal_ends_its_stream_and_its_death_none(rig: Rig) -> None:
+    one, two, three = rig.open(), rig.open(max_tokens=len(IDS)), rig.open()
     rig.streams.on_request_failed(RequestFailed(1, "UNAVAILABLE", "full"))
     rig.step(SequenceDelta(2, 0, [IDS[0]]))
-    rig.streams.on_engine_down([2], "the engine process died (signal 9)")
+    rig.streams.on_engine_down([2], {}, "signal 9")
     assert one.wait().error == ("UNAVAILABLE", "full")
-    assert two.wait().error == ("UNAVAILABLE", "the engine process died (signal 9)")
-    assert two.texts() == [TOKENIZER.decode(IDS[:1])]  # what came before the death was delivered
+    rig.settle()
+    (again,) = rig.engine.resubmitted
+    assert (again.request_id, again.output_token_ids, again.replayed) == (2, [IDS[:1]], True)
+    rig.feed(IDS[1:], request_id=2)
+    assert two.wait().texts() == [TEXT]
     rig.feed(IDS, request_id=3)
     assert three.wait().texts() == [TEXT]
 
 
 def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> None:
-    rig = Rig(max_sequences=9)
+    rig = Rig(max_sequences=9, max_replays=0)
     unsettled: list[int] = []
 
     class Client(RecordingClient):
@@ -427,7 +436,7 @@ def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> No
     rig.streams.reject(invalid, RequestError("INVALID_ARG", "no"))
     rig.streams.on_request_failed(RequestFailed(2, "UNAVAILABLE", "full"))
     rig.step(failed=[RequestFailed(3, "INTERNAL", "NaN")])
-    rig.streams.on_engine_down([4], "died")
+    rig.streams.on_engine_down([4], {}, "signal 9")
     cancelled.cancelled = True
     for client in (refused, given_up, died, cancelled, late, invalid, beyond):
         client.wait()
@@ -437,7 +446,11 @@ def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> No
     rig.feed(IDS, request_id=7)
     lost.wait()
     rig.streams.stop("test over")
-    counted = ["cancelled", "failed", "failed", "invalid", "refused", "refused", "timeout"]
+    assert died.error == (
+        "INTERNAL",
+        "the engine process died while it ran this request (signal 9); it is not replayed again (max_replays=0)",
+    )
+    counted = ["cancelled", "failed", "invalid", "poison", "refused", "refused", "timeout"]
     assert sorted(rig.stats.endings) == counted
     assert len(rig.stats.streams) == 2, "also the one whose last response was lost, and only once"
     assert len(unsettled) == 10
@@ -660,7 +673,7 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
             elif move == "cancel":
                 clients[k].cancelled = True
             elif move == "down":
-                rig.streams.on_engine_down([k], "died")
+                rig.streams.on_engine_down([k], {}, "signal 9")
             elif move == "fail":
                 rig.streams.on_request_failed(RequestFailed(k, "INTERNAL", "failed"))
             else:
