@@ -36,6 +36,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    RequestFailed,
 )
 from inflight.runner.cpu_threads import available_cpus
 
@@ -108,7 +109,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox) -> None:
         while not inbox.empty() or not core.has_work:
             sender, message = inbox.get()
             if isinstance(message, AddRequest):
-                failure = core.add_request(message)
+                failure = _add(core, message)
                 if failure is not None:
                     sender.send(failure)
             elif isinstance(message, AbortRequest):
@@ -122,6 +123,17 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox) -> None:
             else:
                 return
         _step(core, frontends)
+
+
+def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
+    """Queue a request; why it is not taken, if it is not.  One that cannot be queued does not end the engine."""
+    try:
+        return core.add_request(message)
+    except Exception as error:
+        traceback.print_exc()
+        core.abort(message.request_id)  # what of it was queued
+        text = f"internal error: the request cannot be queued: {type(error).__name__}: {error}"
+        return RequestFailed(message.request_id, "INTERNAL", text)
 
 
 def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
-    "engine.drafting": _STATE,
+    "engine.drafting": {"engine.drafting.base", *_STATE},
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.logprobs": _STATE,
     "engine.failed_step": {"engine.kv_pool", *_STATE},
     "engine.scheduler": {
+        "engine.drafting.guard",
         "engine.failed_step",
         "engine.holding",
         "engine.kv_pool",
