@@ -51,14 +51,18 @@ class Replay:
 
         Args:
             request_ids: the requests in it.
-            ran: the sequences that ran, by request; empty if nobody knows.
+            ran: the sequences that ran, by request, none where that is not known; empty if nobody knows anything.
             cause: how it ended.
         """
         streams = [self._streams[request_id] for request_id in sorted(request_ids) if request_id in self._streams]
-        suspects = {stream.request_id: self._suspected(stream, ran.get(stream.request_id, set())) for stream in streams}
-        if not any(suspects.values()):  # nobody knows what ran: anything may have, and begins with this sequence
-            suspects = {stream.request_id: set(stream.unfinished[:1]) for stream in streams}
-        guilty = self._suspects.engine_down(suspects, {key: found for key, found in suspects.items() if found})
+        suspects = {}
+        for stream in streams:
+            if not ran:  # nobody knows: it may have been any
+                suspects[stream.request_id] = _running(stream, set())
+            elif stream.request_id in ran:
+                suspects[stream.request_id] = _running(stream, ran[stream.request_id])
+        suspects = {request_id: indices for request_id, indices in suspects.items() if indices}
+        guilty = self._suspects.engine_down([stream.request_id for stream in streams], suspects)
         for request_id, deaths in guilty.items():
             times = "" if deaths == 1 else f", {deaths} times in a row"
             text = (
@@ -67,11 +71,6 @@ class Replay:
             )
             self._fail(request_id, RequestError("INTERNAL", text), "poison")
         self.submit_due()
-
-    @staticmethod
-    def _suspected(stream: OpenStream, indices: set[int]) -> set[int]:
-        """Those of the sequences that have not ended here since."""
-        return indices.intersection(stream.unfinished)
 
     def took(self, message: StepMessage) -> None:
         """Tokens came; call it for every step."""
@@ -100,3 +99,9 @@ class Replay:
                     requests.append(request)
         self._count(len(requests))
         self._engine.resubmit(requests, self._suspects.holds_new)
+
+
+def _running(stream: OpenStream, indices: set[int]) -> set[int]:
+    """Those of its sequences that have not ended since; without any, the one that is the first to run."""
+    unfinished = stream.unfinished
+    return indices.intersection(unfinished) if indices else set(unfinished[:1])

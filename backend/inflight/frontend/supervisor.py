@@ -30,6 +30,7 @@ from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
 from inflight.frontend.restarts import RestartPolicy, Restarts
+from inflight.frontend.watchdog import Watchdog
 
 __all__ = ["EngineEvents", "Supervisor"]
 
@@ -83,6 +84,7 @@ class Supervisor:
         self._log = log
         self._command = list(command or engine_command(config))
         self._env = dict(env or {})
+        self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
@@ -96,6 +98,7 @@ class Supervisor:
         self._threads = [
             threading.Thread(target=self._run, name="supervisor", daemon=True),
             threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
+            threading.Thread(target=self._watch_loop, name="engine-watch", daemon=True),
         ]
 
     # -- any thread ------------------------------------------------------------------------
@@ -120,7 +123,8 @@ class Supervisor:
         with self._changed:
             self._events = events
             self._changed.notify_all()
-        self._threads[1].start()
+        for thread in self._threads[1:]:
+            thread.start()
 
     def submit(self, request: AddRequest) -> None:
         """Queue a request for the engine.
@@ -272,6 +276,7 @@ class Supervisor:
                 message = engine_process.receive()
                 if isinstance(message, StepMessage):
                     had_tokens = had_tokens or bool(message.news or message.tokens.token_ids)
+                    self._watchdog.step_took(message.stats)
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):
                     events.on_request_failed(message)
@@ -295,7 +300,7 @@ class Supervisor:
         self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
-        self._events.on_engine_down(victims, {}, cause)
+        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
         self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
         self._refuse(self._restarts.refusal(cause))
 
@@ -351,3 +356,19 @@ class Supervisor:
     def _next_frame(self) -> bytes | None:
         frame = self._questions.take_frame()
         return self._outbox.next_frame() if frame is None else frame
+
+    # -- watch thread ----------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        """Kill an engine process that hangs: the supervisor's thread will notice."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
+                    return
+                engine_process = self._engine_process if self._up else None
+                has_work = bool(self._outbox.in_engine or self._questions.num_sent)
+            pulse = None if engine_process is None else engine_process.pulse
+            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+            if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
+                allowed = self._watchdog.allowed(num_tokens)
+                engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
