@@ -36,6 +36,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    RequestFailed,
 )
 from inflight.engine.pulse import Pulse, PulsingRunner
 from inflight.runner.cpu_threads import available_cpus
@@ -116,7 +117,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 continue
             if isinstance(message, AddRequest):
                 pulse.taking(message.request_id)
-                failure = core.add_request(message)
+                failure = _add(core, message)
                 pulse.taking(None)
                 if failure is not None:
                     sender.send(failure)
@@ -132,6 +133,17 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 return
         pulse.beat(len(core.live_ids))
         _step(core, frontends)
+
+
+def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
+    """Queue a request; why it is not taken, if it is not.  One that cannot be queued does not end the engine."""
+    try:
+        return core.add_request(message)
+    except Exception as error:
+        traceback.print_exc()
+        core.abort(message.request_id)  # what of it was queued
+        text = f"internal error: the request cannot be queued: {type(error).__name__}: {error}"
+        return RequestFailed(message.request_id, "INTERNAL", text)
 
 
 def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:

@@ -12,10 +12,13 @@ from inflight.engine.messages import SequenceDelta
 from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.logprobs_json import entry_texts, joined_texts
+from inflight.frontend.resume import Ended
 from inflight.frontend.stop_strings import StopChecker, StopStrings
 from inflight.frontend.text import IncrementalDetokenizer, Tokenizer
 
 __all__ = ["SequenceOutput", "response_outputs", "sequence_outputs", "spelling_tokenizer"]
+
+_RECENT_TOKENS = 64  # several times the tokens whose text waits for others (`IncrementalDetokenizer`)
 
 
 class SequenceOutput:
@@ -75,11 +78,7 @@ class SequenceOutput:
         self.index = index
 
         given = message.output_token_ids[index] if message.output_token_ids else []
-        end = request.ends[index] if request.ends else None
-        for place, token_id in enumerate(given or (), 1 - len(given or ())):
-            # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
-            how = end if end is not None and place == 0 else ()
-            self.advance(SequenceDelta(message.request_id, index, [token_id], *how))
+        self._take_given(message.request_id, given or [], request.ends[index] if request.ends else None)
         self.num_generated_tokens = 0
         self.ended = self.ended or given is None
         self.end_sent = given is None
@@ -89,6 +88,20 @@ class SequenceOutput:
             self._sent.text, self._sent.token_ids = self.text, self.new_token_ids
         self.new_token_ids = []
         self.text = request.prepend_text
+
+    def _take_given(self, request_id: int, token_ids: list[int], end: Ended | None) -> None:
+        """Go through output from elsewhere, which ended as `end` says.
+
+        One token at a time, as most outputs come: what is shown of broken UTF-8 depends on it.  What is long ago does
+        not, and without stop strings is taken at once.
+        """
+        recent = 0 if self._stop is not None else max(0, len(token_ids) - _RECENT_TOKENS)
+        if recent:
+            self.advance(SequenceDelta(request_id, self.index, token_ids[:recent]))
+        for token_id in token_ids[recent:-1]:
+            self.advance(SequenceDelta(request_id, self.index, [token_id]))
+        if token_ids:
+            self.advance(SequenceDelta(request_id, self.index, token_ids[-1:], *(end or ())))
 
     @property
     def num_tokens(self) -> int:

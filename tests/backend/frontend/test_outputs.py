@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from inflight.engine.messages import SequenceDelta
 from inflight.engine.token_logprobs import Logprobs
+from inflight.frontend import outputs
 from inflight.frontend.outputs import SequenceOutput
 
 TOKENIZER = demo_tokenizer()
@@ -115,3 +116,23 @@ def test_a_sequence_that_ended_before_takes_nothing() -> None:
     output.advance(SequenceDelta(1, 0, IDS))
     assert output.ended and output.finish_reason is None
     assert (output.text, output.num_tokens, output.cumulative_logprob) == ("", 0, -3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, TOKENIZER.size - 1), min_size=65, max_size=160),
+    rest=st.lists(st.integers(0, TOKENIZER.size - 1), max_size=9),
+    special=st.booleans(),
+)
+def test_what_a_long_given_output_leaves_behind_is_as_token_by_token(
+    ids: list[int], rest: list[int], special: bool
+) -> None:
+    options = {"skip_special_tokens": special, "max_tokens": 999}
+    at_once = sequence(ids, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "_RECENT_TOKENS", 10**6)
+        one_by_one = sequence(ids, **options)
+    for output in (at_once, one_by_one):
+        feed(output, rest)
+    assert (at_once.text, state(at_once)) == (one_by_one.text, state(one_by_one))
+    assert at_once.token_ids == one_by_one.token_ids

@@ -858,3 +858,33 @@ def test_separate_and_cumulative_responses_lose_nothing(
             assert len(ends) == 1
             assert ends == [b"stop"] or got == fed[index]
     assert not rig.errors
+
+
+def test_statistics_that_raise_do_not_stop_the_streams(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = rig.open()
+
+    def broken(*_: Any) -> None:
+        raise KeyError("a metric")
+
+    monkeypatch.setattr(rig.stats, "step", broken)
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    assert client.wait().error is None
+    assert client.texts() == [TEXT]
+    assert rig.errors == ["in the sender thread: KeyError: 'a metric'"]
+
+
+def test_a_request_that_cannot_be_sent_to_the_engine_is_answered_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: AddRequest) -> None:
+        raise OverflowError("integers of 65 bits")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "submit", broken)
+        client = rig.open()
+        assert client.wait().error == ("INTERNAL", "internal error: OverflowError: integers of 65 bits")
+    other = rig.open()
+    rig.step(SequenceDelta(2, 0, IDS, "length"))
+    assert other.wait().error is None
+    wait_for(lambda: not rig.streams.num_open)
+    assert client.finals == 1
