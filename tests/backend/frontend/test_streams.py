@@ -787,10 +787,10 @@ moves = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(moves=moves, stream=st.booleans(), stop=st.booleans())
-def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool) -> None:
+@given(moves=moves, stream=st.booleans(), stop=st.booleans(), paced=st.booleans())
+def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool, paced: bool) -> None:
     """Invariants 4 and 6 under random events; `Client` fails on anything after FINAL."""
-    rig = Rig(sweep_seconds=0.001)
+    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
     try:
         clients = {k: rig.open(stream=stream, stop=["st of"] if stop else []) for k in range(1, 6)}
         fed: dict[int, list[int]] = {k: [] for k in clients}
@@ -823,12 +823,12 @@ two_sequences = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans())
+@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans(), paced=st.booleans())
 def test_separate_and_cumulative_responses_lose_nothing(
-    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool
+    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool, paced: bool
 ) -> None:
     """Each of two sequences gets its tokens, in order, and its end at most once, however the steps are cut."""
-    rig = Rig(sweep_seconds=0.001)
+    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
     fed: list[list[int]] = [[], []]
     ended = [False, False]
     try:
