@@ -29,7 +29,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.pulse import Pulse
 
-__all__ = ["EngineProcess", "EngineStartError", "engine_command"]
+__all__ = ["EngineLauncher", "EngineProcess", "EngineStartError", "engine_command"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
@@ -87,6 +87,7 @@ class EngineProcess:
     Args:
         command: as `engine_command` returns it.
         env: environment variables added to this process's.
+        spare: import what loading needs, then wait for `wake`.
 
     Attributes:
         failure: what the engine process reported before it exited, or why it was killed.
@@ -96,7 +97,9 @@ class EngineProcess:
         EngineStartError: the program cannot be run.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str], spare: bool = False
+    ) -> None:
         if shutil.which(command[0]) is None:
             raise EngineStartError(
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
@@ -106,7 +109,7 @@ class EngineProcess:
         wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page)],
+                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page), *["--spare"] * spare],
                 pass_fds=[theirs.fileno(), page],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
@@ -128,6 +131,14 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def wake(self) -> None:
+        """Let a spare process load the checkpoint.  Raises OSError if it is gone."""
+        self.send(b"load")
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded.
@@ -211,3 +222,47 @@ class EngineProcess:
         with self._sending:
             self._connection.close()
         self._socket.close()
+
+
+class EngineLauncher:
+    """Starts one engine process after another, and keeps a spare one that has only the checkpoint to load.
+
+    Not thread-safe; threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
+
+    Args:
+        command, env: see `EngineProcess`.
+    """
+
+    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._config = config
+        self._command = command
+        self._env = env
+        self._spare: EngineProcess | None = None
+
+    def launch(self) -> EngineProcess:
+        """The spare process if there is one, else a new one.  Raises EngineStartError."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(OSError):
+                if not spare.has_ended:
+                    spare.wake()
+                    return spare
+            _discard(spare)
+        return EngineProcess(self._config, self._command, self._env)
+
+    def prepare(self) -> None:
+        """Start a spare process, unless there is one or the options say no."""
+        if self._config.spare_engine and self._spare is None:
+            with contextlib.suppress(EngineStartError):  # `launch` will say so, if it comes to that
+                self._spare = EngineProcess(self._config, self._command, self._env, spare=True)
+
+    def close(self) -> None:
+        """End the spare process."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            _discard(spare)
+
+
+def _discard(process: EngineProcess) -> None:
+    process.stop(polite=False)
+    process.close()

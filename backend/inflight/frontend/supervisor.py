@@ -25,7 +25,7 @@ from inflight.engine.messages import (
     RequestFailed,
     StepMessage,
 )
-from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
+from inflight.frontend.engine_process import EngineLauncher, EngineProcess, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
@@ -34,6 +34,7 @@ from inflight.frontend.watchdog import Watchdog
 
 __all__ = ["EngineEvents", "Supervisor"]
 
+_SPARE_AFTER = 3.0  # seconds that an engine process was up: starting a spare one takes a core for some seconds
 _UNLOADING = "the model is being unloaded"
 
 
@@ -69,6 +70,7 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
+        launcher: starts it; None means one that does with `command` and `env`.
     """
 
     def __init__(
@@ -79,17 +81,20 @@ class Supervisor:
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         restart: RestartPolicy | None = None,
+        launcher: EngineLauncher | None = None,
     ) -> None:
         self._config = config
         self._log = log
-        self._command = list(command or engine_command(config))
-        self._env = dict(env or {})
+        self._launcher = launcher or EngineLauncher(config, command or engine_command(config), env or {})
+        self._launching = threading.Lock()  # guards it
+        self._ended = threading.Event()  # no process is left that the watch thread started
         self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
         self._engine_process: EngineProcess | None = None
         self._up = False
+        self._up_since = 0.0  # `time.monotonic()`
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
@@ -217,6 +222,9 @@ class Supervisor:
         self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
         if engine_process is not None:
             engine_process.stop(polite=was_up)  # while it loads it reads no messages
+        with self._launching:
+            self._launcher.close()
+        self._ended.set()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
@@ -244,7 +252,8 @@ class Supervisor:
             self._pause(self._restarts.delay)
 
     def _start_process(self) -> tuple[EngineProcess, EngineReady]:
-        engine_process = EngineProcess(self._config, self._command, self._env)
+        with self._launching:
+            engine_process = self._launcher.launch()
         with self._changed:
             self._engine_process = engine_process
             stopping = self._stopping
@@ -259,7 +268,7 @@ class Supervisor:
             engine_process.close()
             raise
         with self._changed:
-            self._up, self._refusal = True, None
+            self._up, self._refusal, self._up_since = True, None, time.monotonic()
             self._changed.notify_all()
         return engine_process, ready
 
@@ -360,11 +369,11 @@ class Supervisor:
     # -- watch thread ----------------------------------------------------------------------
 
     def _watch_loop(self) -> None:
-        """Kill an engine process that hangs: the supervisor's thread will notice."""
+        """Kill an engine process that hangs, which the supervisor's thread will notice; start a spare one."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
-                    return
+                    break
                 engine_process = self._engine_process if self._up else None
                 has_work = bool(self._outbox.in_engine or self._questions.num_sent)
             pulse = None if engine_process is None else engine_process.pulse
@@ -372,3 +381,8 @@ class Supervisor:
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
+            elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
+                with self._launching:
+                    if not self._is_stopping():
+                        self._launcher.prepare()
+        self._ended.wait()  # the processes that a thread has started end with it
