@@ -132,12 +132,14 @@ class WireRequest:
         parameters: request parameters, decoded.
         timeout_us: the timeout that Triton has for the request, in microseconds; 0 for none.
         request_id: the client's name for it; "" for none.
+        received: `time.monotonic()` seconds; its deadline and its place in line count from then.
     """
 
     inputs: Mapping[str, np.ndarray]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     timeout_us: int = 0
     request_id: str = ""
+    received: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -237,7 +239,7 @@ class RequestParser:
             vocab_size=self._vocab_size,
         )
         prepends &= not resumed.token_ids  # it was sent before
-        timeout, arrival = _timeout(wire), time.monotonic()
+        timeout = _timeout(wire)
         return ParsedRequest(
             AddRequest(
                 request_id=0,
@@ -245,9 +247,9 @@ class RequestParser:
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
                 tenant=self._name(fields, "tenant"),
-                deadline=None if timeout is None else arrival + timeout,
+                deadline=None if timeout is None else wire.received + timeout,
                 cache_salt=self._name(fields, "cache_salt"),
-                arrival=arrival,
+                arrival=wire.received,
                 output_token_ids=resumed.token_ids,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,

@@ -50,7 +50,8 @@ def error_of(failed: RequestFailed) -> RequestError:
 
 def refusal_of(error: RequestError) -> str:
     """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
-    return {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused"}.get(error.code, "failed")
+    endings = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused", "CANCELLED": "cancelled"}
+    return endings.get(error.code, "failed")
 
 
 def shown(value: Any) -> str:

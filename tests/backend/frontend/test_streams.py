@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import OpenStream
+from inflight.frontend.pacing import Pacing
 from inflight.frontend.resume import Ended
 from inflight.frontend.streams import Streams
 
@@ -75,6 +77,7 @@ class Rig:
     def settle(self) -> None:
         """Wait until the sender has handled all that came so far."""
         handled = threading.Event()
+        self.streams._events.put(self.streams._catch_up)
         self.streams._events.put(handled.set)
         assert handled.wait(10)
 
@@ -481,7 +484,7 @@ def test_requests_beyond_the_capacity_are_refused_until_there_is_room() -> None:
         third = rig.open(n=1)
         rig.step(SequenceDelta(1, 0, [5], "length"), SequenceDelta(1, 1, [5], "length"))
         first.wait()
-        wait_for(lambda: rig.streams._open_sequences == 1)
+        wait_for(lambda: rig.streams.num_open_sequences == 1)
         rig.open(n=2)
         rig.feed(IDS, request_id=2)
         third.wait()
@@ -622,7 +625,7 @@ def test_what_is_complete_already_ends_at_once_without_the_engine(rig: Rig) -> N
     assert (client.texts(), response["token_ids"].tolist()) == ([""], [])
     assert (response["finish_reason"].tolist(), response["num_output_tokens"].tolist()) == ([b"stop"], [0])
     assert (rig.engine.submitted, rig.engine.aborted) == ({}, [])
-    wait_for(lambda: not rig.streams._open_sequences)
+    wait_for(lambda: not rig.streams.num_open_sequences)
     assert [stream.num_output_tokens for stream in rig.stats.streams] == [0]
 
 
@@ -642,6 +645,103 @@ def test_the_engine_goes_on_with_the_sequences_that_have_not_ended(rig: Rig, sep
         assert (len(responses), told) == (3, {0: b"stop", 1: b"length", 2: b"length"})
     else:
         assert responses[-1]["finish_reason"].tolist() == [b"stop", b"length", b"length", b"None"]
+
+
+class Slow(Pacing):
+    """As if sending were costly: a response of each stream every 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.wait = 0.05
+
+    def step(self, num_streams: int) -> None: ...
+
+
+@pytest.fixture
+def paced() -> Iterator[Rig]:
+    rig = Rig(pacing=Slow())
+    yield rig
+    rig.streams.stop("test over")
+
+
+def counts(client: RecordingClient) -> list[int]:
+    return [int(response["num_output_tokens"][0]) for response in client.responses]
+
+
+def test_first_tokens_and_ends_never_wait(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    assert counts(client) == [1]
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    assert counts(client) == [1], "held"
+    paced.step(SequenceDelta(1, 0, [], "length"))
+    client.wait()
+    assert counts(client) == [1, len(IDS) - 1]
+    assert client.texts() == [TEXT]
+
+
+def test_what_is_held_is_sent_when_it_is_due_even_if_no_token_follows(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    for token in IDS[:3]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    wait_for(lambda: sum(counts(client)) == 3)
+    assert client.finals == 0
+
+
+def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens", max_tokens=100)
+    tokens = itertools.cycle(IDS)
+    paced.step(SequenceDelta(1, 0, [next(tokens)]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for _ in range(20):
+        paced.step(SequenceDelta(1, 0, [next(tokens)]))
+        paced.settle()
+    assert counts(client) == [1, 8, 8]
+
+
+def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:3]))
+    paced.settle()
+    client.cancelled = True
+    client.wait()
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+@pytest.mark.parametrize("end", ["its last token", "an error"])
+def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
+    rig = Rig()
+    costly, cheap = rig.open("return_token_ids", max_tokens=100), rig.open()
+    rig.settle()
+    sequence = rig.streams._streams[1].sequences[0]
+    advance = sequence.advance
+
+    def slow(delta: SequenceDelta) -> None:
+        time.sleep(0.01)  # more than a slice
+        advance(delta)
+
+    sequence.advance = slow  # type: ignore[method-assign]
+    rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
+    rig.feed(IDS, request_id=2)
+    if end == "an error":
+        rig.streams._fail_behind(1, RequestError("INTERNAL", "NaN"), "failed")
+    assert cheap.wait().texts() == [TEXT]
+    assert not costly.finals
+    costly.wait()
+    sent = [token for response in costly.responses for token in response["token_ids"].tolist()]
+    assert sent == 4 * IDS
+    assert costly.texts() == [TOKENIZER.decode([*PROMPT, *4 * IDS]).removeprefix(TOKENIZER.decode(PROMPT))]
+    assert (costly.error is None) == (end == "its last token")
+    rig.streams.stop("test over")
 
 
 def test_stop_fails_what_is_open() -> None:
@@ -684,7 +784,7 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
         assert client.finals == 1
         shown = "".join(client.texts()).removeprefix("" if stream else "Return")
         assert TOKENIZER.decode(fed[k]).startswith(shown)
-    assert rig.streams._open_sequences == 0
+    assert rig.streams.num_open_sequences == 0
     assert not rig.errors
 
 
