@@ -279,7 +279,8 @@ BAD_BODIES = [
     ({"text_input": "a", "stream": "yes"}, "boolean"),
     ({"text_input": "a", "temprature": 1}, "did you mean 'temperature'?"),
     ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
-    ({"text_input": "a", "parameters": {"control": "drain"}}, "control='drain': must be"),
+    ({"text_input": "a", "parameters": {"control": "paint"}}, "control='paint': must be"),
+    ({"text_input": "a", "parameters": {"control": "drain"}}, "control='drain': this server has no admin key"),
     ({"text_input": "a", "stop": ["x"] * 2 + [str(i) for i in range(2000)]}, "stop has 2001 strings: at most 1024"),
     ({"text_input": "a", "stop_token_ids": [99999]}, "not in the vocabulary"),
     ({"text_input": "a", "logit_bias": "{"}, "logit_bias='{': must be an object"),
@@ -384,14 +385,18 @@ def test_overload_is_unavailable_at_once(fake: TritonServer) -> None:
     wait_for(lambda: post(fake, "generate", {"text_input": PROMPT})[0] == 200)
 
 
-def test_a_request_that_kills_every_engine_fails_alone(fake: TritonServer) -> None:
+def test_a_request_that_kills_every_engine_is_found_while_31_others_complete(fake: TritonServer) -> None:
+    deaths = series(fake, "inflight_engine_deaths_total")
     bystander = Grpc(fake)
-    bystander.send(text(), *flags("stream"), **slow(tokens=40))
-    first = bystander.queues["r"].get(timeout=30)
+    names = [str(number) for number in range(31)]  # with it as many as may be open
+    for name in names:
+        bystander.send(text(), *flags("stream"), request_id=name, **slow(tokens=150))
+    firsts = {name: bystander.queues[name].get(timeout=30) for name in names}
     status, answer = post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
-    whole = joined([first, *bystander.take()])
+    texts = {joined([firsts[name], *bystander.take(name)]) for name in names}
     bystander.close()
-    assert whole == TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 40))
+    assert texts == {TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 150))}
+    assert series(fake, "inflight_engine_deaths_total") - deaths <= 7  # log2(32) + 2
     assert (status, "the engine process died while it ran this request, " in answer) == (BACKEND_ERROR, True)
     assert generate(fake)["text_output"] == PROMPT + ECHO
 

@@ -1,23 +1,18 @@
 """The real engine process, with requests that end it: an interpreter for `python_executable`.
 
-A request is poison if its prompt begins with one of these token ids; it acts in the first step that computes its third
-output token or a later one:
-
-    KILLS   SIGKILL, as from the kernel's out-of-memory killer
-    RAISES  an exception as from a broken device, which no step survives
+A request is poison if its prompt begins with the token id RAISES; it acts in the first step that computes its third
+output token or a later one: it raises what a broken device does, and no step survives that.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-KILLS, RAISES = 1001, 1002
+RAISES = 1002
 _AFTER = 2  # output tokens
 
 
@@ -35,11 +30,8 @@ def _check(prompts: dict[int, tuple[int, int]], out: Any) -> None:
         prompts[row.slot] = int(np.frombuffer(row.token_ids, np.int32)[0]), row.num_prompt_tokens
     for slot, computed, count in zip(out.slots, out.num_computed_tokens, out.num_scheduled_tokens):
         first, length = prompts[slot]
-        if computed + count >= length + _AFTER:
-            if first == KILLS:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if first == RAISES:
-                raise RuntimeError("CUDA error: device-side assert triggered")
+        if first == RAISES and computed + count >= length + _AFTER:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from inflight.frontend.sampling_keys import (
     to_int,
     to_text,
 )
+from inflight.frontend.tenants import tenant_of
 from inflight.frontend.text import Tokenizer, TokenizerError
 
 __all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
@@ -185,6 +186,7 @@ class RequestParser:
     Args:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
+        number: of this frontend, among those that share the engine: their seeds differ.
     """
 
     def __init__(
@@ -195,8 +197,10 @@ class RequestParser:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
+        number: int = 0,
     ) -> None:
         self._config = config
+        self._header = config.tenant_header
         self._tokenizer = tokenizer
         self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._max_model_len = max_model_len
@@ -205,7 +209,7 @@ class RequestParser:
         self._limits = Limits(config, vocab_size)
         self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
-        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._seeds = random.Random(config.seed + number) if config.seed is not None else random.SystemRandom()
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
@@ -246,7 +250,7 @@ class RequestParser:
                 prompt_token_ids=prompt,
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-                tenant=self._name(fields, "tenant"),
+                tenant=self._tenant(fields, wire.parameters),
                 deadline=None if timeout is None else wire.received + timeout,
                 cache_salt=self._name(fields, "cache_salt"),
                 arrival=wire.received,
@@ -263,6 +267,9 @@ class RequestParser:
             separate=self._is_tensorrt_llm,
             name=self._limits.check_name("the request id", wire.request_id),
         )
+
+    def _tenant(self, fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+        return self._limits.check_name("tenant", tenant_of(self._header, parameters, self._name(fields, "tenant")))
 
     def _name(self, fields: Mapping[str, Any], name: str) -> str:
         return self._limits.check_name(name, _field(fields, name, to_text, "a string", ""))

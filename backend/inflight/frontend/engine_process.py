@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,8 +28,18 @@ from inflight.engine.messages import (
     encode,
 )
 from inflight.engine.pulse import Pulse
+from inflight.frontend.engine_handle import EngineHandle
 
-__all__ = ["EngineLauncher", "EngineProcess", "EngineStartError", "engine_command"]
+__all__ = [
+    "TIED_TO_PARENT",
+    "EngineLauncher",
+    "EngineProcess",
+    "EngineStartError",
+    "engine_command",
+    "exit_words",
+    "interpreter",
+    "module_command",
+]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
@@ -38,14 +48,14 @@ _TERM_SECONDS = 2.0
 # Runs in the child, then becomes the engine process: prctl(PR_SET_PDEATHSIG, SIGKILL) survives
 # execve, so even a process that is loading, and reads no pipe, dies with its parent.  A preexec_fn
 # would run Python between fork and exec of a threaded parent.
-_EXEC_TIED_TO_PARENT = (
+TIED_TO_PARENT = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
     "if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
-# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).  The
+# `python -m inflight.worker` and the like, for a package in a folder of any name (as in `model.py`).  The
 # module's name is an argument, so that lists of processes show it.
 _RUN_WORKER = (
     "import importlib.util as u,runpy,sys\n"
@@ -69,6 +79,11 @@ class EngineStartError(RuntimeError):
         self.fatal = fatal
 
 
+def exit_words(status: int) -> str:
+    """How a process ended, in a few words; `status` as `subprocess` has it."""
+    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
 def interpreter() -> str:
     """The Python that runs this process, even where Python is embedded (Triton's stub)."""
     if sys.executable and Path(sys.executable).name.startswith("python"):
@@ -76,9 +91,14 @@ def interpreter() -> str:
     return shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}") or shutil.which("python3") or "python3"
 
 
+def module_command(module: str, python: str | None = None) -> list[str]:
+    """Command line that runs a module of this package, whatever the name of its folder."""
+    return [python or interpreter(), "-c", _RUN_WORKER, module, str(_PACKAGE)]
+
+
 def engine_command(config: EngineConfig) -> list[str]:
     """Command line of the engine process, without its `--fd N`."""
-    return [config.python_executable or interpreter(), "-c", _RUN_WORKER, "inflight.worker", str(_PACKAGE)]
+    return module_command("inflight.worker", config.python_executable)
 
 
 class EngineProcess:
@@ -106,7 +126,7 @@ class EngineProcess:
             )
         ours, theirs = socket.socketpair()
         page = Pulse.create(config.max_num_seqs)
-        wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
+        wrapper = [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
                 [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page), *["--spare"] * spare],
@@ -191,9 +211,14 @@ class EngineProcess:
             return "it closed its pipe and hung"
         if self.failure is not None:
             return self.failure.message
-        if status < 0:
-            return f"signal {-status}, {signal.Signals(-status).name}"
-        return f"exit status {status}"
+        return exit_words(status)
+
+    def watch_turns(self, told: Callable[[bool], None]) -> None:
+        """It has one frontend, whose turn it always is."""
+        told(True)
+
+    def end_turn(self) -> None:
+        """Of no effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
         """End it: close our side of the pipe, then SIGTERM, then SIGKILL.  Safe to repeat.
@@ -227,21 +252,33 @@ class EngineProcess:
 class EngineLauncher:
     """Starts one engine process after another, and keeps a spare one that has only the checkpoint to load.
 
-    Not thread-safe; threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
+    Threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
 
     Args:
         command, env: see `EngineProcess`.
+        launch: starts a process in place of this object, which then keeps no spare one.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        launch: Callable[[], EngineHandle] | None = None,
+    ) -> None:
         self._config = config
         self._command = command
         self._env = env
+        self._launch = launch
+        self._lock = threading.Lock()  # guards the two below
         self._spare: EngineProcess | None = None
+        self._closed = False
 
-    def launch(self) -> EngineProcess:
+    def launch(self) -> EngineHandle:
         """The spare process if there is one, else a new one.  Raises EngineStartError."""
-        spare, self._spare = self._spare, None
+        if self._launch is not None:
+            return self._launch()
+        spare = self._take_spare()
         if spare is not None:
             with contextlib.suppress(OSError):
                 if not spare.has_ended:
@@ -252,15 +289,24 @@ class EngineLauncher:
 
     def prepare(self) -> None:
         """Start a spare process, unless there is one or the options say no."""
-        if self._config.spare_engine and self._spare is None:
+        with self._lock:
+            if not self._config.spare_engine or self._spare is not None or self._launch is not None or self._closed:
+                return
             with contextlib.suppress(EngineStartError):  # `launch` will say so, if it comes to that
                 self._spare = EngineProcess(self._config, self._command, self._env, spare=True)
 
     def close(self) -> None:
-        """End the spare process."""
-        spare, self._spare = self._spare, None
+        """End the spare process; there will be no other."""
+        with self._lock:
+            self._closed = True
+        spare = self._take_spare()
         if spare is not None:
             _discard(spare)
+
+    def _take_spare(self) -> EngineProcess | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare
 
 
 def _discard(process: EngineProcess) -> None:

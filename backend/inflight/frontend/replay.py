@@ -16,8 +16,11 @@ __all__ = ["Replay", "Resubmits"]
 class Resubmits(Protocol):
     """The supervisor, as far as replays need it."""
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
-        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call."""
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
+        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call.
+
+        `settled`: no more of them will follow, and those that may be the cause have got past it.
+        """
 
 
 class Replay:
@@ -81,6 +84,10 @@ class Replay:
                 self._suspects.got_token(delta.request_id, delta.index)
         self.submit_due()
 
+    def again(self, request: AddRequest) -> None:
+        """Give a request to the engine that has dropped it since, for another reason than a death."""
+        self._engine.resubmit([request], self._suspects.holds_new, settled=not self._suspects.active)
+
     def ended(self, request_id: int) -> None:
         """A stream was closed."""
         if self._suspects.active:
@@ -98,7 +105,7 @@ class Replay:
                 else:
                     requests.append(request)
         self._count(len(requests))
-        self._engine.resubmit(requests, self._suspects.holds_new)
+        self._engine.resubmit(requests, self._suspects.holds_new, settled=not self._suspects.active)
 
 
 def _running(stream: OpenStream, indices: set[int]) -> set[int]:

@@ -25,7 +25,8 @@ from inflight.engine.messages import (
     RequestFailed,
     StepMessage,
 )
-from inflight.frontend.engine_process import EngineLauncher, EngineProcess, EngineStartError, engine_command
+from inflight.frontend.engine_handle import EngineHandle
+from inflight.frontend.engine_process import EngineLauncher, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
@@ -53,7 +54,7 @@ class EngineEvents(Protocol):
             cause: how it ended, in a few words.
         """
 
-    def on_no_engine(self, reason: str) -> None:
+    def on_no_engine(self, error: RequestError) -> None:
         """The engine cannot be restarted for now: every request must end."""
 
 
@@ -70,7 +71,8 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
-        launcher: starts it; None means one that does with `command` and `env`.
+        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`,
+            and keeps a spare one.
     """
 
     def __init__(
@@ -81,23 +83,24 @@ class Supervisor:
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         restart: RestartPolicy | None = None,
-        launcher: EngineLauncher | None = None,
+        launch: Callable[[], EngineHandle] | None = None,
     ) -> None:
         self._config = config
         self._log = log
-        self._launcher = launcher or EngineLauncher(config, command or engine_command(config), env or {})
-        self._launching = threading.Lock()  # guards it
+        self._launcher = EngineLauncher(config, command or engine_command(config), env or {}, launch)
         self._ended = threading.Event()  # no process is left that the watch thread started
         self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
-        self._engine_process: EngineProcess | None = None
+        self._engine_process: EngineHandle | None = None
+        self._settled = True  # nothing that an engine process died with may be the cause of another death
         self._up = False
         self._up_since = 0.0  # `time.monotonic()`
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
+        self._retry_after = 1.0  # seconds, of whoever is refused
         self._outbox = Outbox()
         self._questions = Questions()
         self._threads = [
@@ -143,15 +146,20 @@ class Supervisor:
             self._outbox.add(request)
             self._changed.notify_all()
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
         """Queue requests that an engine process has died with, ahead of all others; limits do not count.
 
         Args:
             hold_new: new requests wait until this is called without it.
+            settled: those that may be the cause have run again, or there was none.
         """
         with self._changed:
             self._outbox.resubmit(requests, hold_new)
+            ends_turn, self._settled = settled and not self._settled, settled
+            engine_process = self._engine_process
             self._changed.notify_all()
+        if ends_turn and engine_process is not None:
+            engine_process.end_turn()
 
     def ask(self, question: Question) -> Future[Any]:
         """Put a question to the engine, which answers it between two steps.
@@ -179,7 +187,7 @@ class Supervisor:
         if self._stopping:
             raise RequestError("UNAVAILABLE", _UNLOADING)
         if self._refusal is not None:
-            raise RequestError("UNAVAILABLE", self._refusal)
+            raise RequestError("UNAVAILABLE", self._refusal, self._retry_after)
         limit = self._config.max_queue_size
         queued = self._outbox.num_new + self._questions.num_queued
         waits = not self._up or self._outbox.holds_new
@@ -199,6 +207,12 @@ class Supervisor:
         """Forget a request that ended by itself."""
         with self._changed:
             self._outbox.in_engine.discard(request_id)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request that comes now would be served, perhaps by an engine that is being restarted."""
+        with self._changed:
+            return self._refusal is None and not self._stopping
 
     @property
     def refusal(self) -> str | None:
@@ -222,8 +236,7 @@ class Supervisor:
         self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
         if engine_process is not None:
             engine_process.stop(polite=was_up)  # while it loads it reads no messages
-        with self._launching:
-            self._launcher.close()
+        self._launcher.close()
         self._ended.set()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
@@ -251,12 +264,14 @@ class Supervisor:
                 self._bury(engine_process, had_tokens, time.monotonic() - born)
             self._pause(self._restarts.delay)
 
-    def _start_process(self) -> tuple[EngineProcess, EngineReady]:
-        with self._launching:
-            engine_process = self._launcher.launch()
+    def _start_process(self) -> tuple[EngineHandle, EngineReady]:
+        engine_process = self._launcher.launch()
+        engine_process.watch_turns(self._set_turn)
         with self._changed:
             self._engine_process = engine_process
-            stopping = self._stopping
+            stopping, settled = self._stopping, self._settled
+        if settled:
+            engine_process.end_turn()
         try:
             if stopping:  # stop() may have run before it could see this process
                 raise EngineStartError(_UNLOADING)
@@ -272,7 +287,12 @@ class Supervisor:
             self._changed.notify_all()
         return engine_process, ready
 
-    def _read(self, engine_process: EngineProcess) -> bool:
+    def _set_turn(self, ours: bool) -> None:
+        with self._changed:
+            self._outbox.paused = not ours
+            self._changed.notify_all()
+
+    def _read(self, engine_process: EngineHandle) -> bool:
         """Pass messages on until the pipe closes; whether any brought a token."""
         had_tokens = False
         with self._changed:
@@ -294,13 +314,13 @@ class Supervisor:
         except (EOFError, OSError):
             return had_tokens
 
-    def _bury(self, engine_process: EngineProcess, had_tokens: bool, lived: float) -> None:
+    def _bury(self, engine_process: EngineHandle, had_tokens: bool, lived: float) -> None:
         """Hand over what died with the process."""
         with self._changed:
             self._up = False
             self._engine_process = None
-            victims = self._outbox.engine_down()
-            stopping = self._stopping
+            victims, in_turn = self._outbox.engine_down(), not self._outbox.paused
+            stopping, self._settled = self._stopping, False
         cause = engine_process.exit_text()
         engine_process.close()
         if stopping:
@@ -310,8 +330,10 @@ class Supervisor:
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
         self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
-        self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
-        self._refuse(self._restarts.refusal(cause))
+        # Else the cause is a request of another frontend, which finds it or ends them.
+        if victims or (in_turn and not engine_process.pulse.num_live):
+            self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
+            self._refuse(self._restarts.refusal(cause))
 
     def _note_failed_start(self, error: EngineStartError) -> None:
         self._restarts.not_started()
@@ -323,11 +345,12 @@ class Supervisor:
         if refusal is None:
             return
         with self._changed:
-            self._refusal = refusal
+            self._refusal, self._retry_after = refusal, max(1.0, self._restarts.delay)
             self._outbox.clear()
-        self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
+        error = RequestError("UNAVAILABLE", refusal, self._retry_after)
+        self._questions.fail_all(error)
         assert self._events is not None
-        self._events.on_no_engine(refusal)
+        self._events.on_no_engine(error)
 
     def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
         with self._changed:
@@ -356,7 +379,7 @@ class Supervisor:
                 continue
             try:
                 engine_process.send(frame)
-            except OSError:  # it died: the supervisor thread will notice, and fail the request
+            except OSError:  # it died: the supervisor thread will notice, and have the request replayed
                 time.sleep(0.01)
 
     def _has_frames(self) -> bool:
@@ -382,7 +405,5 @@ class Supervisor:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
             elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
-                with self._launching:
-                    if not self._is_stopping():
-                        self._launcher.prepare()
+                self._launcher.prepare()
         self._ended.wait()  # the processes that a thread has started end with it

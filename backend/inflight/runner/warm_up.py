@@ -30,7 +30,6 @@ def _import(config: EngineConfig) -> None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        import inflight.engine.core
         import inflight.runner.pipeline  # noqa: F401
         from inflight.loading.checkpoint import read_config
 
