@@ -107,6 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
     "runner.step_output": {"sampling", *_DATA},
     "runner.row_faults": {"runner", "attention.base", "sampling", *_DATA},
+    "runner.warm_up": {"runner", "loading.checkpoint", "config"},
     "runner.pipeline": {"runner", "loading.loader", "config", *_DATA},
     "loading": {
         "loading",

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes_of import engine_processes
 from wire import post, server_sent_events
 
 from inflight_client import AsyncClient, Client, GenerationResult, RequestCancelledError, RetryPolicy
@@ -49,14 +50,8 @@ def expected(server: TritonServer) -> list[GenerationResult]:
 
 
 def engine_of(server: TritonServer) -> psutil.Process:
-    assert server.process is not None
-    found = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "inflight.worker" in _line(p)]
-    (engine,) = found
+    (engine,) = engine_processes(server)
     return engine
-
-
-def _line(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
 
 
 class Begun:

@@ -201,9 +201,9 @@ class Streams:
         self._events.put(self._stats.engine_down)
         self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
 
-    def on_no_engine(self, reason: str) -> None:
+    def on_no_engine(self, error: RequestError) -> None:
         """No engine process can be started for now."""
-        self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
+        self._events.put(partial(self._fail_all, error))
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""
