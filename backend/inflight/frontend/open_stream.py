@@ -45,6 +45,7 @@ class OpenStream:
         prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
+        paused, stopped: the engine was told to drop it until its inbox is empty (`Backlog`); and has done so.
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
@@ -65,6 +66,7 @@ class OpenStream:
         self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.settled = False
         self.sent_time = self.due = 0.0
+        self.paused = self.stopped = False
         self.closed = False
         self.dropped = False
         self.first_token_time: float | None = None
@@ -95,13 +97,18 @@ class OpenStream:
 
     @property
     def num_new_tokens(self) -> int:
-        """Those of them that no response contained yet; all of them before the first one."""
-        return self.num_output_tokens - self._num_sent_tokens
+        """Tokens that no response contained yet, those in the inbox included; all before the first response."""
+        return len(self.inbox) + self.num_output_tokens - self._num_sent_tokens
 
     @property
     def has_started(self) -> bool:
         """Whether a response with tokens was sent."""
         return self._num_sent_tokens > 0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a delta may stay in the inbox for a while: it begins no stream, and ends none by a stop string."""
+        return self._num_sent_tokens > 0 and not self.request.engine_request.params.stop
 
     @property
     def finished(self) -> bool:
@@ -117,7 +124,11 @@ class OpenStream:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
             return False  # they go with the first response, complete
-        if self._interval > 1 and self._num_sent_tokens and self.num_new_tokens < self._interval:
+        if (
+            self._interval > 1
+            and self._num_sent_tokens
+            and self.num_output_tokens - self._num_sent_tokens < self._interval
+        ):
             return False
         return any(map(self._is_news, self.sequences))
 

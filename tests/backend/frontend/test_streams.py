@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -46,12 +47,15 @@ class EngineStub:
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
         self.resubmitted += requests
         self.holds_new = hold_new
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
+
+    def ask(self, question: Any) -> Future[Any]:
+        raise NotImplementedError
 
 
 class Rig:
@@ -704,6 +708,30 @@ def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
         paced.step(SequenceDelta(1, 0, [next(tokens)]))
         paced.settle()
     assert counts(client) == [1, 8, 8]
+
+
+def test_what_is_held_is_sent_before_all_streams_are_ended(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:2]))
+    paced.settle()
+    paced.step(SequenceDelta(1, 0, IDS[2:3]))
+    paced.streams.end_all(RequestError("UNAVAILABLE", "draining"))
+    assert client.wait().error == ("UNAVAILABLE", "draining")
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+def test_a_stop_string_is_found_at_once_while_responses_wait(paced: Rig) -> None:
+    client = paced.open(stop=["st of"])
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+    assert client.wait().texts() == [" the li"]
+    assert paced.engine.aborted == [(1, 0)]
 
 
 def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
