@@ -29,7 +29,7 @@ class SequenceOutput:
 
     Args:
         index: its place among the request's sequences.
-        stop: the request's stop strings, which its sequences share; made here if None.
+        shared: what the request's sequences share; made here if None.
 
     Attributes:
         ended: nothing more comes: it ended here, or before its request came here.
@@ -46,18 +46,14 @@ class SequenceOutput:
     """
 
     def __init__(
-        self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0, stop: StopStrings | None = None
+        self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0, shared: _Shared | None = None
     ) -> None:
         message = request.engine_request
         params = message.params
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
-            if params.detokenize
-            else _NoText()
-        )
-        self._stop = (
-            StopChecker(stop or StopStrings(params.stop), params.include_stop_str_in_output) if params.stop else None
-        )
+        shared = shared or _Shared(request, tokenizer)
+        self._detokenizer = shared.detokenizer.another()
+        include = params.include_stop_str_in_output
+        self._stop = None if shared.stop is None else StopChecker(shared.stop, include)
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
@@ -205,9 +201,26 @@ class SequenceOutput:
 
 def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[SequenceOutput]:
     """The outputs of a request's n sequences."""
-    params = request.engine_request.params
-    stop = StopStrings(params.stop) if params.stop else None
-    return [SequenceOutput(request, tokenizer, index, stop) for index in range(params.n)]
+    shared = _Shared(request, tokenizer)
+    return [SequenceOutput(request, tokenizer, index, shared) for index in range(request.engine_request.params.n)]
+
+
+class _Shared:
+    """What takes a while for long lists and prompts, and is the same for all sequences of a request.
+
+    Attributes:
+        stop: None without stop strings.
+        detokenizer: has not begun.
+    """
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+        message, params = request.engine_request, request.engine_request.params
+        self.stop = StopStrings(params.stop) if params.stop else None
+        self.detokenizer: IncrementalDetokenizer | _NoText = (
+            IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
+            if params.detokenize
+            else _NoText()
+        )
 
 
 @dataclass(slots=True)
@@ -222,6 +235,9 @@ class _Sent:
 
 class _NoText:
     """Stands in for an `IncrementalDetokenizer` whose text nobody wants."""
+
+    def another(self) -> _NoText:
+        return self
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
