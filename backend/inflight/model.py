@@ -32,10 +32,13 @@ from inflight.frontend import triton_bridge as bridge
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
 from inflight.frontend.control import Control, relay
+from inflight.frontend.departure import Departure
 from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError
 from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.placement import placement
+from inflight.frontend.server_probe import ServerProbe
+from inflight.frontend.state_page import StatePage
 from inflight.frontend.status import Identity, Status
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
@@ -99,13 +102,23 @@ class TritonPythonModel:
         self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
-        self._drain = Drain(self._streams, config.drain_timeout, bridge.log)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
+        self._page = StatePage(f"{identity.model} {identity.version} {identity.instance}")
+        self._drain = Drain(self._streams, config.drain_timeout, bridge.log, self._page.set)
         self._status = Status(identity, ready, self._supervisor, self._streams, self._drain, tally)
         self._control = Control(self._supervisor.ask, self._status, self._drain)
         self._metrics.start()
         self._streams.start()
         self._status.start()
+        probe = ServerProbe(identity.model, identity.version, os.getppid())
+        self._departure = Departure(
+            self._drain,
+            self._page,
+            lambda: self._streams.num_open,
+            lambda: self._supervisor.pid is not None,
+            probe.is_ready,
+        )
+        self._departure.start()
         self._supervisor.connect(self._streams)
 
     def execute(self, requests: list[Any]) -> None:
@@ -145,9 +158,11 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the engine process and the threads."""
+        self._departure.stop()
         self._drain.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
         self._status.stop()
+        self._page.close()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
         # Triton's metrics and response senders reach into the stub when they are collected: that must

@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the frontend's socket pair")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then stops this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(args.fd)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would

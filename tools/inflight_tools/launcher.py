@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 import inflight
+from inflight_tools.draining import drain_models
 from inflight_tools.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import dead_children, session_members
@@ -222,12 +223,13 @@ class TritonServer:
         return self._last_log
 
     def stop(self) -> None:
-        """Stop the server and everything it started: SIGTERM, wait, SIGKILL.  Safe to repeat."""
+        """Stop the server and everything it started: drain, SIGTERM, wait, SIGKILL.  Safe to repeat."""
         process = self.process
         if process is None:
             return
         try:
             if process.poll() is None:
+                drain_models(process.pid, self._exit_timeout)
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(self._exit_timeout + _GROUP_GRACE_SECONDS)
