@@ -99,7 +99,7 @@ class TritonPythonModel:
             interval=config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
         )
-        self._metrics.engine_ready(ready.block_size, ready.num_blocks, again=False)
+        self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)

@@ -1,8 +1,9 @@
 """The program of the engine process: a pipe in, a step loop, a pipe out.
 
-The frontend starts it like `python -m inflight.worker --fd N` (`frontend/engine_process.py`).  The first
-frame is the encoded `EngineConfig`; then `engine/messages.py` both ways.  It exits on `Shutdown`, when
-the pipe closes (the frontend died), and when loading or a step fails.
+Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`.
+The owner is the one frontend (`frontend/engine_process.py`), and `engine/messages.py` goes both ways; or, with
+`--shared`, it is the keeper (`frontend/keeper.py`), and the pipe brings the descriptors of the frontends' pipes.
+The process exits on `Shutdown`, when its owner's pipe closes, and when loading or a step fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.engine_stats import engine_stats
+from inflight.engine.frontends import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
 from inflight.engine.holding import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
@@ -34,11 +36,6 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
-    Shutdown,
-    ToEngine,
-    ToFrontend,
-    decode_to_engine,
-    encode,
 )
 from inflight.runner.cpu_threads import available_cpus
 
@@ -62,17 +59,8 @@ _HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {
 }
 
 
-def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
-    """Reader thread: messages arrive while a step runs.  A closed pipe means shutdown."""
-    try:
-        while True:
-            inbox.put(decode_to_engine(connection.recv_bytes()))
-    except (EOFError, OSError):
-        inbox.put(Shutdown())
-
-
-def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
-    """Load the checkpoint and report; None if it cannot be served."""
+def _load(owner: Frontend, config: EngineConfig) -> tuple[EngineCore, EngineReady] | None:
+    """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     from inflight.engine.core import EngineCore
     from inflight.loading.loader import LoadError
     from inflight.runner.pipeline import make_runner
@@ -80,12 +68,12 @@ def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
     try:
         runner = make_runner(config)
     except (ConfigError, LoadError) as error:
-        _send(connection, EngineFailed(str(error), fatal=True))
+        owner.send(EngineFailed(str(error), fatal=True))
         return None
     except Exception as error:
         traceback.print_exc()
         message = f"loading {config.model!r} failed: {type(error).__name__}: {error}"
-        _send(connection, EngineFailed(message, fatal=True))
+        owner.send(EngineFailed(message, fatal=True))
         return None
     info = runner.info
     ready = EngineReady(
@@ -99,8 +87,7 @@ def _load(connection: Connection, config: EngineConfig) -> EngineCore | None:
         attention_backend=info.attention_backend,
         load_seconds=info.load_seconds,
     )
-    _send(connection, ready)
-    return EngineCore(config, runner)
+    return EngineCore(config, runner), ready
 
 
 def settle_garbage_collector() -> None:
@@ -115,33 +102,42 @@ def settle_garbage_collector() -> None:
     gc.enable()
 
 
-def _serve(connection: Connection, core: EngineCore, inbox: SimpleQueue[ToEngine]) -> None:
+def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox) -> None:
     """Step while there is work; sleep on the inbox while there is none."""
     while True:
         while not inbox.empty() or not core.has_work:
-            message = inbox.get()
+            sender, message = inbox.get()
             if isinstance(message, AddRequest):
                 failure = core.add_request(message)
                 if failure is not None:
-                    _send(connection, failure)
+                    sender.send(failure)
             elif isinstance(message, AbortRequest):
-                core.abort(message.request_id, message.index)
-                if not core.has_work:
-                    _step(connection, core)  # an empty step: the metrics see the blocks return
+                _abort(core, frontends, [message.request_id], message.index)
             elif isinstance(message, Ask):
-                _send(connection, _answer(core, message))
+                sender.send(_answer(core, message))
+            elif isinstance(message, Joined):
+                frontends.join(sender)
+            elif isinstance(message, Left):
+                _abort(core, frontends, frontends.leave(sender))
             else:
                 return
-        _step(connection, core)
+        _step(core, frontends)
 
 
-def _step(connection: Connection, core: EngineCore) -> None:
+def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:
+    for request_id in request_ids:
+        core.abort(request_id, index)
+    if not core.has_work:
+        _step(core, frontends)  # an empty step: the metrics see the blocks return
+
+
+def _step(core: EngineCore, frontends: Frontends) -> None:
     message = core.step()
     if core.only_holds and not message.stats.batch_size and not message.failed:
         time.sleep(HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
         return
     start = time.monotonic()
-    _send(connection, message)
+    frontends.send_step(message)
     if core.trace is not None:
         core.trace.sent(time.monotonic() - start)
 
@@ -157,18 +153,16 @@ def _answer(core: EngineCore, ask: Ask) -> Answer:
         return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
-def _send(connection: Connection, message: ToFrontend) -> None:
-    connection.send_bytes(encode(message))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--fd", type=int, required=True, help="inherited end of the frontend's socket pair")
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
+    parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(args.fd)
+    owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
     # take a core from the thread that the barrier waits for.
@@ -180,18 +174,20 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
     gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
     try:
-        core = _load(connection, config)
-        if core is None:
+        loaded = _load(owner, config)
+        if loaded is None:
             return 1
+        core, ready = loaded
         settle_garbage_collector()
-        inbox: SimpleQueue[ToEngine] = SimpleQueue()
-        threading.Thread(target=_read, args=(connection, inbox), name="reader", daemon=True).start()
-        _serve(connection, core, inbox)
+        inbox: Inbox = SimpleQueue()
+        reads = accept_into if args.shared else read_into
+        threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
+        _serve(core, Frontends(core.live_ids, ready), inbox)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone: there is nobody to tell
     except Exception as error:
         traceback.print_exc()
-        _send(connection, EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
+        owner.send(EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
         return 1
     return 0
 

@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step_trace": _STATE,
     "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
     "engine.queue_caps": {"config", *_STATE},
+    "engine.frontends": {"engine.messages"},
     "engine.core": {
         "config",
         "engine.intake",
@@ -69,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "engine.messages",
         "engine.engine_stats",
+        "engine.frontends",
         "engine.holding",
         "engine.core",
         "loading",

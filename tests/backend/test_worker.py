@@ -17,6 +17,7 @@ from drafters import add_gate
 from engine_rig import Info, make_core
 
 from inflight.config import EngineConfig
+from inflight.engine.frontends import Frontend, Frontends, Joined
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -35,6 +36,8 @@ from inflight.engine.messages import (
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
 from inflight.worker import _HANDLERS, _answer, _serve
+
+READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
 
 class Worker:
@@ -182,14 +185,19 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     core = make_core(Info())
     add_gate(core, {1: 40})
     inbox: SimpleQueue = SimpleQueue()
-    inbox.put(AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
     sent: list = []
 
     class Pipe:
         def send_bytes(self, frame: bytes) -> None:
             sent.append(decode_to_frontend(frame))
-            if not core.has_work:
-                inbox.put(Shutdown())
+            if len(sent) > 1 and not core.has_work:
+                inbox.put((frontend, Shutdown()))
 
-    _serve(Pipe(), core, inbox)
-    assert [len(message.deltas) for message in sent] == [1, 1, 1]
+        def close(self) -> None: ...
+
+    frontend = Frontend(0, Pipe())
+    inbox.put((frontend, Joined()))
+    inbox.put((frontend, AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))))
+    _serve(core, Frontends(core.live_ids, READY), inbox)
+    assert sent[0] == READY
+    assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]

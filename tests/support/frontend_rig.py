@@ -126,8 +126,8 @@ class RecordingStats:
         self.steps.append(message.stats)
         self.num_tokens += sum(len(delta.token_ids) for delta in message.deltas)
 
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
-        self.pools.append((block_size, num_blocks, again))
+    def engine_ready(self, ready: Any, again: bool) -> None:
+        self.pools.append((ready.block_size, ready.num_blocks, again))
 
     def engine_down(self) -> None:
         self.deaths += 1

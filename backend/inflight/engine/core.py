@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
@@ -91,6 +91,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
         return bool(self._launched) or self.scheduler.has_work
+
+    @property
+    def live_ids(self) -> Collection[int]:
+        """Ids of the requests that have not ended, as they are at any time."""
+        return self._live.keys()
 
     @property
     def only_holds(self) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from inflight.engine.sampling_params import SamplingParams
 
 __all__ = [
+    "REQUESTS_PER_FRONTEND",
     "AbortRequest",
     "AddRequest",
     "Answer",
@@ -35,12 +36,15 @@ __all__ = [
     "encode",
 ]
 
+# Frontend number k of an engine takes its request ids from k times this: they are unique among all of them.
+REQUESTS_PER_FRONTEND = 2**36
+
 
 class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Frontend -> engine: generate.
 
     Attributes:
-        request_id: unique while the engine process lives; chosen by the frontend.
+        request_id: unique while the engine process lives; chosen by the frontend (`REQUESTS_PER_FRONTEND`).
         prompt_token_ids: at least one id.
         params: validated; `seed` is resolved, never None.
         priority: smaller is sooner.
@@ -189,12 +193,14 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
         stats: counters after the step; `prefix_*_total` count tokens.
         tokens: the other sequences that got a token.
         failed: requests that cannot go on: they waited too long for something outside the engine.
+        leads: the frontend publishes what counts for the engine as a whole; of several, one does.
     """
 
     news: list[SequenceDelta]
     stats: StepStats
     tokens: TokenColumns = TokenColumns()
     failed: list[RequestFailed] = []
+    leads: bool = True
 
     @property
     def deltas(self) -> list[SequenceDelta]:
@@ -204,7 +210,7 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
-    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated."""
+    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated.  `leads` as in `StepMessage`."""
 
     max_model_len: int
     vocab_size: int
@@ -215,6 +221,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     device: str
     attention_backend: str
     load_seconds: float
+    leads: bool = True
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
-from inflight.engine.messages import StepMessage, StepStats
+from inflight.engine.messages import EngineReady, StepMessage, StepStats
 from inflight.frontend.counting import CountedHistogram, TokenGaps
 from inflight.frontend.metric_specs import COUNTED, COUNTER, GAUGE, METRICS, MetricSpec, buckets_1_2_5
 
@@ -152,6 +152,7 @@ class Metrics:
         self._step_counts: Counter[str] = Counter()
         self._now: StepStats | None = None
         self._pool: tuple[int, int] | None = None
+        self._leads = True  # of the frontends that share an engine, one publishes what concerns it as a whole
         self._gaps = TokenGaps()
         self._publishing = threading.Lock()  # values reach Triton in order; guards the one below
         self._next_steps = float("-inf")  # when steps may be published beside an answer again
@@ -173,41 +174,41 @@ class Metrics:
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None:
         """One engine step, which came at `received`, while the requests `open_ids` had listeners."""
-        stats, counted = message.stats, self._published.counted
+        stats, leads, counted = message.stats, message.leads, self._published.counted
         num_tokens = len(message.tokens.token_ids) + sum(len(delta.token_ids) for delta in message.news)
         with self._lock:
-            self._take_stats(stats)
+            self._take_stats(stats, leads)
             self._counts["vllm:generation_tokens_total"] += num_tokens
-            self._step_counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
             for gap, count in self._gaps.take(message, received, open_ids):
                 for name in _GAPS:
                     counted[name].add(gap, count)
-            if stats.batch_size:  # an empty step only reports the state
+            if leads and stats.batch_size:  # an empty step only reports the state
+                self._step_counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
                 counted["inflight_step_seconds"].add(stats.step_seconds)
                 counted["inflight_batch_size"].add(stats.batch_size)
                 counted["inflight_scheduled_tokens"].add(stats.scheduled_tokens)
 
-    def _take_stats(self, stats: StepStats) -> None:
-        before, self._now = self._now, stats
-        for name, field in _TOTALS.items():
+    def _take_stats(self, stats: StepStats, leads: bool) -> None:
+        before, self._now, self._leads = self._now, stats, leads
+        for name, field in _TOTALS.items() if leads else ():
             value, base = getattr(stats, field), getattr(before, field, 0)
             self._step_counts[name] += value - base if value >= base else value  # a new engine counts from 0
 
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
+    def engine_ready(self, ready: EngineReady, again: bool) -> None:
         """An engine process is ready; `again`: after the first one."""
         with self._lock:
-            self._pool = block_size, num_blocks
-            self._counts["inflight_engine_restarts_total"] += again
+            self._pool, self._leads = (ready.block_size, ready.num_blocks), ready.leads
+            self._counts["inflight_engine_restarts_total"] += again and ready.leads
 
     def engine_down(self) -> None:
         """The engine process is gone with all it held; the next one counts from 0."""
         with self._lock:
-            self._counts["inflight_engine_deaths_total"] += 1
+            self._counts["inflight_engine_deaths_total"] += self._leads
             self._gaps.clear()
             if self._now is not None:
                 nothing: dict[str, int] = dict.fromkeys(StepStats.__struct_fields__, 0)
                 nothing["blocks_free"] = self._now.blocks_used + self._now.blocks_free
-                self._take_stats(StepStats(**nothing))
+                self._take_stats(StepStats(**nothing), self._leads)
 
     def first_token(self, stream: OpenStream) -> None:
         """A request got its first token."""
@@ -289,7 +290,7 @@ class Metrics:
 
     def _publish_steps(self) -> None:
         with self._lock:
-            now, pool = self._now, self._pool
+            now, pool = (self._now, self._pool) if self._leads else (None, None)
             step_counts, self._step_counts = self._step_counts, Counter()
             taken = [(name, *histogram.take()) for name, histogram in self._published.counted.items()]
         if pool is not None:
@@ -308,7 +309,7 @@ class NoMetrics:
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
+    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
@@ -50,7 +50,7 @@ class StatsSink(Protocol):
     """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None: ...
+    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
@@ -69,6 +69,7 @@ class Streams:
         log_error, log_info: write one line to the server's log.
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
+        number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
     """
 
@@ -82,6 +83,7 @@ class Streams:
         interval: int = 1,
         sweep_seconds: float = SWEEP_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
+        number: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
@@ -95,7 +97,7 @@ class Streams:
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the four below
         self._open_requests = self._open_sequences = 0
-        self._last_id = 0
+        self._last_id = number * REQUESTS_PER_FRONTEND
         self._refusal: Callable[[], RequestError] | None = None
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
@@ -189,7 +191,7 @@ class Streams:
 
     def on_engine_ready(self, ready: EngineReady) -> None:
         """The engine process was started again."""
-        self._events.put(partial(self._stats.engine_ready, ready.block_size, ready.num_blocks, again=True))
+        self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
     def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
         """The engine process died with these requests in it."""

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-from inflight.engine.messages import StepMessage, StepStats
+from inflight.engine.messages import EngineReady, StepMessage, StepStats
 from inflight.frontend.open_stream import OpenStream
 from inflight.frontend.streams import StatsSink
 
@@ -36,9 +36,9 @@ class Tally:
         self.last_step, self.last_step_time = message.stats, received
         self._metrics.step(message, received, open_ids)
 
-    def engine_ready(self, block_size: int, num_blocks: int, again: bool) -> None:
+    def engine_ready(self, ready: EngineReady, again: bool) -> None:
         self.restarts += again
-        self._metrics.engine_ready(block_size, num_blocks, again)
+        self._metrics.engine_ready(ready, again)
 
     def engine_down(self) -> None:
         self.deaths += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.engine.messages import SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
 from inflight.frontend import metrics as module
 from inflight.frontend.counting import CountedHistogram, TokenGaps
 from inflight.frontend.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5
@@ -59,9 +59,17 @@ class Rig:
     def nonzero(self) -> dict[str, float]:
         return {name: recorder.value for name, recorder in self.made.items() if recorder.value}
 
-    def step(self, *news: SequenceDelta, at: float = 0.0, open_ids: Any = (1, 2, 3), tokens: Any = (), **changes: Any):
+    def step(
+        self,
+        *news: SequenceDelta,
+        at: float = 0.0,
+        open_ids: Any = (1, 2, 3),
+        tokens: Any = (),
+        leads: bool = True,
+        **changes: Any,
+    ) -> None:
         columns = TokenColumns(*map(list, zip(*((i, k, 7) for i, k in tokens)))) if tokens else TokenColumns()
-        self.metrics.step(StepMessage(list(news), stats(**changes), columns), at, open_ids)
+        self.metrics.step(StepMessage(list(news), stats(**changes), columns, leads=leads), at, open_ids)
 
 
 @pytest.fixture
@@ -72,6 +80,10 @@ def rig() -> Rig:
 def stats(**changes: Any) -> StepStats:
     fields = dict.fromkeys(StepStats.__struct_fields__, 0) | {"batch_size": 2, "step_seconds": 0.5, **changes}
     return StepStats(**fields)  # type: ignore[arg-type]
+
+
+def ready(num_blocks: int, leads: bool = True) -> EngineReady:
+    return EngineReady(2048, 100, [0], num_blocks, 16, "float32", "cpu", "fake", 0.1, leads)
 
 
 def first(request_id: int, index: int = 0) -> SequenceDelta:
@@ -109,7 +121,7 @@ def test_vllm_backends_metrics_come_first_with_its_buckets(rig: Rig) -> None:
 
 
 def test_what_gateways_and_autoscalers_read(rig: Rig) -> None:
-    rig.metrics.engine_ready(16, 40, again=False)
+    rig.metrics.engine_ready(ready(40), again=False)
     rig.step(running=3, waiting=5, blocks_used=10, blocks_free=30, preempted_total=2)
     rig.step(running=3, waiting=4, blocks_used=10, blocks_free=30, preempted_total=2, prefix_queries_total=9)
     rig.metrics.finished(stream(4, n=2))
@@ -326,7 +338,7 @@ def test_gauges_fall_when_the_engine_dies(rig: Rig) -> None:
     gauges = {name: recorder.value for name, recorder in rig.made.items() if recorder.spec.kind == "GAUGE"}
     assert gauges.pop("inflight_kv_blocks_free") == 100
     assert set(gauges.values()) == {0}
-    rig.metrics.engine_ready(16, 40, again=True)
+    rig.metrics.engine_ready(ready(40), again=True)
     rig.step(preempted_total=2, tokens=[(1, 0)])  # by the next engine
     rig.metrics.publish()
     assert rig["inflight_requests_preempted_total"] == rig["vllm:num_preemptions_total"] == 7
@@ -337,9 +349,44 @@ def test_gauges_fall_when_the_engine_dies(rig: Rig) -> None:
 
 def test_of_a_pool_of_another_size_only_the_last_one_is_said(rig: Rig) -> None:
     for number, blocks in enumerate((40, 50, 50, 40)):
-        rig.metrics.engine_ready(16, blocks, again=number > 0)
+        rig.metrics.engine_ready(ready(blocks), again=number > 0)
         rig.metrics.publish()
         name = 'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{}"}}'
         assert rig[name.format(blocks)] == 1
         assert sum(r.value for key, r in rig.made.items() if "cache_config" in key) == 1
     assert rig["inflight_engine_restarts_total"] == 3
+
+
+def test_of_two_frontends_one_publishes_what_counts_for_the_engine(rig: Rig) -> None:
+    other = Rig()
+    rig.metrics.engine_ready(ready(40), again=False)
+    other.metrics.engine_ready(ready(40, leads=False), again=False)
+    counts = {"preempted_total": 2, "prompt_tokens": 5, "running": 3, "blocks_used": 9, "blocks_free": 31}
+    rig.step(first(1), **counts)
+    other.step(first(2), leads=False, **counts)
+    other.metrics.finished(stream(1))
+    other.metrics.publish()
+    rig.metrics.publish()
+    assert set(other.nonzero) == {"vllm:generation_tokens_total", 'vllm:request_success_total{finished_reason="stop"}'}
+    assert rig["inflight_prompt_tokens_computed_total"] == 5
+    assert rig["inflight_requests_preempted_total"] == 2
+
+    other.step(leads=False, batch_size=0, preempted_total=6, running=1)  # all that the other one had counted
+    other.step(preempted_total=7, running=1, prompt_tokens=1)
+    other.metrics.publish()
+    assert (other["inflight_requests_preempted_total"], other["inflight_requests_running"]) == (1, 1)
+    assert (other["inflight_prompt_tokens_computed_total"], other["inflight_batch_size_count"]) == (1, 1)
+
+
+def test_a_death_and_a_restart_are_counted_once(rig: Rig) -> None:
+    other = Rig()
+    rig.metrics.engine_ready(ready(40), again=False)
+    other.metrics.engine_ready(ready(40, leads=False), again=False)
+    for each in (rig, other):
+        each.metrics.engine_down()
+    rig.metrics.engine_ready(ready(40, leads=False), again=True)  # the other one was there first
+    other.metrics.engine_ready(ready(40), again=True)
+    for each in (rig, other):
+        each.metrics.publish()
+    assert [each["inflight_engine_deaths_total"] for each in (rig, other)] == [1, 0]
+    assert [each["inflight_engine_restarts_total"] for each in (rig, other)] == [0, 1]

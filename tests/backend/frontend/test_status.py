@@ -88,7 +88,7 @@ def rig() -> Any:
 def test_it_tells_what_the_frontend_and_the_engine_know(rig: Rig) -> None:
     rig.tally.step(StepMessage([], LOAD), time.monotonic(), ())
     rig.tally.engine_down()
-    rig.tally.engine_ready(16, 8, True)
+    rig.tally.engine_ready(READY, True)
     rig.tally.unsuccessful("refused")
     found = rig.ask()
     assert (found["state"], found["reason"]) == ("ready", None)
