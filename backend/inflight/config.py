@@ -198,6 +198,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
+        shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
+            would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
         drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
             unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
     """
@@ -257,6 +259,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
     engine_start_timeout: _Seconds = 600.0
+    shed_on_predicted_wait: bool = True
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
     def __post_init__(self) -> None:

@@ -453,7 +453,7 @@ def test_a_scrape_right_after_an_answer_includes_it(fake: TritonServer) -> None:
 
 def test_requests_that_end_with_an_error_are_counted_by_the_kind_of_it(fake: TritonServer) -> None:
     def unsuccessful() -> dict[str, float]:
-        kinds = ("invalid", "refused", "failed", "cancelled", "timeout")
+        kinds = ("invalid", "refused", "shed", "draining", "failed", "cancelled", "timeout")
         return {kind: series(fake, "inflight_requests_unsuccessful_total", reason=kind) for kind in kinds}
 
     wait_for_idle(fake)
@@ -471,6 +471,8 @@ def test_requests_that_end_with_an_error_are_counted_by_the_kind_of_it(fake: Tri
     assert {kind: now[kind] - before[kind] for kind in now} == {
         "invalid": 2,
         "refused": 1,
+        "shed": 0,
+        "draining": 0,
         "failed": 1,
         "cancelled": 0,
         "timeout": 1,

@@ -98,7 +98,8 @@ class Drain:
             self._thread.join()
 
     def _refusal(self) -> RequestError:
-        return RequestError("UNAVAILABLE", "the model is draining: it takes no new requests", self._seconds_left())
+        text = "the model is draining: it takes no new requests"
+        return RequestError("UNAVAILABLE", text, self._seconds_left(), ending="draining")
 
     def _seconds_left(self) -> float:
         """Until this instance is surely gone or replaced, at least a second."""

@@ -1,0 +1,213 @@
+"""Refuses requests that would miss their deadline by waiting, when they arrive and nothing has been spent on them.
+
+An overloaded engine that takes everything serves nothing in time: each request waits until its deadline is near, and
+what was computed for those that miss it is lost.  So an arrival is given a slot on paper:
+
+    slots      those that run, each until its expected end, and the free ones
+    queue      the requests that are ahead of it (`OrderPolicy.ahead`): each takes the slot that is free first
+    arrival    starts when it is its turn, and takes its own expected time
+
+It is refused if it has to wait, and would end after its deadline by more than a margin.  One that could start at once
+is never refused, nor is any before `_WARM_UP` steps have been seen: there is nothing to judge by.
+
+What a step takes is measured (`_Pace`): its time without prompts, and the time of a prompt token, separately, since
+waiting prompts come on top of the decodes.  Expected outputs are those of the last requests that ended
+(`OutputLengths`).  Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import RequestFailed
+from inflight.engine.policies.in_time import InTimeAdmission
+from inflight.engine.request import Request
+from inflight.engine.scheduler import Scheduler
+from inflight.engine.step import SchedulerOutput
+
+__all__ = ["Shedding"]
+
+_WARM_UP = 20  # steps before anything is predicted
+_WARM_UP_ENDED = 8  # requests that ended, likewise
+_MEMORY = 100  # steps after which an observation weighs 1/e
+_LIKELIHOOD = 0.8  # that an arrival yields no more output than it is judged by: with the mean, half of them end late
+_MARGIN = 0.1  # share of the predicted time by which predictions may be too long
+_MAX_OUTPUT = 2**31
+_MAX_AHEAD = 2048  # requests that are placed one by one; the rest count as their mean
+
+
+class _Pace:
+    """What steps take: seconds = base + per_prompt_token * prompt tokens, with the weight on recent ones.
+
+    Attributes:
+        num_steps: observed so far.
+        mean: seconds of a step, prompts included.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.mean = 0.0
+        self._tokens = self._product = self._square = 0.0
+
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
+        self.num_steps += 1
+        share = max(1.0 / self.num_steps, 1.0 / _MEMORY)
+        self.mean += share * (seconds - self.mean)
+        self._tokens += share * (prompt_tokens - self._tokens)
+        self._product += share * (prompt_tokens * seconds - self._product)
+        self._square += share * (prompt_tokens * prompt_tokens - self._square)
+
+    @property
+    def per_prompt_token(self) -> float:
+        """Seconds that a prompt token adds to a step: the slope of the regression line."""
+        variance = self._square - self._tokens * self._tokens
+        if variance <= 1e-9 * max(1.0, self._square):
+            return 0.0
+        slope = (self._product - self._tokens * self.mean) / variance
+        return max(0.0, min(slope, self.mean / max(1.0, self._tokens)))
+
+    @property
+    def base(self) -> float:
+        """Seconds of a step without prompts."""
+        return self.mean - self.per_prompt_token * self._tokens
+
+
+class Shedding:
+    """Judges arrivals.
+
+    Args:
+        clock: seconds, on the clock of the deadlines.
+    """
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        admission = scheduler.policies.admission
+        assert isinstance(admission, InTimeAdmission)
+        self._is_on = config.shed_on_predicted_wait
+        self._scheduler = scheduler
+        self._clock = clock
+        self._caps = {name: options.max_running for name, options in config.tenants.items()}
+        self._pace = _Pace()
+        self._lengths = admission.lengths
+        self._admission = admission
+        self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
+        self._last = 0.0  # when the last step ended
+        self._computed = 1.0  # share of the prompts that the prefix cache does not hold
+        self._queries = self._hits = 0
+
+    # -- what happens ----------------------------------------------------------------------
+
+    def observe(self, out: SchedulerOutput, start: float) -> None:
+        """A step has run, which began at `start`."""
+        scheduler, pool, now = self._scheduler, self._scheduler.pool, self._clock()
+        self._pace.observe(out.num_prompt_tokens, now - max(start, self._last))
+        self._last = now
+        running = len(scheduler.running)
+        if not scheduler.num_waiting:
+            self._slots = scheduler.limits.max_num_seqs
+        elif self._admission.blocked:
+            self._slots = max(1, running)
+        else:
+            self._slots = max(self._slots, running)
+        if pool.num_prefix_queries > self._queries:
+            hits, queries = pool.num_prefix_hits - self._hits, pool.num_prefix_queries - self._queries
+            self._hits, self._queries = pool.num_prefix_hits, pool.num_prefix_queries
+            self._computed += 0.1 * (1.0 - hits / queries - self._computed)
+
+    # -- what is predicted -----------------------------------------------------------------
+
+    def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
+        """Why the sequences of a request that arrives are not taken; None if they are.
+
+        Args:
+            failure: why the queue does not take them; only its hint is missing.
+        """
+        if failure is not None:
+            return self._hinted(failure, len(sequences))
+        first = sequences[0]
+        if not self._is_on or first.deadline is None or not self._knows:
+            return None
+        if first.num_given_tokens > first.num_prompt_tokens:  # it goes on: what it has must not be lost
+            return None
+        waits, end = self._predict(sequences)
+        left = first.deadline - self._clock()
+        if not waits or end * (1.0 - _MARGIN) <= left:
+            return None
+        text = (
+            f"the queue is too long for the request's deadline: it would end in about {end:.1f} s, "
+            f"and {max(0.0, left):.1f} s are left"
+        )
+        return RequestFailed(first.request_id, "UNAVAILABLE", text, retry_after=end - left, shed=True)
+
+    @property
+    def _knows(self) -> bool:
+        return self._pace.num_steps >= _WARM_UP and self._lengths.num_seen >= _WARM_UP_ENDED
+
+    def _predict(self, sequences: Sequence[Request]) -> tuple[bool, float]:
+        """Whether the sequences have to wait, and the seconds until the last of them ends."""
+        scheduler, first = self._scheduler, sequences[0]
+        ahead = _with_children(scheduler.running, scheduler.waiting.ahead(first))
+        yielding = set(scheduler.waiting.outranked(first, scheduler.running))
+        running = [request for request in scheduler.running if request not in yielding]
+        waits, end = self._place(sequences, ahead, running, self._slots)
+        cap = self._caps.get(first.tenant, self._caps.get("*"))
+        if cap is not None and cap < self._slots:  # its tenant's slots are fewer
+            ahead, running = ([r for r in some if r.tenant == first.tenant] for some in (ahead, running))
+            own_waits, own_end = self._place(sequences, ahead, running, cap)
+            waits, end = waits or own_waits, max(end, own_end)
+        return waits, end
+
+    def _place(
+        self, sequences: Sequence[Request], ahead: Sequence[Request], running: Sequence[Request], slots: int
+    ) -> tuple[bool, float]:
+        """As `_predict`, on `slots` slots, some of which the `running` requests hold."""
+        if len(running) + len(ahead) + len(sequences) <= slots:
+            return False, 0.0
+        pace, now = self._pace, self._clock()
+        step = max(pace.mean, 1e-9)
+
+        def steps(request: Request, start: float) -> float:
+            """Steps until it ends, of its own or at its deadline, if it starts (or goes on) after `start` steps."""
+            left = max(1.0, request.num_prompt_tokens + self._lengths.likely(request) - request.num_tokens)
+            if request.deadline is not None:
+                left = min(left, max(0.0, (request.deadline - now) / step - start))
+            return left
+
+        free_at = [steps(request, 0.0) for request in running]
+        free_at += [0.0] * (slots - len(free_at))
+        heapq.heapify(free_at)
+        prompt_tokens = 0
+        for request in ahead[:_MAX_AHEAD]:
+            taken = steps(request, free_at[0])
+            prompt_tokens += request.num_tokens if taken else 0
+            heapq.heapreplace(free_at, free_at[0] + taken)
+        start = free_at[0]
+        scale = max(1.0, len(ahead) / _MAX_AHEAD)
+        waiting = scale * (start * pace.base + prompt_tokens * self._computed * pace.per_prompt_token)
+        for request in sequences:
+            turn = heapq.heapreplace(free_at, free_at[0] + self._length(request))
+        own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
+        own += self._length(sequences[-1]) * pace.mean
+        return turn > 0, waiting + (turn - start) * pace.base + own
+
+    def _length(self, request: Request) -> float:
+        """Output tokens that the request itself yields, in all likelihood."""
+        return self._lengths.quantile(_LIKELIHOOD, request.max_total_tokens - request.num_prompt_tokens)
+
+    def _hinted(self, failure: RequestFailed, count: int) -> RequestFailed:
+        """With the time until as many sequences more have ended; without, while that is unknown."""
+        if not self._knows or failure.code != "UNAVAILABLE":
+            return failure
+        seconds = count * self._lengths.mean(_MAX_OUTPUT) / max(1, self._slots) * self._pace.mean
+        return msgspec.structs.replace(failure, retry_after=seconds)
+
+
+def _with_children(running: Sequence[Request], ahead: Sequence[Request]) -> list[Request]:
+    """All sequences in line: those whose leader computes their prompt come first, the others behind their leader."""
+    found = [child for request in running for child in request.children]
+    for request in ahead:
+        found += [request, *request.children]
+    return found
