@@ -173,6 +173,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             requests through Triton, as with vllm_backend.
         max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
             which a request asks for with -1. vLLM's default is 20.
+        max_n: maximum of the key `n` of a request.
+        max_stop_strings, max_bad_words, max_stop_token_ids: maximum length of the lists `stop`, `bad_words` and
+            `stop_token_ids` of a request.
+        max_stop_bytes: maximum size of all stop strings of a request together, and of all its bad words.
+        max_name_bytes: maximum size of what a client calls something by: `tenant`, `cache_salt`, the request id.
+        max_input_bytes: maximum size of one input tensor or request parameter.
         exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
             as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
         wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
@@ -244,6 +250,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     default_max_tokens: _PositiveInt = 16
     generation_config: str | None = None
     max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
+    max_n: Annotated[int, Meta(ge=1, le=16384)] = 128
+    max_stop_strings: _PositiveInt = 1024
+    max_bad_words: _PositiveInt = 1024
+    max_stop_token_ids: _PositiveInt = 1024
+    max_stop_bytes: _PositiveInt = 2**18
+    max_name_bytes: _PositiveInt = 1024
+    max_input_bytes: _PositiveInt = 2**23
     exclude_input_in_output: bool | None = None
     wire_format: Literal["vllm", "tensorrt_llm"] = "vllm"
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

@@ -18,7 +18,8 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError
 from inflight.frontend.generation_defaults import generation_defaults
-from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.limits import Limits
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs
 from inflight.frontend.python_prompts import Prompt, is_prompt, read_prompt
 from inflight.frontend.text import Tokenizer
 from inflight.runner.pipeline import make_runner
@@ -123,6 +124,7 @@ class LLM:
             **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
         self.core = EngineCore(self.config, make_runner(self.config))
+        self._limits = Limits(self.config, self.core.info.vocab_size)
         self._next_id = 0
         self._pid = os.getpid()
         self._open: dict[int, _OpenRequest] = {}
@@ -139,7 +141,8 @@ class LLM:
             params: one for all prompts or one per prompt; None means the checkpoint's defaults (`generation_config`).
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served; nothing has run.
+            ValueError: a prompt or parameter that cannot be served, or is beyond `max_n` or `max_logprobs`; nothing has
+                run.
             RequestError: the engine gave up a request; the others are aborted.
             RuntimeError: this process was forked from the one that made the LLM.
         """
@@ -178,6 +181,7 @@ class LLM:
         read = [read_prompt(prompt, self.tokenizer) for prompt in prompts]  # before any of them runs
         for sampling in params:
             self.tokenizer.check_texts(sampling.stop)
+            self._limits.check_params(sampling)
         requests: dict[int, _OpenRequest] = {}
         for (text, token_ids), sampling in zip(read, params):
             request_id, self._next_id = self._next_id, self._next_id + 1
@@ -190,7 +194,7 @@ class LLM:
                 self._abort(requests)
                 raise ValueError(failure.message)
             outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
-            sequences = [SequenceOutput(request, self.tokenizer, i) for i in range(sampling.n)]
+            sequences = sequence_outputs(request, self.tokenizer)
             requests[request_id] = self._open[request_id] = _OpenRequest(
                 RequestOutput(text, token_ids, outputs), sequences
             )

@@ -165,7 +165,7 @@ class TritonPythonModel:
         self._page.close()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
-        # Triton's metrics and response senders reach into the stub when they are collected: that must
-        # happen now, not at interpreter exit, when the stub has closed its shared memory.
+        # Response senders reach into the stub when they are collected: that must happen now, not at
+        # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.
         self.__dict__.clear()
         gc.collect()

@@ -22,7 +22,7 @@ PROMPTS = ["Return a list of", "Open the file and", "The default value is", "é 
 @pytest.fixture(scope="module")
 def llm():
     torch.set_num_threads(1)
-    return LLM(DEMO, dtype="float32", kv_cache_memory="64MiB")
+    return LLM(DEMO, dtype="float32", kv_cache_memory="64MiB", max_logprobs=2560)
 
 
 def greedy(max_tokens: int = 24, **changes) -> SamplingParams:
@@ -100,6 +100,9 @@ def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
         (["x", [10**6]], greedy(), "token id 1000000 is not in the vocabulary"),
         (["x", "y"], [greedy()], "2 prompts, but 1 params"),
         (["x"], SamplingParams(top_p=2.0), "top_p=2.0 is out of range"),
+        (["x", "y"], [greedy(), greedy(n=129)], r"n=129: at most 128 are allowed \(max_n in model.json\)"),
+        (["x"], greedy(logprobs=2561), "logprobs=2561: at most 2560 are allowed"),
+        (["x"], greedy(prompt_logprobs=2561), "prompt_logprobs=2561: at most 2560 are allowed"),
     ],
 )
 def test_an_invalid_request_raises_and_leaves_nothing_behind(llm, prompts, params, message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
-from inflight_tools import cli, launcher
+from inflight_tools import cli, foreground, launcher
 from inflight_tools.installation import find_wheel
 from inflight_tools.processes import session_members
 from inflight_tools.repository import default_name, write_entry
+from inflight_tools.restart import Restarts
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
 
@@ -38,7 +41,11 @@ class RecordingServer:
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
-    monkeypatch.setattr(cli, "run_in_foreground", lambda server, timeout: None)
+
+    def run(server: Any, timeout: float, restarts: Restarts) -> None:
+        server.options.update(timeout=timeout, restarts=restarts.limit)
+
+    monkeypatch.setattr(foreground, "run_in_foreground", run)
     return RecordingServer.made
 
 
@@ -119,6 +126,14 @@ def test_serve_of_a_repository_loads_only_the_named_models(tmp_path: Path, serve
     assert CliRunner().invoke(cli.app, ["serve", *arguments]).exit_code == 0
     assert servers[0].options["model_control_mode"] == "explicit"
     assert servers[0].options["load_models"] == ["a", "b"]
+    assert servers[0].options["restarts"] == 0
+
+
+def test_restart_is_bounded_by_the_given_number(tmp_path: Path, servers: list[RecordingServer]) -> None:
+    arguments = ["serve", "--model-repository", str(tmp_path), "--timeout", "60", "--restart"]
+    assert CliRunner().invoke(cli.app, [*arguments, "5"]).exit_code == 0
+    assert (servers[0].options["restarts"], servers[0].options["timeout"]) == (5, 60)
+    assert CliRunner().invoke(cli.app, [*arguments, "-1"]).exit_code == 2
 
 
 def test_init_writes_an_entry_that_reads_back(tmp_path: Path, checkpoint: Path) -> None:
@@ -197,28 +212,34 @@ def test_a_port_in_use_is_one_line_and_status_1(tmp_path: Path) -> None:
 FOREGROUND = """
 import sys
 import typer
-from inflight_tools.cli import run_in_foreground
+from inflight_tools.foreground import run_in_foreground
 from inflight_tools.launcher import TritonServer
+from inflight_tools.restart import Restarts
 
-def main(repository: str, backend: str) -> None:
-    server = TritonServer(repository, backend_dir=backend, metrics_port=0, exit_timeout=5)
-    start = server.start
-    server.start = lambda: (start(), print(server.process.pid, flush=True))
-    run_in_foreground(server, timeout=60)
+class Server(TritonServer):
+    def start(self):
+        super().start()
+        print(self.process.pid, flush=True)
+
+def main(repository: str, backend: str, restarts: int) -> None:
+    server = Server(repository, backend_dir=backend, metrics_port=0, exit_timeout=5)
+    run_in_foreground(server, 60, Restarts(restarts, first_pause=0.1))
 
 typer.run(main)
 """
 BACKEND = """
+import time
+
 class TritonPythonModel:
     def initialize(self, args):
         if args["model_name"] == "broken":
             raise ValueError("no weights")
     def execute(self, requests):
-        return []
+        time.sleep(600)
 """
 
 
-def _foreground(tmp_path: Path, model: str) -> subprocess.Popen[str]:
+def _foreground(tmp_path: Path, model: str, restarts: int = 0) -> subprocess.Popen[str]:
     (tmp_path / "repository" / model / "1").mkdir(parents=True)
     (tmp_path / "repository" / model / "config.pbtxt").write_text(
         'backend: "inflight"\nmax_batch_size: 0\n'
@@ -226,7 +247,7 @@ def _foreground(tmp_path: Path, model: str) -> subprocess.Popen[str]:
     )
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend" / "model.py").write_text(BACKEND)
-    return _run(FOREGROUND, str(tmp_path / "repository"), str(tmp_path / "backend"))
+    return _run(FOREGROUND, str(tmp_path / "repository"), str(tmp_path / "backend"), str(restarts))
 
 
 @needs_server
@@ -254,30 +275,56 @@ def test_a_model_that_fails_is_status_1_with_its_reason_last(tmp_path: Path) -> 
     assert session_members(int(output)) == []
 
 
-@needs_server
-def test_a_server_that_dies_is_status_1(tmp_path: Path) -> None:
-    with _foreground(tmp_path, "idle") as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        process.stdout.readline()
-        subprocess.run(["kill", "-KILL", str(pid)], check=True)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("inflight: tritonserver ended with status -9")
-    assert session_members(pid) == []
+def _ready(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Process id and HTTP address of the server, once it is ready."""
+    assert process.stdout is not None
+    pid, said = int(process.stdout.readline()), process.stdout.readline()
+    address = re.match(r"ready: HTTP (127.0.0.1:\d+), gRPC (\S+), metrics (\S+);", said)
+    assert address is not None, said
+    return pid, said
+
+
+def _hanging_request(address: str) -> subprocess.Popen[str]:
+    """A client whose answer never comes; ends when its connection does."""
+    code = """
+import http.client, json, sys
+connection = http.client.HTTPConnection(sys.argv[1])
+tensor = {"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}
+connection.request("POST", "/v2/models/idle/infer", json.dumps({"inputs": [tensor]}))
+print("sent", flush=True)
+try:
+    print(connection.getresponse().status)
+except (OSError, http.client.HTTPException) as error:
+    print(type(error).__name__)
+"""
+    client = _run(code, address)
+    assert client.stdout is not None and client.stdout.readline() == "sent\n"
+    return client
 
 
 @needs_server
-def test_a_stub_that_dies_ends_the_server_with_status_1(tmp_path: Path) -> None:
-    """Triton itself would keep reporting "ready" and let every request of the model hang."""
-    with _foreground(tmp_path, "idle") as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        process.stdout.readline()
-        stubs = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        assert len(stubs) == 1
-        subprocess.run(["kill", "-ABRT", str(stubs[0])], check=True)
+def test_a_server_whose_stub_or_itself_dies_is_started_again_on_its_ports_until_the_limit(tmp_path: Path) -> None:
+    """Triton itself would keep reporting "ready" after its stub's death, and let every request hang."""
+    with _foreground(tmp_path, "idle", restarts=1) as process:
+        pid, said = _ready(process)
+        client = _hanging_request(said.split()[2].rstrip(","))
+        (stub,) = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        os.kill(stub, signal.SIGKILL)
+        ended, _ = client.communicate(timeout=30)  # long before the 600 s of its request
+        second, again = _ready(process)
+        assert said == again, "the ports are the same"
+        assert session_members(pid) == []
+        os.kill(second, signal.SIGFPE)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("inflight: the stub process of a model died")
-    assert session_members(pid) == []
+    assert ended in ("RemoteDisconnected\n", "ConnectionResetError\n")
+    assert process.returncode == 3
+    ours = [line for line in errors.splitlines() if line.startswith("inflight: ")]
+    assert len(ours) == 2
+    assert "the stub process of model 'idle' died (SIGKILL), and its streams would hang" in ours[0]
+    assert ours[0].endswith("; restart 1 of at most 1 in 600 s follows in 0.1 s")
+    assert ours[1].startswith("inflight: tritonserver died (SIGFPE): the known way there is a request for `class")
+    assert ours[1].endswith("(restarted 1 times in 600 s: --restart)")
+    assert errors.splitlines()[-1] == ours[1]
+    assert errors.count("successfully loaded 'idle'") == 2  # the log goes on
+    assert session_members(second) == []
+    assert not list(Path("/dev/shm").glob(f"inflight_server_*{pid}*"))

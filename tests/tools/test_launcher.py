@@ -27,7 +27,7 @@ from inflight_tools.installation import (
 )
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
-from inflight_tools.processes import dead_children, session_members
+from inflight_tools.processes import children, end_of, session_members
 from inflight_tools.server_log import load_failure
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
@@ -204,20 +204,24 @@ def test_the_reason_of_a_load_failure_comes_from_the_log() -> None:
     assert load_failure('I1120 server.cc:1] "loading: demo:1"\n') is None
 
 
-def test_session_members_and_dead_children() -> None:
-    # The shell leads a session; one child of it sleeps, the other becomes a zombie, as nobody waits for it.
-    script = "sleep 600 & sleep 0 & exec sleep 600"
+def test_session_members_and_ended_children() -> None:
+    # The shell leads a session; one child of it sleeps, another one becomes a zombie, as nobody waits for it.
+    script = "sleep 600 & sh -c 'kill -FPE $$' & exec sleep 600"
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as leader:
         try:
-            _wait_until(lambda: len(dead_children(leader.pid, "sleep")) == 1)
-            (zombie,) = dead_children(leader.pid, "sleep")
+            _wait_until(lambda: any(map(end_of, children(leader.pid, "sh"))))
+            (zombie,) = children(leader.pid, "sh")
+            (sleeper,) = children(leader.pid, "sleep")
             members = session_members(leader.pid)
-            assert leader.pid in members and zombie not in members and len(members) == 2
-            assert dead_children(leader.pid, "other") == []
+            assert set(members) == {leader.pid, sleeper}
+            assert os.waitstatus_to_exitcode(end_of(zombie) or 0) == -signal.SIGFPE
+            assert end_of(sleeper) is None
+            assert children(leader.pid, "other") == []
         finally:
             os.killpg(leader.pid, signal.SIGKILL)
     _wait_until(lambda: not session_members(leader.pid))  # its child dies on its own time
-    assert dead_children(leader.pid, "sleep") == []
+    assert children(leader.pid, "sleep") == []
+    assert end_of(leader.pid) is None
 
 
 def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,25 @@
-"""The `inflight` command.  Exit status: 0 success or stopped by the user, 1 failure, 2 wrong usage."""
+"""The `inflight` command.
+
+Exit status: 0 success or stopped by the user, 1 failure, 2 wrong usage, 3 a server that was ready has died.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
-from inflight_tools.installation import LauncherError
 from inflight_tools.operator import drain, status
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
+from inflight_tools.restart import Restarts
 from inflight_tools.simulator.commands import calibrate, simulate
+from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_STUB_CHECK_SECONDS = 2.0  # between two checks of the stub processes
+_LOAD_TIMEOUT_SECONDS = 900.0
 _EXIT_TIMEOUT_SECONDS = 10  # for open requests after Ctrl-C; a second Ctrl-C ends them at once
 
 _Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
@@ -81,9 +80,19 @@ def serve(
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
     log_file: Annotated[Path | None, typer.Option(help="Also write the server's log to this file.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the models to load.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that models may take to load.")] = _LOAD_TIMEOUT_SECONDS,
+    restart: Annotated[
+        int, typer.Option(min=0, help="Start a server that died or hangs again, up to so many times in 10 minutes.")
+    ] = 0,
 ) -> None:
-    """Serve a checkpoint, or a model repository, until Ctrl-C."""
+    """Serve a checkpoint, or a model repository, until Ctrl-C.
+
+    The server is watched: if it or a model's stub process dies, or it answers no live check any more, it is ended
+    at once, and one line says why.
+
+    Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
+    and died (with --restart: once too often).
+    """
     options = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -97,9 +106,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="inflight-repository-") as temporary:
         if model_repository is None:
             if model is None:
-                _fail("give --model, or --model-repository for an existing repository", status=2)
+                fail("give --model, or --model-repository for an existing repository", status=2)
             if load_model:
-                _fail("--load-model requires --model-repository", status=2)
+                fail("--load-model requires --model-repository", status=2)
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
@@ -115,7 +124,9 @@ def serve(
             log_file=log_file,
             exit_timeout=_EXIT_TIMEOUT_SECONDS,
         )
-        run_in_foreground(server, timeout)
+        from inflight_tools.foreground import run_in_foreground
+
+        run_in_foreground(server, timeout, Restarts(restart))
 
 
 @app.command()
@@ -149,13 +160,17 @@ def demo(
         load_models=["demo"],
         exit_timeout=_EXIT_TIMEOUT_SECONDS,
     )
+    from inflight_tools.causes import OutOfMemory
     from inflight_tools.demo import run_demo
+    from inflight_tools.foreground import run_until_death
 
-    with _stop_signals(), _one_line_errors(), server:
-        run_demo(server)
-        if not exit_:
-            typer.echo("Press Ctrl-C to stop.")
-            _wait_for_end(server)
+    with stop_signals(), one_line_errors():
+        out_of_memory = OutOfMemory()
+        with server:
+            run_demo(server)
+            if not exit_:
+                typer.echo("Press Ctrl-C to stop.")
+                run_until_death(server, _LOAD_TIMEOUT_SECONDS, out_of_memory)
 
 
 def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:
@@ -175,39 +190,7 @@ def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> E
 def _reject_with_repository(options: dict[str, Any]) -> None:
     given = [key.replace("_", "-") for key, value in options.items() if value is not None]
     if given:
-        _fail(f"--{given[0]} cannot be combined with --model-repository; edit the model.json there", status=2)
-
-
-def run_in_foreground(server: TritonServer, timeout: float) -> None:
-    """Run `server`, copying its log to stderr; returns on a stop signal, exits with status 1 if the server ends."""
-    with _stop_signals(), _one_line_errors():
-        try:
-            server.start()
-            assert server.log_file is not None
-            with _echo_file(server.log_file):
-                server.wait_ready(timeout)
-                typer.echo(
-                    f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
-                    f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
-                )
-                _wait_for_end(server)
-        finally:
-            server.stop()
-
-
-def _wait_for_end(server: TritonServer) -> None:
-    """Wait until the server ends or loses a stub: Triton neither restarts a stub nor stops reporting "ready"."""
-    lost: set[int] = set()
-    checked = time.monotonic()
-    while server.is_running():
-        time.sleep(0.2)
-        if time.monotonic() - checked >= _STUB_CHECK_SECONDS:
-            before, lost, checked = lost, set(server.lost_stubs()), time.monotonic()
-            if before & lost:  # seen twice: a stub that was merely unloaded is gone by the second check
-                raise LauncherError(
-                    "the stub process of a model died, and its requests would hang; start the server again"
-                )
-    raise LauncherError(server.exit_reason())
+        fail(f"--{given[0]} cannot be combined with --model-repository; edit the model.json there", status=2)
 
 
 def _server(model_repository: Path | str, **options: Any) -> TritonServer:
@@ -215,7 +198,7 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     try:
         from inflight_tools.launcher import TritonServer
     except ModuleNotFoundError as error:
-        _fail(f"{error.name} not found; it is needed to start a server: pip install 'inflight[server]'")
+        fail(f"{error.name} not found; it is needed to start a server: pip install 'inflight[server]'")
     return TritonServer(model_repository, **options)
 
 
@@ -223,32 +206,7 @@ def _demo_repository() -> Path:
     for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (folder / "model_repository" / "demo").is_dir():
             return folder / "model_repository"
-    _fail("model_repository/demo not found; run this in a checkout or give --model-repository")
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, and Ctrl-C as success once everything has stopped."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except LauncherError as error:
-        _fail(str(error))
+    fail("model_repository/demo not found; run this in a checkout or give --model-repository")
 
 
 @contextlib.contextmanager
@@ -256,36 +214,7 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _fail(str(error), status=2)
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    typer.echo(f"inflight: {message}", err=True)
-    raise typer.Exit(status)
-
-
-@contextlib.contextmanager
-def _echo_file(path: Path) -> Iterator[None]:
-    """Copy a growing file to stderr while the context is open, and the rest of it on exit."""
-    done = threading.Event()
-
-    def copy() -> None:
-        with open(path, "rb") as source:
-            while True:
-                last = done.is_set()
-                sys.stderr.buffer.write(source.read())
-                sys.stderr.flush()
-                if last:
-                    return
-                done.wait(0.1)
-
-    thread = threading.Thread(target=copy, name="log-echo", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+        fail(str(error), status=2)
 
 
 app.command()(generate)

@@ -23,7 +23,13 @@ _INSTALL = "pip install 'inflight[server]'"
 
 
 class LauncherError(RuntimeError):
-    """The server cannot start or has ended; the message is one line with the fix."""
+    """The server cannot start or has ended; the message is one line with the fix.
+
+    Attributes:
+        status: exit status of a command that ends with it.
+    """
+
+    status = 1
 
 
 @dataclass(frozen=True)

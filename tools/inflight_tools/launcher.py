@@ -13,6 +13,7 @@ launcher, which then stops them in order.  Linux only, like Triton.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -30,7 +31,7 @@ import inflight
 from inflight_tools.draining import drain_models
 from inflight_tools.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 from inflight_tools.ports import resolve_ports
-from inflight_tools.processes import dead_children, session_members
+from inflight_tools.processes import STUB_NAME, children, end_of, session_members
 from inflight_tools.server_log import end_reason, last_line, load_failure
 
 __all__ = ["LauncherError", "TritonServer"]
@@ -64,6 +65,8 @@ class TritonServer:
         env: environment variables to add to those of this process.
         log_file: receives the server's output; None keeps it in the temporary directory.
         exit_timeout: seconds that open requests have to finish when the server is stopped.
+        http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
+            the streams of that thread can stall for good (docs/operations.md): more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
 
@@ -85,6 +88,7 @@ class TritonServer:
         env: Mapping[str, str] | None = None,
         log_file: str | Path | None = None,
         exit_timeout: int = 30,
+        http_threads: int = 64,
         backend_dir: str | Path | None = None,
         backend_name: str = "inflight",
     ) -> None:
@@ -99,11 +103,14 @@ class TritonServer:
         self._env = dict(env or {})
         self._log_path = Path(log_file) if log_file else None
         self._exit_timeout = exit_timeout
+        self._http_threads = http_threads
         self._backend_dir = Path(backend_dir or _BACKEND).resolve()
         self._backend_name = backend_name
+        self._continues_log = False
         self._runtime_dir: Path | None = None
         self._last_log = ""
         self.log_file: Path | None = None
+        self.log_start = 0  # where this server's part of the log file begins, in bytes
         self.process: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
 
@@ -172,7 +179,8 @@ class TritonServer:
             installation.lay_out(self._runtime_dir / "backends", {self._backend_name: self._backend_dir})
             command = [str(installation.binary), *self._arguments()]
             wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
-            with open(self.log_file, "wb") as log:
+            with open(self.log_file, "ab" if self._continues_log else "wb") as log:
+                self.log_start = log.tell()
                 self.process = subprocess.Popen(
                     wrapper + command,
                     stdin=subprocess.DEVNULL,
@@ -212,14 +220,21 @@ class TritonServer:
         """Whether the server process is alive."""
         return self.process is not None and self.process.poll() is None
 
-    def lost_stubs(self) -> list[int]:
-        """Dead stub processes; the server notices them only when it unloads their models."""
-        return [] if self.process is None else dead_children(self.process.pid, "triton_python")
+    def successor(self) -> TritonServer:
+        """The same server once more, not started: on the ports that this one had, and with its log continued."""
+        server = copy.copy(self)
+        server._requested_ports = {service: self.ports.get(service) for service in self._requested_ports}
+        server._continues_log = True
+        server._runtime_dir = server.log_file = server.process = None
+        server._last_log, server.ports, server.shm_prefix = "", {}, ""
+        return server
 
     def log_text(self) -> str:
         """The server's output so far; still available after `stop()`."""
         if self.log_file is not None and self.log_file.exists():
-            return self.log_file.read_text(encoding="utf-8", errors="replace")
+            with open(self.log_file, "rb") as log:
+                log.seek(self.log_start)
+                return log.read().decode(errors="replace")
         return self._last_log
 
     def stop(self) -> None:
@@ -231,17 +246,28 @@ class TritonServer:
             if process.poll() is None:
                 drain_models(process.pid, self._exit_timeout)
                 process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(self._exit_timeout + _GROUP_GRACE_SECONDS)
+                self._wait_for_end(process)
             deadline = time.monotonic() + _GROUP_GRACE_SECONDS
             while process.poll() is not None and session_members(process.pid) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
         finally:
             self.kill()
 
+    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until the server has ended, but not for one that waits for a dead stub until its exit timeout."""
+        deadline = time.monotonic() + self._exit_timeout + _GROUP_GRACE_SECONDS
+        lost: set[int] = set()
+        while process.poll() is None and time.monotonic() < deadline:
+            before, lost = lost, {pid for pid in children(process.pid, STUB_NAME) if end_of(pid)}
+            if before & lost:  # seen twice: what the server itself has ended is reaped by then
+                return
+            time.sleep(_POLL_SECONDS)
+
     def kill(self) -> None:
         """Kill everything at once and remove what the server leaves behind."""
         if self.process is not None:
+            if self.process.poll() is None:
+                self.process.kill()  # first: its clients' connections end with it
             for pid in session_members(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -262,6 +288,7 @@ class TritonServer:
             f"--model-control-mode={self._control_mode}",
             f"--http-address={self.host}",
             f"--http-port={self.ports['HTTP']}",
+            f"--http-thread-count={self._http_threads}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports['GRPC']}",
             f"--exit-timeout-secs={self._exit_timeout}",

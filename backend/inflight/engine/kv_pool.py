@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 
 from inflight.engine.request import Request
@@ -34,7 +33,6 @@ __all__ = ["KVPool"]
 _BLOCK_HASH = blake2b(digest_size=16)  # empty; a copy is cheaper than a new one
 
 
-@lru_cache(1024)
 def _root_hash(tenant: str, salt: str) -> bytes:
     """Where the chains of a tenant's requests with this salt start.
 

@@ -101,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _BIG = 2**31 - 1
 # name, low, high, low excluded
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("n", 1, 128, False),
+    ("n", 1, 16384, False),
     ("temperature", 0.0, 100.0, False),
     ("top_k", -1, _BIG, False),
     ("top_p", 0.0, 1.0, True),

@@ -22,6 +22,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.generation_defaults import generation_defaults
+from inflight.frontend.limits import LimitError, Limits
 from inflight.frontend.prompts import PROMPTS, PromptReader
 from inflight.frontend.sampling_keys import (
     CUMULATIVE,
@@ -173,7 +174,7 @@ class RequestParser:
     """Checks and converts what clients send; the frontend checks nothing after it.
 
     Args:
-        config: engine options (`default_max_tokens`, `exclude_input_in_output`, `max_logprobs`, `seed`, `wire_format`).
+        config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size: of the loaded checkpoint.
     """
 
@@ -184,7 +185,7 @@ class RequestParser:
         self._tokenizer = tokenizer
         self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._vocab_size = vocab_size
-        self._max_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._limits = Limits(config, vocab_size)
         self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -193,10 +194,11 @@ class RequestParser:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
         try:
             return self._parse(wire)
-        except TokenizerError as error:
+        except (TokenizerError, LimitError) as error:
             raise RequestError("INVALID_ARG", str(error)) from None
 
     def _parse(self, wire: WireRequest) -> ParsedRequest:
+        self._limits.check_inputs(wire.inputs, wire.parameters)
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
         # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
@@ -217,9 +219,9 @@ class RequestParser:
                 prompt_token_ids=prompt,
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-                tenant=_field(fields, "tenant", to_text, "a string", ""),
+                tenant=self._name(fields, "tenant"),
                 deadline=None if timeout is None else arrival + timeout,
-                cache_salt=_field(fields, "cache_salt", to_text, "a string", ""),
+                cache_salt=self._name(fields, "cache_salt"),
                 arrival=arrival,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
@@ -229,8 +231,11 @@ class RequestParser:
             timeout=timeout,
             cumulative=keys.output_kind == CUMULATIVE,
             separate=self._is_tensorrt_llm,
-            name=wire.request_id,
+            name=self._limits.check_name("the request id", wire.request_id),
         )
+
+    def _name(self, fields: Mapping[str, Any], name: str) -> str:
+        return self._limits.check_name(name, _field(fields, name, to_text, "a string", ""))
 
     def _prepends(self, fields: Mapping[str, Any], inputs: Mapping[str, Any], stream: bool) -> bool:
         """Whether the output begins with the prompt: by the request, the model's default, or as in vllm_backend."""
@@ -252,7 +257,8 @@ class RequestParser:
         weak = _json_object("sampling_parameters", text) if text else parameters
         typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
         layers = [self._defaults, weak, typed]
-        return request_keys(layers, self._tokenizer, self._config.default_max_tokens, self._is_tensorrt_llm)
+        default_max_tokens = self._config.default_max_tokens
+        return request_keys(layers, self._tokenizer, self._limits, default_max_tokens, self._is_tensorrt_llm)
 
     def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
         """Resolve the seed, request the logprobs that the outputs need, check ranges."""
@@ -269,13 +275,7 @@ class RequestParser:
             params.validate(vocab_size=self._vocab_size)
         except ValueError as error:
             raise RequestError("INVALID_ARG", str(error)) from None
-        for name in ("logprobs", "prompt_logprobs"):
-            given = getattr(params, name)
-            if given is not None and (self._vocab_size if given == -1 else given) > self._max_logprobs:
-                raise RequestError(
-                    "INVALID_ARG",
-                    f"{name}={given} is more than the {self._max_logprobs} allowed; raise max_logprobs in model.json",
-                )
+        self._limits.check_params(params)
         return params
 
 

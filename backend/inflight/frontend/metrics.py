@@ -8,11 +8,14 @@ A call to a Triton metric is a message to the server process (about 18 microseco
 - What steps add to (gauges, blocks, histograms of tokens and steps) is published with it too, unless that would
   take more than `_SHARE` of the time; then, and between answers, by a thread.
 
-No metric is ever deleted: its series would vanish from under whoever watches it.
+No metric is ever deleted: its series would vanish from under whoever watches it.  An instance that leaves
+sets its gauges to 0.  They are the next instance's too, which may be there already, so gauges are set again
+in every period even if they have not changed.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -108,6 +111,15 @@ class _Published:
             self._metrics[key] = self._create(spec, labels, None)
         self.set(key, 1)
 
+    def set_again(self) -> None:
+        """Let the next values of the gauges through, even those that have not changed."""
+        self._values = dict.fromkeys(self._values, math.nan)
+
+    def clear(self) -> None:
+        """Set the gauges to 0."""
+        for key in self._values:
+            self.set(key, 0.0)
+
     def set(self, key: Any, value: float) -> None:
         if self._values.get(key) != value:
             self._metrics[key].set(value)
@@ -164,11 +176,13 @@ class Metrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Publish what is left and end the thread."""
+        """Publish what is left, end the thread and set the gauges to 0."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
+        with self._publishing:
+            self._published.clear()
 
     # -- counting --------------------------------------------------------------------------
 
@@ -275,6 +289,8 @@ class Metrics:
             if self._wake.wait(_PERIOD_SECONDS) and not self._stopping:
                 self._wake.clear()
                 time.sleep(min(_PERIOD_SECONDS, max(0.0, self._next_steps - self._clock())))
+            with self._publishing:
+                self._published.set_again()
             self.publish()
         self.publish()
 

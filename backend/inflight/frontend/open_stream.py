@@ -10,7 +10,7 @@ import numpy as np
 from inflight.engine.messages import SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
-from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["OpenStream", "Responder"]
@@ -51,7 +51,7 @@ class OpenStream:
         self.responder = responder
         self.arrival = time.monotonic() if message.arrival is None else message.arrival
         self.deadline = message.deadline
-        self.sequences = [SequenceOutput(request, tokenizer, index) for index in range(message.params.n)]
+        self.sequences = sequence_outputs(request, tokenizer)
         self.inbox: list[SequenceDelta] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.closed = False

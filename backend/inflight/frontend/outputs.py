@@ -12,9 +12,10 @@ import numpy as np
 
 from inflight.engine.messages import SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
-from inflight.frontend.text import IncrementalDetokenizer, StopChecker, Tokenizer
+from inflight.frontend.stop_strings import StopChecker, StopStrings
+from inflight.frontend.text import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["SequenceOutput", "response_outputs"]
+__all__ = ["SequenceOutput", "response_outputs", "sequence_outputs"]
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's servers write this instead
 
@@ -24,6 +25,10 @@ class SequenceOutput:
 
     A request may begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
     go on as if this object had taken those tokens itself, and none of them is sent again.
+
+    Args:
+        index: its place among the request's sequences.
+        stop: the request's stop strings, which its sequences share; made here if None.
 
     Attributes:
         ended: nothing more comes: it ended here, or before its request came here.
@@ -38,7 +43,9 @@ class SequenceOutput:
         end_sent: the response that says how it ended was made.
     """
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0) -> None:
+    def __init__(
+        self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0, stop: StopStrings | None = None
+    ) -> None:
         message = request.engine_request
         params = message.params
         self._detokenizer = (
@@ -46,7 +53,9 @@ class SequenceOutput:
             if params.detokenize
             else _NoText()
         )
-        self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._stop = (
+            StopChecker(stop or StopStrings(params.stop), params.include_stop_str_in_output) if params.stop else None
+        )
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._keeps_logprobs = request.shows_logprobs or "return_log_probs" in request.returns
@@ -157,6 +166,13 @@ class SequenceOutput:
             return logprobs
         self._sent.logprobs += logprobs
         return self._sent.logprobs
+
+
+def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[SequenceOutput]:
+    """The outputs of a request's n sequences."""
+    params = request.engine_request.params
+    stop = StopStrings(params.stop) if params.stop else None
+    return [SequenceOutput(request, tokenizer, index, stop) for index in range(params.n)]
 
 
 @dataclass(slots=True)

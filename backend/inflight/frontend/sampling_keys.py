@@ -15,22 +15,17 @@ from typing import Any
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
+from inflight.frontend.limits import Limits
 from inflight.frontend.text import Tokenizer
 
 __all__ = [
     "CUMULATIVE",
     "FINAL_ONLY",
-    "MAX_STOP_CHARS",
-    "MAX_STOP_ENTRIES",
-    "MAX_STOP_TOTAL",
     "SAMPLING_KEYS",
     "RequestKeys",
     "request_keys",
 ]
 
-MAX_STOP_ENTRIES = 1024
-MAX_STOP_CHARS = 4096
-MAX_STOP_TOTAL = 65536
 _LOGIT_BIAS_LIMIT = 100.0  # vLLM clamps there
 
 # Values of `output_kind`, in the order of vLLM's `RequestOutputKind`.
@@ -93,11 +88,7 @@ def to_text(value: Any) -> str:
 def to_texts(value: Any) -> list[str]:
     """Strings without the empty ones; a single string counts as a list of one."""
     texts = [to_text(entry) for entry in ([value] if isinstance(value, str) else value)]
-    texts = list(dict.fromkeys(filter(None, texts)))
-    longest = max(map(len, texts), default=0)
-    if len(texts) > MAX_STOP_ENTRIES or longest > MAX_STOP_CHARS or sum(map(len, texts)) > MAX_STOP_TOTAL:
-        raise _TooLong(f"{len(texts)} entries, {sum(map(len, texts))} characters, the longest {longest}")
-    return texts
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def to_ids(value: Any) -> list[int]:
@@ -105,14 +96,6 @@ def to_ids(value: Any) -> list[int]:
     if isinstance(value, str):
         value = json.loads(value)
     return list(dict.fromkeys(to_int(entry) for entry in (value if isinstance(value, list) else [value])))
-
-
-def to_stop_ids(value: Any) -> list[int]:
-    """`to_ids`, not too many."""
-    ids = to_ids(value)
-    if len(ids) > MAX_STOP_ENTRIES:
-        raise _TooLong(f"{len(ids)} entries")
-    return ids
 
 
 def to_output_kind(value: Any) -> int:
@@ -133,16 +116,8 @@ def to_logit_bias(value: Any) -> dict[int, float]:
     return {to_int(key): max(-limit, min(limit, to_float(bias))) for key, bias in value.items()}
 
 
-class _TooLong(ValueError):
-    """A list beyond the bounds; the message says how long it is."""
-
-
-_TEXTS = (
-    f"a string or a list of at most {MAX_STOP_ENTRIES} strings, of at most {MAX_STOP_CHARS} characters each "
-    f"and {MAX_STOP_TOTAL} in total"
-)
+_TEXTS, _IDS = (to_texts, "a string or a list of strings"), (to_ids, "a list of token ids")
 _INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
-_STOP_IDS = (to_stop_ids, f"a list of at most {MAX_STOP_ENTRIES} token ids")
 
 # Canonical key -> (conversion, what the value must be).
 SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -155,10 +130,10 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "presence_penalty": _FLOAT,
     "frequency_penalty": _FLOAT,
     "logit_bias": (to_logit_bias, "an object that maps token ids to numbers"),
-    "bad_words": (to_texts, _TEXTS),
-    "stop": (to_texts, _TEXTS),
-    "stop_token_ids": _STOP_IDS,
-    "allowed_token_ids": (to_ids, "a list of token ids"),
+    "bad_words": _TEXTS,
+    "stop": _TEXTS,
+    "stop_token_ids": _IDS,
+    "allowed_token_ids": _IDS,
     "end_id": _INT,
     "include_stop_str_in_output": _BOOL,
     "ignore_eos": _BOOL,
@@ -211,7 +186,11 @@ _IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
 
 def request_keys(
-    layers: list[Mapping[str, Any]], tokenizer: Tokenizer, default_max_tokens: int, is_tensorrt_llm: bool = False
+    layers: list[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    default_max_tokens: int,
+    is_tensorrt_llm: bool = False,
 ) -> RequestKeys:
     """Merge and convert a request's sampling keys.
 
@@ -223,10 +202,12 @@ def request_keys(
 
     Raises:
         RequestError: INVALID_ARG; an unknown key, or a value of the wrong type.
+        LimitError: a list that is too long.
     """
     values: dict[str, Any] = {"max_tokens": default_max_tokens}
     for layer in layers:
         values |= _canonical(layer)
+    limits.check_lists(values)
     values.pop("flat_logprobs", None)  # how vLLM keeps them in memory; vllm_backend's JSON is the same
     if (bad_words := values.pop("bad_words", None)) is not None:
         values["bad_words_ids"] = tokenizer.bad_words_ids(bad_words)
@@ -284,8 +265,6 @@ def _convert(key: str, name: str, value: Any) -> Any:
     convert, allowed = SAMPLING_KEYS[name]
     try:
         return convert(value)
-    except _TooLong as error:
-        raise RequestError("INVALID_ARG", f"{key} is too long ({error}): must be {allowed}") from None
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise RequestError("INVALID_ARG", f"{key}={shown(value)}: must be {allowed}") from None
 

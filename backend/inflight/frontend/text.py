@@ -1,4 +1,4 @@
-"""Text of a request: tokenising, incremental detokenisation, stop strings.  No torch, no Triton.
+"""Text of a request: tokenising and incremental detokenisation.  No torch, no Triton.
 
 `Tokenizer` reads a checkpoint's `tokenizer.json` with the `tokenizers` library.  A checkpoint
 without one (a slow tokenizer) goes through `transformers.AutoTokenizer`, which is imported only
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from inflight.hub import CheckpointFileError, checkpoint_file
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "TokenizerError", "read_text"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerError", "read_text"]
 
 _REPLACEMENT = "\ufffd"
 _PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
@@ -204,13 +204,9 @@ class Tokenizer:
 
     def bad_words_ids(self, words: Iterable[str]) -> list[list[int]]:
         """Token id sequences that spell each word, at the start of a text and after a space."""
-        found: list[list[int]] = []
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                ids = self.encode(text, add_special_tokens=False)
-                if ids and ids not in found:
-                    found.append(ids)
-        return found
+        texts = (text for word in words for text in (word, " " + word.lstrip()))
+        found = dict.fromkeys(tuple(self.encode(text, add_special_tokens=False)) for text in texts)
+        return [list(ids) for ids in found if ids]
 
 
 class IncrementalDetokenizer:
@@ -273,49 +269,3 @@ class IncrementalDetokenizer:
         elif len(self._pending) > _MAX_PENDING:  # a run of skipped special tokens
             self._pending = self._pending[-_PARTIAL_TOKENS:]
         return chunk
-
-
-class StopChecker:
-    """Finds the first stop string in a growing text, and holds back text that may become one.
-
-    The first to *end* wins, and of those the longest, so the result does not depend on how the
-    text is cut into chunks.
-
-    Args:
-        stop: non-empty strings.
-        include_stop_str: keep the matched string in the text.
-    """
-
-    def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
-        self._stop = stop
-        self._include = include_stop_str
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Returns (text that may be shown, matched stop string or None)."""
-        if not self._stop:
-            return text, None
-        text = self._held + text
-        self._held = ""
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, stop = min(found)
-            return text[: end if self._include else start], stop
-        cut = min(self._possible_start(text, stop) for stop in self._stop)
-        self._held = text[cut:]
-        return text[:cut], None
-
-    def flush(self) -> str:
-        """The text held back, for a sequence that ended without a match."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _possible_start(text: str, stop: str) -> int:
-        """First index from which the rest of `text` is a prefix of `stop`; `len(text)` if none."""
-        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while at >= 0:
-            if stop.startswith(text[at:]):
-                return at
-            at = text.find(stop[0], at + 1)
-        return len(text)

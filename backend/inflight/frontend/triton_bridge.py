@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from typing import Any
@@ -191,11 +192,23 @@ def log(level: str, line: str) -> None:
     write[level](f"[inflight] {line}")
 
 
-class _Metric:
-    """A Triton metric that keeps its family alive: collecting a family destroys its metrics."""
+def _never_deleted(triton_object: Any) -> Any:
+    """Take a reference that nobody returns.
 
-    def __init__(self, family: Any, metric: Any) -> None:
-        self._family = family
+    Triton's core gives two families of one name, and two metrics of one name and the same labels, the same
+    Prometheus object, and frees it with the first of them (24.10, and its main branch of today).  A model
+    that is loaded again under traffic has such a pair until its old instance is gone, and the next use ends
+    the server with SIGSEGV.  An object that outlives the interpreter is not deleted: what is left behind
+    is its name and labels in the server, once a load.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
+    return triton_object
+
+
+class _Metric:
+    """The calls of a Triton metric."""
+
+    def __init__(self, metric: Any) -> None:
         self.increment = metric.increment
         self.set = metric.set
         self.observe = metric.observe
@@ -210,7 +223,7 @@ def wants_metrics(model_config: dict[str, Any], config: EngineConfig) -> bool:
 
 
 def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:
-    """Register the metric families; `NoMetrics` if the server runs with `--allow-metrics=false`."""
+    """Register the metric families for good; `NoMetrics` if the server runs with `--allow-metrics=false`."""
 
     families: dict[str, Any] = {}
 
@@ -218,10 +231,10 @@ def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMe
         family = families.get(spec.name)
         if family is None:
             kind = getattr(pb_utils.MetricFamily, spec.kind)
-            family = pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind)
+            family = _never_deleted(pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind))
             families[spec.name] = family
         options: dict[str, Any] = {} if buckets is None else {"buckets": buckets}
-        return _Metric(family, family.Metric(labels={**labels, **more}, **options))
+        return _Metric(_never_deleted(family.Metric(labels={**labels, **more}, **options)))
 
     try:
         return Metrics(create, max_model_len)

@@ -344,10 +344,10 @@ def test_invalid_utf8_names_the_byte() -> None:
         ({"max_tokens": 0}, "max_tokens=0 is out of range"),
         ({"max_tokens": [1]}, "max_tokens=[1]: must be an integer"),
         ({"min_tokens": 20}, "min_tokens=20 is more than max_tokens=16"),
-        ({"n": 129}, "n=129 is out of range"),
-        ({"logprobs": 101}, "logprobs=101 is more than the 100 allowed; raise max_logprobs in model.json"),
-        ({"logprobs": -1}, "logprobs=-1 is more than the 100 allowed"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is more than the 100 allowed"),
+        ({"n": 129}, "n=129: at most 128 are allowed (max_n in model.json)"),
+        ({"logprobs": 101}, "logprobs=101: at most 100 are allowed (max_logprobs in model.json)"),
+        ({"logprobs": -1}, "logprobs=-1: at most 100 are allowed"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: at most 100 are allowed"),
         ({"logprobs": -2}, "logprobs=-2 is out of range"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": [5, VOCAB]}, "allowed_token_ids: token id 2560 is not in the vocabulary"),
@@ -366,12 +366,18 @@ def test_invalid_utf8_names_the_byte() -> None:
         ({"stream": "maybe"}, "stream='maybe': must be true or false"),
         ({"stop": 5}, "stop=5: must be a string or a list of"),
         ({"stop": ["a", 5]}, "stop=['a', 5]: must be"),
-        ({"stop": [str(i) for i in range(1025)]}, "stop is too long (1025 entries"),
-        ({"stop_words": "x" * 4097}, "stop_words is too long (1 entries, 4097 characters"),
-        ({"bad_words": [str(i) + "x" * 4000 for i in range(20)]}, "bad_words is too long (20 entries"),
+        (
+            {"stop": [str(i) for i in range(1025)]},
+            "stop has 1025 strings: at most 1024 are allowed (max_stop_strings in ",
+        ),
+        ({"stop_words": "x" * 4097}, "stop contains a string of 4097 characters, 'xxx"),
+        (
+            {"bad_words": [str(i) + "你" * 1500 for i in range(60)]},
+            "the strings of bad_words have 270110 bytes: at most 262144",
+        ),
         ({"stop_token_ids": "[1, 2560]"}, "stop_token_ids: token id 2560 is not in the vocabulary"),
         ({"stop_token_ids": "nope"}, "stop_token_ids='nope': must be a list"),
-        ({"stop_token_ids": list(range(1025))}, "stop_token_ids is too long (1025 entries)"),
+        ({"stop_token_ids": list(range(1025))}, "stop_token_ids has 1025 token ids: at most 1024"),
         ({"logit_bias": {"9999": 1}}, "logit_bias: token id 9999"),
         ({"logit_bias": {"1": float("inf")}}, "logit_bias={'1': inf}: must be an object"),
         ({"logit_bias": "[]"}, "logit_bias='[]': must be an object"),
@@ -457,12 +463,12 @@ def test_logprobs_may_be_a_boolean_as_tritons_openai_frontend_sends_it() -> None
 
 def test_max_logprobs_is_a_limit_that_model_json_sets() -> None:
     assert sampled({"logprobs": 100}).logprobs == 100
-    with pytest.raises(RequestError, match="logprobs=21 is more than the 20 allowed"):
+    with pytest.raises(RequestError, match="logprobs=21: at most 20 are allowed"):
         parse_with({"max_logprobs": 20}, {"logprobs": 21})
     for limit in (-1, VOCAB, VOCAB + 5):
         params = parse_with({"max_logprobs": limit}, {"logprobs": -1, "prompt_logprobs": -1}).engine_request.params
         assert (params.logprobs, params.prompt_logprobs) == (-1, -1)
-    with pytest.raises(RequestError, match="logprobs=-1 is more than the 2559 allowed"):
+    with pytest.raises(RequestError, match="logprobs=-1: at most 2559 are allowed"):
         parse_with({"max_logprobs": VOCAB - 1}, {"logprobs": -1})
 
 

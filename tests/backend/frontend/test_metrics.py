@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,11 @@ class Recorder:
         self.calls += 1
 
 
+def name_of(spec: MetricSpec, labels: dict[str, str]) -> str:
+    text = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    return spec.name + (f"{{{text}}}" if text else "")
+
+
 class Rig:
     """Metrics and what reached Triton; series are named as on /metrics."""
 
@@ -46,8 +52,7 @@ class Rig:
         self.metrics = Metrics(self.create, 2048, lambda: self.now)
 
     def create(self, spec: MetricSpec, labels: dict[str, str], buckets: list[float] | None) -> Recorder:
-        text = ",".join(f'{name}="{value}"' for name, value in labels.items())
-        name = spec.name + (f"{{{text}}}" if text else "")
+        name = name_of(spec, labels)
         assert name not in self.made, "created twice"
         self.made[name] = Recorder(spec, labels, buckets)
         return self.made[name]
@@ -390,3 +395,28 @@ def test_a_death_and_a_restart_are_counted_once(rig: Rig) -> None:
         each.metrics.publish()
     assert [each["inflight_engine_deaths_total"] for each in (rig, other)] == [1, 0]
     assert [each["inflight_engine_restarts_total"] for each in (rig, other)] == [0, 1]
+
+
+def test_an_instance_that_leaves_zeroes_its_gauges_and_the_next_one_sets_them_again(monkeypatch: Any) -> None:
+    """Both write the same Triton metrics, and during a reload the old one leaves after the new one has come."""
+    monkeypatch.setattr(module, "_PERIOD_SECONDS", 0.01)
+    old, new = Rig(), Rig()
+    new.made = old.made
+    new.metrics = Metrics(lambda spec, labels, buckets: old.made[name_of(spec, labels)], 2048)
+    for rig in (old, new):
+        rig.metrics.engine_ready(ready(40), again=False)
+        rig.step(running=3, blocks_used=10, blocks_free=30)
+    old.metrics.publish()
+    new.metrics.publish()
+    info = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="40"}'
+    old.metrics.stop()
+    assert {name for name, recorder in old.made.items() if recorder.spec.kind == "GAUGE" and recorder.value} == set()
+    counted = old["inflight_batch_size_count"]
+    new.metrics.start()
+    deadline = time.monotonic() + 20
+    while not (old["inflight_kv_blocks_free"] == 30 and old[info] == 1):
+        assert time.monotonic() < deadline, "the gauges of the new instance did not come back"
+        time.sleep(0.005)
+    new.metrics.stop()
+    assert old["inflight_kv_blocks_free"] == old[info] == 0
+    assert counted == old["inflight_batch_size_count"] == 2, "counters go on"

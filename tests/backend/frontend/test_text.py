@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from inflight.frontend.text import IncrementalDetokenizer, StopChecker, Tokenizer, TokenizerError, _Fast
+from inflight.frontend.text import IncrementalDetokenizer, Tokenizer, TokenizerError, _Fast
 
 SAMPLE = ["the quick brown fox jumps over the lazy dog, naïvely: 你好 😀 é"] * 3
 BYTE_LEVEL = demo_tokenizer()
@@ -95,39 +95,6 @@ def test_a_long_run_of_skipped_tokens_takes_no_memory() -> None:
         assert detokenizer.push([2]) == ""
     assert len(detokenizer._pending) < 20
     assert detokenizer.push(BYTE_LEVEL.encode(" b", add_special_tokens=False)) == " b"
-
-
-def stopped(text: str, stop: list[str], include: bool) -> tuple[str, str | None]:
-    """Reference: searches the whole text, character by character."""
-    for end in range(1, len(text) + 1):
-        found = [s for s in stop if text[:end].endswith(s)]
-        if found:
-            longest = max(found, key=len)
-            return text[: end if include else end - len(longest)], longest
-    return text, None
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    text=st.text("ab你", max_size=30),
-    stop=st.lists(st.text("ab你", min_size=1, max_size=4), max_size=4),
-    cuts=st.lists(st.integers(0, 40), max_size=10),
-    include=st.booleans(),
-)
-def test_stop_strings_do_not_depend_on_the_cuts(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
-    checker = StopChecker(stop, include)
-    shown, match = "", None
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    for a, b in pairwise(edges):
-        new, match = checker.push(text[a:b])
-        shown += new
-        if match is not None:
-            break
-        expected_hold = next(
-            (k for k in range(3, 0, -1) if any(s[:k] == text[:b][-k:] and k < len(s) for s in stop)), 0
-        )
-        assert len(shown) >= b - expected_hold, "more is held back than can become a stop string"
-    assert (shown + ("" if match else checker.flush()), match) == stopped(text, stop, include)
 
 
 def test_bad_words_are_encoded_with_and_without_a_space() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import threading
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from inflight.config import ConfigError
+from inflight.frontend.metric_specs import MetricSpec
 
 
 @pytest.fixture
@@ -161,6 +163,36 @@ def test_outputs_are_sent_in_the_declared_type_and_rank(bridge):
         "output_log_probs": (np.float32, (1, 1, 3)),
         "cum_log_probs": (np.float32, (1,)),
     }
+
+
+def test_a_metric_and_its_family_outlive_everybody_who_holds_them(bridge):
+    """Deleting one of two that Triton made of the same name and labels leaves the other one dangling."""
+    deleted = []
+
+    class Triton:
+        def __init__(self, **options):
+            self.name = options.get("name", "metric")
+
+        def __del__(self):
+            deleted.append(self.name)
+
+        def Metric(self, labels):
+            assert labels == {"model": "m"}
+            return Triton()
+
+        def increment(self, value): ...
+        def set(self, value): ...
+        def observe(self, value): ...
+
+    bridge.pb_utils.MetricFamily = Triton
+    Triton.GAUGE = 1
+    bridge.pb_utils.TritonModelException = RuntimeError
+    made = []
+    bridge.Metrics = lambda create, max_model_len: made.append(create(MetricSpec("g", "GAUGE", ""), {}, None))
+    bridge.create_metrics({"model": "m"}, 100)
+    made.clear()
+    gc.collect()
+    assert deleted == []
 
 
 class ModelConfig:

@@ -1,0 +1,390 @@
+#!/usr/bin/env python3
+"""What one valid request can do to another: a short canary beside expensive requests and beside plain ones.
+
+    python bench/fairness.py [--rounds 3] [--only logprobs --only n] [--list] [--output FILE]
+
+A real tritonserver serves the demo model.  The canary is a streamed request of 32 tokens; canaries run back to back,
+alone, and while a neighbour is served: an expensive request, or the same one without what makes it expensive.  A
+run's figure is its slowest canary, and the ratio compares medians over alternating runs.  The neighbour's client is a
+process of its own, so that what it receives delays no canary in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+
+REPOSITORY = common.HERE.parent / "model_repository"
+PROMPT = "The json module"
+CANARY = {"text_input": "How to read a file", "sampling": {"max_tokens": 32, "temperature": 0, "ignore_eos": True}}
+NUM_CANARIES = 5
+WIDTH = 48  # sequences of a neighbour
+TOKENS = 384  # of each
+CONTEXT = 2040
+
+Request = dict[str, Any]  # {"text_input" or "input_ids", "sampling", further inputs, "slow": whether nobody reads}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Attributes:
+    expensive, plain: what is compared; each request is one of the neighbour's.
+    """
+
+    expensive: list[Request]
+    plain: list[Request]
+
+
+def request(inputs: dict[str, Any] | None = None, **sampling: Any) -> Request:
+    base = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return {"text_input": PROMPT, **(inputs or {}), "sampling": {**base, **sampling}}
+
+
+def words(count: int, longest: int) -> list[str]:
+    """Distinct strings that no output contains."""
+    rng = random.Random(count)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return ["".join(rng.choices(letters, k=longest - 5)) + f"{number:05}" for number in range(count)]
+
+
+def pair(plain: Request, times: int = 1, inputs: dict[str, Any] | None = None, **more: Any) -> Kind:
+    """`plain`, and the same with more."""
+    expensive = {**plain, **(inputs or {}), "sampling": {**plain["sampling"], **more}}
+    return Kind([expensive] * times, [plain] * times)
+
+
+def kinds() -> dict[str, Kind]:
+    """Name -> what runs beside the canary.  Requests are valid with the default limits."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(REPOSITORY / "demo" / "1" / "checkpoint" / "tokenizer.json"))
+    rng = random.Random(0)
+    long_prompts = [[rng.randrange(3, 2560) for _ in range(CONTEXT)] for _ in range(8)]
+    letter = tokenizer.token_to_id("a")
+    byte = tokenizer.token_to_id("\u0122")  # 0x80, as byte-level tokenizers write it: alone it is no character
+    shows = {"return_logprobs": True}
+    wide = request(n=WIDTH, temperature=1.0, seed=1)
+    letters = request(n=WIDTH, allowed_token_ids=[letter])
+    prompts = [request({"text_input": None, "input_ids": prompt}, max_tokens=8) for prompt in long_prompts]
+    text = " ".join(words(3000, 30))
+    all_at_once = dict(logprobs=100, stop=words(1024, 60), bad_words=words(1024, 40), stop_token_ids=list(range(1000)))
+    return {
+        "n": pair(request(temperature=1.0, seed=1), n=WIDTH),
+        "stop": pair(wide, stop=words(1024, 60)),
+        "stop_near": pair(letters, stop=["a" * 63 + word for word in words(900, 8)]),
+        "bad_words": pair(wide, bad_words=words(1024, 60)),
+        "logprobs": pair(wide, inputs=shows, logprobs=100),
+        "logprobs_late": pair({**wide, "stream": False}, inputs=shows, logprobs=100),
+        "prompt_logprobs": Kind(
+            [
+                {**r, "return_prompt_logprobs": True, "sampling": {**r["sampling"], "prompt_logprobs": 100}}
+                for r in prompts
+            ],
+            prompts,
+        ),
+        "allowed_ids": pair(wide, allowed_token_ids=list(range(3, 2500))),
+        "logit_bias": pair(wide, logit_bias={str(i): 0.5 for i in range(3, 2500)}),
+        "stop_ids": pair(wide, stop_token_ids=list(range(1, 1025)), min_tokens=TOKENS),
+        "penalties": pair(wide, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+        "broken_text": Kind([request(n=WIDTH, allowed_token_ids=[byte])], [letters]),
+        "long_text": Kind([request({"text_input": text}, max_tokens=8, truncate_prompt_tokens=CONTEXT)] * 8, prompts),
+        "slow_reader": Kind([{**wide, "slow": True}], [wide]),
+        "together": pair(wide, inputs=shows, **all_at_once),
+    }
+
+
+# -- the clients ---------------------------------------------------------------------------
+
+
+def tensors(wanted: Request) -> list[Any]:
+    import numpy as np
+    import tritonclient.grpc as triton
+
+    dtypes = {"BYTES": np.object_, "INT64": np.int64, "BOOL": np.bool_}
+    inputs = []
+    values = {"stream": True, **wanted, "sampling_parameters": json.dumps(wanted["sampling"])}
+    for name, value in values.items():
+        if name in ("sampling", "slow") or value is None:
+            continue
+        kind = "BYTES" if isinstance(value, str) else "BOOL" if isinstance(value, bool) else "INT64"
+        elements = value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value]
+        array = np.array(elements, dtype=dtypes[kind])
+        inputs.append(triton.InferInput(name, array.shape, kind))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+class Stream:
+    """One gRPC stream; counts the requests that are answered."""
+
+    def __init__(self, address: str) -> None:
+        import tritonclient.grpc as triton
+
+        self._client = triton.InferenceServerClient(address)
+        self._client.start_stream(self._receive)
+        self._left = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def _receive(self, result: Any, error: Exception | None) -> None:
+        if error is not None:
+            self.error = error
+            self._left.release()
+        elif result.get_response().parameters["triton_final_response"].bool_param:
+            self._left.release()
+
+    def submit(self, wanted: Request) -> None:
+        self._client.async_stream_infer("demo", tensors(wanted), enable_empty_final_response=True)
+
+    def wait(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._left.acquire()
+            if self.error is not None:
+                raise self.error
+
+    def close(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+def open_without_reading(address: str, wanted: Request) -> socket.socket:
+    """A server-sent-events request whose answer stays in the socket."""
+    host, port = address.rsplit(":", 1)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    body = json.dumps({"text_input": wanted["text_input"], "stream": True, **wanted["sampling"]}).encode()
+    head = f"POST /v2/models/demo/generate_stream HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def be_neighbour(grpc_address: str, http_address: str) -> None:
+    """The neighbour's process: a line of requests in, "sent" and "done" or "stopped" out; "stop" cancels them."""
+    for line in sys.stdin:
+        requests = json.loads(line)
+        slow = [open_without_reading(http_address, wanted) for wanted in requests if wanted.get("slow")]
+        quick = [wanted for wanted in requests if not wanted.get("slow")]
+        stream = Stream(grpc_address)
+        for wanted in quick:
+            stream.submit(wanted)
+        print("sent", flush=True)
+        if not slow:
+            waiter = threading.Thread(target=_report, args=(stream, len(quick)), daemon=True)
+            waiter.start()
+        sys.stdin.readline()
+        for connection in slow:
+            connection.close()
+        stream.close()
+        print("stopped", flush=True)
+
+
+def _report(stream: Stream, count: int) -> None:
+    try:
+        stream.wait(count)
+    except Exception as error:
+        if "cancelled" not in str(error).lower():
+            print(f"error {error}", flush=True)
+        return
+    print("done", flush=True)
+
+
+class Neighbour:
+    """The other end of `be_neighbour`."""
+
+    def __init__(self, server: Any) -> None:
+        command = [sys.executable, __file__, "--neighbour", server.grpc_address, server.http_address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.done = threading.Event()
+        self._stopped = threading.Event()
+        self._sent = threading.Event()
+        self.error = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            word, _, rest = line.strip().partition(" ")
+            self.error = rest if word == "error" else self.error
+            {"sent": self._sent, "stopped": self._stopped}.get(word, self.done).set()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def start(self, requests: list[Request]) -> None:
+        for event in (self.done, self._stopped, self._sent):
+            event.clear()
+        self._write(json.dumps(requests))
+        self._sent.wait()
+
+    def stop(self) -> None:
+        self._write("stop")
+        self._stopped.wait()
+        if self.error:
+            raise RuntimeError(f"a neighbour's request failed: {self.error}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+# -- measurement ---------------------------------------------------------------------------
+
+
+class Memory:
+    """Peak resident memory of the server's processes, in MiB, since the last `reset`."""
+
+    def __init__(self, server: Any) -> None:
+        from inflight_tools.processes import session_members
+
+        self._pids = {pid: _role(pid) for pid in session_members(server.process.pid)}
+
+    def reset(self) -> None:
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark starts anew
+
+    def peaks(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for pid, role in self._pids.items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            kilobytes = int(status.split("VmHWM:")[1].split()[0])
+            found[role] = round(found.get(role, 0.0) + kilobytes / 1024, 1)
+        return found
+
+
+def _role(pid: int) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return "server" if "--model-repository" in command else "engine" if "inflight.worker" in command else "stub"
+
+
+class Bench:
+    """One server with its canary and its neighbour."""
+
+    def __init__(self, server: Any, neighbour: Neighbour) -> None:
+        self._neighbour = neighbour
+        self._stream = Stream(server.grpc_address)
+        self._memory = Memory(server)
+        for _ in range(10):
+            self.canary()
+        self._usual = statistics.median(self.canary() for _ in range(10))
+
+    def canary(self) -> float:
+        start = time.perf_counter()
+        self._stream.submit(CANARY)
+        self._stream.wait()
+        return time.perf_counter() - start
+
+    def alone(self) -> dict[str, Any]:
+        self._memory.reset()
+        times = [self.canary() for _ in range(NUM_CANARIES)]
+        return {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks()}
+
+    def beside(self, requests: list[Request]) -> dict[str, Any]:
+        """Canaries while the requests are served, NUM_CANARIES at most."""
+        self._memory.reset()
+        self._neighbour.start(requests)
+        time.sleep(0.02)  # from the client's socket to the server
+        times = [self.canary()]
+        while len(times) < NUM_CANARIES and not self._neighbour.done.is_set():
+            times.append(self.canary())
+        ended = self._neighbour.done.is_set()
+        self._neighbour.stop()
+        result = {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks(), "ended": ended}
+        self._settle()
+        return result
+
+    def _settle(self) -> None:
+        """Until what was cancelled is gone: three canaries in a row take about what they take alone."""
+        quiet, end = 0, time.monotonic() + 30
+        while quiet < 3 and time.monotonic() < end:
+            quiet = quiet + 1 if self.canary() < 1.5 * self._usual else 0
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def measure(kind: Kind, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Alternating runs on a server of its own: what one kind leaves behind is not the next one's."""
+    from inflight_tools.launcher import TritonServer
+
+    sides: dict[str, Callable[[Bench], dict[str, Any]]] = {
+        "alone": lambda bench: bench.alone(),
+        "plain": lambda bench: bench.beside(kind.plain),
+        "expensive": lambda bench: bench.beside(kind.expensive),
+    }
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=2)
+        )
+        neighbour = Neighbour(server)
+        stack.callback(neighbour.close)
+        bench = Bench(server, neighbour)
+        stack.callback(bench.close)
+        for _ in range(rounds):
+            for side, run in sides.items():
+                runs[side].append(run(bench))
+    return runs
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians of the runs' slowest canaries, their ratio, and the largest peak of memory, all processes together."""
+    medians = {side: statistics.median(run["slowest"] for run in of_side) for side, of_side in runs.items()}
+    peaks = {side: max(sum(run["peak_mib"].values()) for run in of_side) for side, of_side in runs.items()}
+    return {
+        "seconds": medians,
+        "ratio": medians["expensive"] / medians["plain"],
+        "peak_mib": peaks,
+        "by_process": {
+            role: max(run["peak_mib"].get(role, 0.0) for run in runs["expensive"])
+            for role in ("server", "stub", "engine")
+        },
+    }
+
+
+def main() -> None:
+    if "--neighbour" in sys.argv:
+        return be_neighbour(*sys.argv[2:4])
+    parser = common.parser(__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", help="measure this kind; may be given several times")
+    parser.add_argument("--list", action="store_true", help="name the kinds")
+    args = parser.parse_args()
+    known = kinds()
+    if args.list:
+        return print("\n".join(known))
+    unknown = set(args.only or ()) - known.keys()
+    if unknown:
+        parser.error(f"--only {min(unknown)}: the kinds are {', '.join(known)}")
+    runs, results = {}, {}
+    print(f"{common.machine()}, medians over {args.rounds} alternating runs of the slowest of {NUM_CANARIES} canaries")
+    print(
+        f"{'':<16}{'alone':>9}{'plain':>9}{'expensive':>11}{'ratio':>8}{'MiB alone':>11}{'plain':>8}{'expensive':>11}"
+    )
+    for name in args.only or known:
+        runs[name] = measure(known[name], args.rounds)
+        result = results[name] = summary(runs[name])
+        seconds, peaks = result["seconds"], result["peak_mib"]
+        print(
+            f"{name:<16}{seconds['alone']:>8.3f}s{seconds['plain']:>8.3f}s{seconds['expensive']:>10.3f}s"
+            f"{result['ratio']:>8.2f}{peaks['alone']:>11.0f}{peaks['plain']:>8.0f}{peaks['expensive']:>11.0f}",
+            flush=True,
+        )
+    common.record(args.output, runs, {"rounds": args.rounds, "only": args.only}, results=results)
+
+
+if __name__ == "__main__":
+    main()
