@@ -279,7 +279,7 @@ BAD_BODIES = [
     ({"text_input": "a", "stream": "yes"}, "boolean"),
     ({"text_input": "a", "temprature": 1}, "did you mean 'temperature'?"),
     ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
-    ({"text_input": "a", "parameters": {"control": "drain"}}, "control='drain': must be"),
+    ({"text_input": "a", "parameters": {"control": "x"}}, "control='x': must be"),
     ({"text_input": "a", "stop": ["x"] * 2 + [str(i) for i in range(2000)]}, "stop has 2001 strings: at most 1024"),
     ({"text_input": "a", "stop_token_ids": [99999]}, "not in the vocabulary"),
     ({"text_input": "a", "logit_bias": "{"}, "logit_bias='{': must be an object"),

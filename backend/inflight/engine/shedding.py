@@ -18,6 +18,7 @@ waiting prompts come on top of the decodes.  Expected outputs are those of the l
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -25,7 +26,7 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.in_time import InTimeAdmission
-from inflight.engine.request import Request
+from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.step import SchedulerOutput
 
@@ -76,6 +77,24 @@ class _Pace:
         return self.mean - self.per_prompt_token * self._tokens
 
 
+class _Error:
+    """By which factor requests wait longer than was foretold: those that come later may pass them.
+
+    Attributes:
+        factor: 1 at first, and at least.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._foretold = self._waited = 0.0
+
+    def observe(self, foretold: float, waited: float) -> None:
+        keep = 1.0 - 1.0 / _MEMORY
+        self._foretold = self._foretold * keep + foretold
+        self._waited = self._waited * keep + waited
+        self.factor = max(1.0, self._waited / self._foretold)
+
+
 class Shedding:
     """Judges arrivals.
 
@@ -94,6 +113,9 @@ class Shedding:
         self._lengths = admission.lengths
         self._admission = admission
         self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
+        admission.on_start = self._started
+        self._foretold: OrderedDict[Request, tuple[float, float]] = OrderedDict()  # arrival, and seconds to wait
+        self._error = _Error()
         self._last = 0.0  # when the last step ended
         self._computed = 1.0  # share of the prompts that the prefix cache does not hold
         self._queries = self._hits = 0
@@ -117,6 +139,21 @@ class Shedding:
             self._hits, self._queries = pool.num_prefix_hits, pool.num_prefix_queries
             self._computed += 0.1 * (1.0 - hits / queries - self._computed)
 
+    def _started(self, request: Request) -> None:
+        """A request runs from now on."""
+        found, now = self._foretold.pop(request, None), self._clock()
+        if found is not None:
+            arrival, wait = found
+            self._error.observe(wait, now - arrival)
+        while self._foretold:  # those that never started
+            oldest, (arrival, wait) = next(iter(self._foretold.items()))
+            assert oldest.deadline is not None
+            if oldest.status is Status.WAITING and oldest.deadline > now:
+                break
+            del self._foretold[oldest]
+            if oldest.deadline <= now:
+                self._error.observe(wait, max(wait, oldest.deadline - arrival))
+
     # -- what is predicted -----------------------------------------------------------------
 
     def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
@@ -132,9 +169,13 @@ class Shedding:
             return None
         if first.num_given_tokens > first.num_prompt_tokens:  # it goes on: what it has must not be lost
             return None
-        waits, end = self._predict(sequences)
-        left = first.deadline - self._clock()
-        if not waits or end * (1.0 - _MARGIN) <= left:
+        wait, own = self._predict(sequences)
+        if not wait:
+            return None
+        now = self._clock()
+        end, left = wait * self._error.factor + own, first.deadline - now
+        if end * (1.0 - _MARGIN) <= left:
+            self._foretold[first] = now, wait
             return None
         text = (
             f"the queue is too long for the request's deadline: it would end in about {end:.1f} s, "
@@ -146,27 +187,28 @@ class Shedding:
     def _knows(self) -> bool:
         return self._pace.num_steps >= _WARM_UP and self._lengths.num_seen >= _WARM_UP_ENDED
 
-    def _predict(self, sequences: Sequence[Request]) -> tuple[bool, float]:
-        """Whether the sequences have to wait, and the seconds until the last of them ends."""
+    def _predict(self, sequences: Sequence[Request]) -> tuple[float, float]:
+        """Seconds until the last of the sequences starts, 0 if all can at once; and seconds that they take."""
         scheduler, first = self._scheduler, sequences[0]
         ahead = _with_children(scheduler.running, scheduler.waiting.ahead(first))
         yielding = set(scheduler.waiting.outranked(first, scheduler.running))
         running = [request for request in scheduler.running if request not in yielding]
-        waits, end = self._place(sequences, ahead, running, self._slots)
+        wait, own = self._place(sequences, ahead, running, self._slots)
         cap = self._caps.get(first.tenant, self._caps.get("*"))
         if cap is not None and cap < self._slots:  # its tenant's slots are fewer
             ahead, running = ([r for r in some if r.tenant == first.tenant] for some in (ahead, running))
-            own_waits, own_end = self._place(sequences, ahead, running, cap)
-            waits, end = waits or own_waits, max(end, own_end)
-        return waits, end
+            wait = max(wait, self._place(sequences, ahead, running, cap)[0])
+        return wait, own
 
     def _place(
         self, sequences: Sequence[Request], ahead: Sequence[Request], running: Sequence[Request], slots: int
-    ) -> tuple[bool, float]:
+    ) -> tuple[float, float]:
         """As `_predict`, on `slots` slots, some of which the `running` requests hold."""
-        if len(running) + len(ahead) + len(sequences) <= slots:
-            return False, 0.0
         pace, now = self._pace, self._clock()
+        own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
+        own += self._length(sequences[-1]) * pace.mean
+        if len(running) + len(ahead) + len(sequences) <= slots:
+            return 0.0, own
         step = max(pace.mean, 1e-9)
 
         def steps(request: Request, start: float) -> float:
@@ -184,14 +226,10 @@ class Shedding:
             taken = steps(request, free_at[0])
             prompt_tokens += request.num_tokens if taken else 0
             heapq.heapreplace(free_at, free_at[0] + taken)
-        start = free_at[0]
-        scale = max(1.0, len(ahead) / _MAX_AHEAD)
-        waiting = scale * (start * pace.base + prompt_tokens * self._computed * pace.per_prompt_token)
         for request in sequences:
-            turn = heapq.heapreplace(free_at, free_at[0] + self._length(request))
-        own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
-        own += self._length(sequences[-1]) * pace.mean
-        return turn > 0, waiting + (turn - start) * pace.base + own
+            start = heapq.heapreplace(free_at, free_at[0] + self._length(request))
+        scale = max(1.0, len(ahead) / _MAX_AHEAD)
+        return scale * (start * pace.base + prompt_tokens * self._computed * pace.per_prompt_token), own
 
     def _length(self, request: Request) -> float:
         """Output tokens that the request itself yields, in all likelihood."""

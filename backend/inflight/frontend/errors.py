@@ -57,8 +57,6 @@ def refusal_of(error: RequestError) -> str:
     """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
     by_code = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused"}
     return error.ending or by_code.get(error.code, "failed")
-        error.code, "failed"
-    )
 
 
 def shown(value: Any) -> str:

@@ -441,7 +441,8 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
     rig = Rig(tmp_path / "control.json").start()
     triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
-    triton_model._drain = triton_model._status = types.SimpleNamespace(stop=lambda: None)
+    nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
+    triton_model._drain = triton_model._status = triton_model._departure = triton_model._page = nothing
     rig.order(answer="never")
     client = RecordingClient()
     relay(rig.ask(), rig.streams, client)

@@ -15,7 +15,7 @@ from inflight.engine.request import Request
 __all__ = ["InTimeAdmission"]
 
 # The frontend ends late requests, and aborts them here; if it has not within this time, the engine does.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 1.0
 
 
 class InTimeAdmission:
@@ -26,6 +26,7 @@ class InTimeAdmission:
     Attributes:
         blocked: in this step a request did not find room beside the running ones.
         lengths: of the outputs of the last requests that ended.
+        on_start: is told of each request that starts, or goes on.
     """
 
     def __init__(self, inner: AdmissionPolicy, clock: Callable[[], float]) -> None:
@@ -33,8 +34,12 @@ class InTimeAdmission:
         self._clock = clock
         self.blocked = False
         self.lengths = OutputLengths()
-        self.admitted = inner.admitted
+        self.on_start: Callable[[Request], None] = lambda request: None
         self.left = inner.left
+
+    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
+        self.on_start(request)
+        self._inner.admitted(request, prefix, pool)
 
     def ended(self, request: Request) -> None:
         """One that was aborted counts as long as those that outlived it did (Kaplan and Meier's estimate, by a draw):
