@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.victims": _POLICIES,
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
-    "engine.policies.in_time": _POLICIES,
+    "engine.policies.in_time": {"engine.policies.admission", *_POLICIES},
     "engine.shedding": {
         "config",
         "engine.policies.admission",

@@ -7,7 +7,7 @@ what was computed for those that miss it is lost.  So an arrival is given a slot
     queue      the requests that are ahead of it (`OrderPolicy.ahead`): each takes the slot that is free first
     arrival    starts when it is its turn, and takes its own expected time
 
-It is refused if it has to wait, and would end after its deadline by more than a margin.  One that could start at once
+It is refused if it has to wait, and would end after its deadline.  One that could start at once
 is never refused, nor is any before `_WARM_UP` steps have been seen: there is nothing to judge by.
 
 What a step takes is measured (`_Pace`): its time without prompts, and the time of a prompt token, separately, since
@@ -35,8 +35,9 @@ __all__ = ["Shedding"]
 _WARM_UP = 20  # steps before anything is predicted
 _WARM_UP_ENDED = 8  # requests that ended, likewise
 _MEMORY = 100  # steps after which an observation weighs 1/e
-_LIKELIHOOD = 0.8  # that an arrival yields no more output than it is judged by: with the mean, half of them end late
-_MARGIN = 0.1  # share of the predicted time by which predictions may be too long
+_LATE_SHARE = 0.1  # of the requests that are let in to wait
+_GAIN = 0.005  # small: what becomes of a request is known seconds later, and hundreds are under way
+_LEAST, _MOST = 0.9, 5.0
 _MAX_OUTPUT = 2**31
 _MAX_AHEAD = 2048  # requests that are placed one by one; the rest count as their mean
 
@@ -77,22 +78,23 @@ class _Pace:
         return self.mean - self.per_prompt_token * self._tokens
 
 
-class _Error:
-    """By which factor requests wait longer than was foretold: those that come later may pass them.
+class _Caution:
+    """By how much predictions are stretched, so that about a tenth of the requests that waited end late.
+
+    Learned from what becomes of them: others pass them in line, outputs are longer than those that ended in time
+    suggest, the machine slows down.  A tenth late is where as many are let in as can be.
 
     Attributes:
-        factor: 1 at first, and at least.
+        factor: of the predicted time, 1 at first.
     """
 
     def __init__(self) -> None:
         self.factor = 1.0
-        self._foretold = self._waited = 0.0
 
-    def observe(self, foretold: float, waited: float) -> None:
-        keep = 1.0 - 1.0 / _MEMORY
-        self._foretold = self._foretold * keep + foretold
-        self._waited = self._waited * keep + waited
-        self.factor = max(1.0, self._waited / self._foretold)
+    def observe(self, late: bool) -> None:
+        """A request that had to wait, and was let in, ended: `late`, or in time."""
+        factor = self.factor * (1.0 + _GAIN * (1.0 - _LATE_SHARE) if late else 1.0 - _GAIN * _LATE_SHARE)
+        self.factor = min(max(factor, _LEAST), _MOST)
 
 
 class Shedding:
@@ -113,9 +115,9 @@ class Shedding:
         self._lengths = admission.lengths
         self._admission = admission
         self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
-        admission.on_start = self._started
-        self._foretold: OrderedDict[Request, tuple[float, float]] = OrderedDict()  # arrival, and seconds to wait
-        self._error = _Error()
+        admission.on_end = self._ended
+        self._caution = _Caution()
+        self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of those that were let in to wait
         self._last = 0.0  # when the last step ended
         self._computed = 1.0  # share of the prompts that the prefix cache does not hold
         self._queries = self._hits = 0
@@ -139,20 +141,22 @@ class Shedding:
             self._hits, self._queries = pool.num_prefix_hits, pool.num_prefix_queries
             self._computed += 0.1 * (1.0 - hits / queries - self._computed)
 
-    def _started(self, request: Request) -> None:
-        """A request runs from now on."""
-        found, now = self._foretold.pop(request, None), self._clock()
-        if found is not None:
-            arrival, wait = found
-            self._error.observe(wait, now - arrival)
-        while self._foretold:  # those that never started
-            oldest, (arrival, wait) = next(iter(self._foretold.items()))
-            assert oldest.deadline is not None
-            if oldest.status is Status.WAITING and oldest.deadline > now:
-                break
-            del self._foretold[oldest]
-            if oldest.deadline <= now:
-                self._error.observe(wait, max(wait, oldest.deadline - arrival))
+    def _ended(self, request: Request) -> None:
+        """A request that ran has ended, by itself or aborted."""
+        deadline = self._foretold.pop(request, None)
+        if deadline is not None:
+            self._caution.observe(self._clock() >= deadline)
+
+    def _forget_late(self) -> None:
+        """Those that never ran; called when one arrives."""
+        now = self._clock()
+        while self._foretold:
+            request, deadline = next(iter(self._foretold.items()))
+            if request.status is Status.RUNNING or (request.status is Status.WAITING and deadline > now):
+                return
+            del self._foretold[request]
+            if deadline <= now:
+                self._caution.observe(True)
 
     # -- what is predicted -----------------------------------------------------------------
 
@@ -172,10 +176,10 @@ class Shedding:
         wait, own = self._predict(sequences)
         if not wait:
             return None
-        now = self._clock()
-        end, left = wait * self._error.factor + own, first.deadline - now
-        if end * (1.0 - _MARGIN) <= left:
-            self._foretold[first] = now, wait
+        end, left = (wait + own) * self._caution.factor, first.deadline - self._clock()
+        self._forget_late()
+        if end <= left:
+            self._foretold[first] = first.deadline
             return None
         text = (
             f"the queue is too long for the request's deadline: it would end in about {end:.1f} s, "
@@ -232,8 +236,8 @@ class Shedding:
         return scale * (start * pace.base + prompt_tokens * self._computed * pace.per_prompt_token), own
 
     def _length(self, request: Request) -> float:
-        """Output tokens that the request itself yields, in all likelihood."""
-        return self._lengths.quantile(_LIKELIHOOD, request.max_total_tokens - request.num_prompt_tokens)
+        """Output tokens that the request itself is expected to yield: a mean, not a draw."""
+        return self._lengths.mean(request.max_total_tokens - request.num_prompt_tokens)
 
     def _hinted(self, failure: RequestFailed, count: int) -> RequestFailed:
         """With the time until as many sequences more have ended; without, while that is unknown."""

@@ -80,10 +80,6 @@ class OutputLengths:
         total = sum(self._sorted[:shorter]) + (len(self._sorted) - shorter) * limit
         return total / len(self._sorted) if self._sorted else limit
 
-    def quantile(self, share: float, limit: int) -> int:
-        """The output that this share of those requests did not exceed, cut at `limit`, which it is at first."""
-        return min(self._sorted[int(share * len(self._sorted))], limit) if self._sorted else limit
-
     def likely(self, request: Request) -> int:
         """As `expected`, but a guess only where nothing is known: for a sum over many requests."""
         num_tokens = request.num_tokens - request.num_prompt_tokens

@@ -26,37 +26,35 @@ class InTimeAdmission:
     Attributes:
         blocked: in this step a request did not find room beside the running ones.
         lengths: of the outputs of the last requests that ended.
-        on_start: is told of each request that starts, or goes on.
+        on_end: is told of each request that ran and ended, by itself or aborted.
     """
 
     def __init__(self, inner: AdmissionPolicy, clock: Callable[[], float]) -> None:
-        self._inner = inner
+        self.inner = inner
         self._clock = clock
         self.blocked = False
         self.lengths = OutputLengths()
-        self.on_start: Callable[[Request], None] = lambda request: None
+        self.on_end: Callable[[Request], None] = lambda request: None
+        self.admitted = inner.admitted
         self.left = inner.left
-
-    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
-        self.on_start(request)
-        self._inner.admitted(request, prefix, pool)
 
     def ended(self, request: Request) -> None:
         """One that was aborted counts as long as those that outlived it did (Kaplan and Meier's estimate, by a draw):
         under load it is the long ones that are aborted, and what ends would seem ever shorter."""
         by_itself = request.num_tokens >= request.max_total_tokens or request.token_ids[-1] in request.stop_ids
         self.lengths.add(request.num_output_tokens if by_itself else self.lengths.likely(request))
-        self._inner.ended(request)
+        self.on_end(request)
+        self.inner.ended(request)
 
     def begin(self) -> None:
         self.blocked = False
-        self._inner.begin()
+        self.inner.begin()
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
         if request.deadline is not None and not request.num_preemptions and self._clock() >= request.deadline:
             return NotYet("a free slot, past its deadline", _GRACE_SECONDS)
-        answer = self._inner.admits(request, prefix, running, pool)
+        answer = self.inner.admits(request, prefix, running, pool)
         self.blocked = self.blocked or answer is False
         return answer
