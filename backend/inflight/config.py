@@ -164,9 +164,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
-        stream_interval: new tokens that a streaming response waits for, after the first response of its request.
-            A response costs server, backend and client about 0.5 ms of CPU time together: with few cores and a
-            small model, 4 or 8 leaves more of it to the engine.
+        stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
+            every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
+            than a few percent of its cores; then the responses of a stream are up to 50 ms or 8 tokens apart, as the
+            number of streams and the measured cost of a response demand. See docs/latency.md.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
             checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for
@@ -203,6 +204,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
+        max_replays: when the engine process dies, the next one goes on with its requests. A request fails once it was
+            the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
+            ran when the engine died fails.
+        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. One that
+            does not is killed and replaced, and its requests go on. A step that by its size takes longer than usual
+            has ten times the usual time.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
             would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
@@ -246,7 +253,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[Annotated[int, Meta(ge=-_MAX_COUNT - 1, le=_MAX_COUNT)], PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
-    stream_interval: _PositiveInt = 1
+    stream_interval: _PositiveInt | Literal["auto"] = "auto"
     default_max_tokens: _PositiveInt = 16
     generation_config: str | None = None
     max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
@@ -271,6 +278,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
+    max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
+    engine_timeout: _Seconds = 60.0
     engine_start_timeout: _Seconds = 600.0
     shed_on_predicted_wait: bool = True
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0

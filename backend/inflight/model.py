@@ -35,7 +35,9 @@ from inflight.frontend.control import Control, relay
 from inflight.frontend.departure import Departure
 from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError
+from inflight.frontend.intake import Intake
 from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.pacing import pacing_for
 from inflight.frontend.placement import placement
 from inflight.frontend.server_probe import ServerProbe
 from inflight.frontend.state_page import StatePage
@@ -83,7 +85,7 @@ class TritonPythonModel:
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
-        self._parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size)
+        parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids)
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)
@@ -96,19 +98,25 @@ class TritonPythonModel:
             tally,
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
-            interval=config.stream_interval,
+            interval=1 if config.stream_interval == "auto" else config.stream_interval,
             log_info=lambda line: bridge.log("info", line),
+            pacing=pacing_for(config, ready.device),
+            max_replays=config.max_replays,
         )
+        self._intake = Intake(parser.parse, self._streams, lambda line: bridge.log("error", line))
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
         self._page = StatePage(f"{identity.model} {identity.version} {identity.instance}")
         self._drain = Drain(self._streams, config.drain_timeout, bridge.log, self._page.set)
-        self._status = Status(identity, ready, self._supervisor, self._streams, self._drain, tally)
+        self._status = Status(
+            identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
+        )
         self._control = Control(self._supervisor.ask, self._status, self._drain)
         self._metrics.start()
         self._streams.start()
+        self._intake.start()
         self._status.start()
         probe = ServerProbe(identity.model, identity.version, os.getppid())
         self._departure = Departure(
@@ -125,7 +133,7 @@ class TritonPythonModel:
         """Take requests; the streams' sender thread sends every response.  Never raises."""
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
-            try:
+            with self._intake.errors_to(responder):
                 wire = bridge.read_request(request)
                 answer = self._control.answer(wire)
                 if answer is not None:
@@ -133,15 +141,7 @@ class TritonPythonModel:
                     continue
                 if self._checks_health:
                     self._check_health()
-                self._streams.open(self._parser.parse(wire), responder)
-            except RequestError as error:
-                self._streams.reject(responder, error)
-            except BaseException as error:  # a bug or a tokenizer's panic must not affect the other requests
-                if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                    raise
-                message = f"{type(error).__name__}: {error}"
-                bridge.log("error", f"while reading a request: {message}")
-                self._streams.reject(responder, RequestError("INTERNAL", message))
+                self._intake.take(wire, responder)
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
@@ -160,6 +160,7 @@ class TritonPythonModel:
         """End the engine process and the threads."""
         self._departure.stop()
         self._drain.stop()
+        self._intake.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
         self._status.stop()
         self._page.close()

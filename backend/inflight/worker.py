@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,12 +37,15 @@ from inflight.engine.messages import (
     EngineReady,
     GetStats,
 )
+from inflight.engine.pulse import Pulse, PulsingRunner
 from inflight.runner.cpu_threads import available_cpus
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
 
 __all__ = ["main", "settle_garbage_collector"]
+
+_IDLE_BEAT_SECONDS = 1.0
 
 
 def _step_trace(core: EngineCore, question: DumpTrace) -> bytes:
@@ -59,7 +62,7 @@ _HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {
 }
 
 
-def _load(owner: Frontend, config: EngineConfig) -> tuple[EngineCore, EngineReady] | None:
+def _load(owner: Frontend, config: EngineConfig, pulse: Pulse) -> tuple[EngineCore, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     from inflight.engine.core import EngineCore
     from inflight.loading.loader import LoadError
@@ -87,7 +90,7 @@ def _load(owner: Frontend, config: EngineConfig) -> tuple[EngineCore, EngineRead
         attention_backend=info.attention_backend,
         load_seconds=info.load_seconds,
     )
-    return EngineCore(config, runner), ready
+    return EngineCore(config, PulsingRunner(runner, pulse)), ready
 
 
 def settle_garbage_collector() -> None:
@@ -102,13 +105,19 @@ def settle_garbage_collector() -> None:
     gc.enable()
 
 
-def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox) -> None:
+def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -> None:
     """Step while there is work; sleep on the inbox while there is none."""
     while True:
         while not inbox.empty() or not core.has_work:
-            sender, message = inbox.get()
+            pulse.beat()
+            try:
+                sender, message = inbox.get(timeout=_IDLE_BEAT_SECONDS)
+            except Empty:
+                continue
             if isinstance(message, AddRequest):
+                pulse.taking(message.request_id)
                 failure = core.add_request(message)
+                pulse.taking(None)
                 if failure is not None:
                     sender.send(failure)
             elif isinstance(message, AbortRequest):
@@ -121,6 +130,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox) -> None:
                 _abort(core, frontends, frontends.leave(sender))
             else:
                 return
+        pulse.beat()
         _step(core, frontends)
 
 
@@ -157,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
+    parser.add_argument("--pulse-fd", type=int, help="shared memory in which to show what this process does")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
@@ -164,6 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     connection = Connection(args.fd)
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
+    slots = config.max_num_seqs
+    pulse = Pulse(Pulse.create(slots) if args.pulse_fd is None else args.pulse_fd, slots)
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
     # take a core from the thread that the barrier waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -174,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
     gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
     try:
-        loaded = _load(owner, config)
+        loaded = _load(owner, config, pulse)
         if loaded is None:
             return 1
         core, ready = loaded
@@ -182,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
-        _serve(core, Frontends(core.live_ids, ready), inbox)
+        _serve(core, Frontends(core.live_ids, ready), inbox, pulse)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone: there is nobody to tell
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from inflight_client.client import Client
-from inflight_client.endpoint import find_endpoint
+from inflight_client.endpoint import find_endpoints
 from inflight_client.errors import InflightError, ServerUnreachableError
 
 __all__ = ["generate"]
@@ -24,7 +24,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the result with its t
 def generate(
     prompt: _Prompt,
     url: Annotated[
-        str | None, typer.Option(help="Triton's gRPC or HTTP address.", show_default="127.0.0.1:8001")
+        str | None,
+        typer.Option(
+            help="Triton's gRPC or HTTP address; several, separated by commas: the next one continues what is cut off.",
+            show_default="127.0.0.1:8001",
+        ),
     ] = None,
     protocol: Annotated[
         str | None, typer.Option(help="grpc or http.", show_default="the one that answers at --url")
@@ -60,9 +64,10 @@ def generate(
     options["one_response"] = not stream and not json_  # the timings in the JSON need a stream
     options |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     try:
+        urls: str | list[str] | None = url
         if url is not None and protocol is None:
-            protocol, url = find_endpoint(url)
-        with Client(url, protocol=protocol or "grpc", model=model) as client:  # type: ignore[arg-type]
+            protocol, urls = find_endpoints(url)
+        with Client(urls, protocol=protocol or "grpc", model=model) as client:  # type: ignore[arg-type]
             _show(client, options, live=stream, as_json=json_)
     except ValueError as error:
         _fail(str(error), 2)

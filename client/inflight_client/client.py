@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from inflight_client.connection import Connection, ConnectionOptions, Protocol
+from inflight_client.endpoints import split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
 from inflight_client.request import GenerationRequest, Message, RequestOptions
 from inflight_client.results import GenerationResult
 from inflight_client.retry import RetryPolicy
+from inflight_client.servers import AsyncServers, BlockingServers
 from inflight_client.stream import AsyncStream, Stream
-from inflight_client.transport_grpc import AsyncGrpcTransport, GrpcTransport
-from inflight_client.transport_http import AsyncHttpTransport, HttpTransport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ __all__ = ["AsyncClient", "Client"]
 class _BaseClient:
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         *,
         protocol: Protocol = "grpc",
         model: str = "demo",
@@ -39,30 +39,29 @@ class _BaseClient:
     ) -> None:
         """Connects on the first call.
 
+        With several servers, each attempt goes to the first that did not fail lately (`Endpoints`), and a stream that
+        is interrupted is continued on the next: its result equals that of a stream that was not.  The servers must
+        serve the same checkpoint in the same way.
+
         Args:
-            url: `host:port`; None means 127.0.0.1 and Triton's default port for the protocol.
-            protocol: "grpc" (port 8001) or "http" (port 8000).
+            url: `host:port`; None means 127.0.0.1 and Triton's default port for the protocol.  Several servers are
+                separated by commas, or a list, the preferred one first.
+            protocol: "grpc" (port 8001) or "http" (port 8000), of all servers.
             model: default model.
             timeout: default limit for a request in seconds; None for no limit.
-            retries: what to do while the server is unavailable; None means `RetryPolicy()`.
+            retries: what to do while a server is unavailable; None means `RetryPolicy()`.
             options: headers and TLS, see `ConnectionOptions`.
 
         Raises:
             ValueError, TypeError: see `Connection.build`.
         """
-        self.connection = Connection.build(url, protocol, options)
         self.model = model
         self.timeout = timeout
         self.retries = retries or RetryPolicy()
-        self._closed = False
-        self._connect()
+        self._connect([Connection.build(one, protocol, options) for one in split_urls(url)])
 
-    def _connect(self) -> None:
+    def _connect(self, connections: list[Connection]) -> None:
         raise NotImplementedError
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"the client for {self.connection.address} is closed; create a new one")
 
     def _request(self, prompt: str | None, messages: Any, input_ids: Any, options: Any) -> GenerationRequest:
         return GenerationRequest.build(prompt, messages, input_ids, options, model=self.model, timeout=self.timeout)
@@ -86,14 +85,8 @@ class Client(_BaseClient):
     Threads may share it; requests are independent of each other and are cancelled one by one.
     """
 
-    def _connect(self) -> None:
-        transport = GrpcTransport if self.connection.protocol == "grpc" else HttpTransport
-        self._opened: GrpcTransport | HttpTransport = transport(self.connection)
-
-    @property
-    def _transport(self) -> GrpcTransport | HttpTransport:
-        self._check_open()
-        return self._opened
+    def _connect(self, connections: list[Connection]) -> None:
+        self._servers = BlockingServers(connections, self.retries.stall_timeout)
 
     def stream(
         self,
@@ -115,7 +108,7 @@ class Client(_BaseClient):
             ValueError, TypeError: see `GenerationRequest.build`.  Errors of the server are raised by
                 the iterator.
         """
-        return Stream(self._request(prompt, messages, input_ids, options), self.retries, self._transport.open)
+        return Stream(self._request(prompt, messages, input_ids, options), self.retries, self._servers)
 
     def generate(
         self,
@@ -139,13 +132,13 @@ class Client(_BaseClient):
     def health(self) -> bool:
         """Whether a server answers and is live."""
         try:
-            return self._transport.server_live()
+            return self._servers.first(lambda server: server.server_live())
         except ServerUnreachableError:
             return False
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether a server answers and the model (default: the client's) accepts requests."""
-        return self._unready(model or self.model) is None
+        """Whether a server answers and its model (default: the client's) accepts requests."""
+        return self._servers.unready(model or self.model) is None
 
     def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """Block until `ready()`.
@@ -154,25 +147,19 @@ class Client(_BaseClient):
             DeadlineExceededError: not ready after `timeout` seconds; the message says why.
         """
         model, pauses = model or self.model, _pauses(timeout)
-        while (reason := self._unready(model)) is not None:
+        while (reason := self._servers.unready(model)) is not None:
             pause = next(pauses, None)
             if pause is None:
                 raise _not_ready(timeout, reason)
             time.sleep(pause)
 
-    def _unready(self, model: str) -> str | None:
-        try:
-            return None if self._transport.model_ready(model) else f"model {model!r} is not ready"
-        except ServerUnreachableError as error:
-            return error.message
-
     def metadata(self, model: str | None = None) -> dict[str, Any]:
         """Name, versions, inputs and outputs of the model (default: the client's)."""
-        return self._transport.model_metadata(model or self.model)
+        return self._servers.first(lambda server: server.model_metadata(model or self.model))
 
     def server_metadata(self) -> dict[str, Any]:
         """Name, version and extensions of the server."""
-        return self._transport.server_metadata()
+        return self._servers.first(lambda server: server.server_metadata())
 
     def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
         """Ask the model's engine for something other than text, such as `"step_trace"`.
@@ -185,13 +172,11 @@ class Client(_BaseClient):
         Raises:
             InflightError: no server answers, or it refuses.
         """
-        return self._transport.control(model or self.model, name, timeout)
+        return self._servers.first(lambda server: server.control(model or self.model, name, timeout))
 
     def close(self) -> None:
         """Cancel open requests and close the connections; further calls raise RuntimeError."""
-        if not self._closed:
-            self._closed = True
-            self._opened.close()
+        self._servers.close()
 
     def __enter__(self) -> Client:
         return self
@@ -205,17 +190,8 @@ class Client(_BaseClient):
 class AsyncClient(_BaseClient):
     """Client for one event loop: `async with AsyncClient("host:8001", model="demo") as client: ...`."""
 
-    def _connect(self) -> None:
-        self._opened: AsyncGrpcTransport | AsyncHttpTransport | None = None
-
-    @property
-    def _transport(self) -> AsyncGrpcTransport | AsyncHttpTransport:
-        """Created on first use: a client may be constructed before its event loop runs."""
-        self._check_open()
-        if self._opened is None:
-            grpc = self.connection.protocol == "grpc"
-            self._opened = AsyncGrpcTransport(self.connection) if grpc else AsyncHttpTransport(self.connection)
-        return self._opened
+    def _connect(self, connections: list[Connection]) -> None:
+        self._servers = AsyncServers(connections)
 
     def stream(
         self,
@@ -226,7 +202,7 @@ class AsyncClient(_BaseClient):
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """As `Client.stream`, but not awaited: `async for chunk in client.stream(...)`."""
-        return AsyncStream(self._request(prompt, messages, input_ids, options), self.retries, self._transport.open)
+        return AsyncStream(self._request(prompt, messages, input_ids, options), self.retries, self._servers)
 
     async def generate(
         self,
@@ -246,47 +222,38 @@ class AsyncClient(_BaseClient):
     async def health(self) -> bool:
         """As `Client.health`."""
         try:
-            return await self._transport.server_live()
+            return await self._servers.first(lambda server: server.server_live())
         except ServerUnreachableError:
             return False
 
     async def ready(self, model: str | None = None) -> bool:
         """As `Client.ready`."""
-        return await self._unready(model or self.model) is None
+        return await self._servers.unready(model or self.model) is None
 
     async def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """As `Client.wait_until_ready`."""
         model, pauses = model or self.model, _pauses(timeout)
-        while (reason := await self._unready(model)) is not None:
+        while (reason := await self._servers.unready(model)) is not None:
             pause = next(pauses, None)
             if pause is None:
                 raise _not_ready(timeout, reason)
             await asyncio.sleep(pause)
 
-    async def _unready(self, model: str) -> str | None:
-        try:
-            return None if await self._transport.model_ready(model) else f"model {model!r} is not ready"
-        except ServerUnreachableError as error:
-            return error.message
-
     async def metadata(self, model: str | None = None) -> dict[str, Any]:
         """As `Client.metadata`."""
-        return await self._transport.model_metadata(model or self.model)
+        return await self._servers.first(lambda server: server.model_metadata(model or self.model))
 
     async def server_metadata(self) -> dict[str, Any]:
         """As `Client.server_metadata`."""
-        return await self._transport.server_metadata()
+        return await self._servers.first(lambda server: server.server_metadata())
 
     async def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
         """As `Client.control`."""
-        return await self._transport.control(model or self.model, name, timeout)
+        return await self._servers.first(lambda server: server.control(model or self.model, name, timeout))
 
     async def close(self) -> None:
         """As `Client.close`."""
-        if not self._closed:
-            self._closed = True
-            if self._opened is not None:
-                await self._opened.close()
+        await self._servers.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -24,6 +24,7 @@ __all__ = [
     "UnavailableError",
     "code_of_message",
     "error_for",
+    "retry_after",
 ]
 
 
@@ -54,9 +55,17 @@ class InvalidRequestError(InflightError):
 
 
 class UnavailableError(InflightError):
-    """The server cannot accept the request now: full queue, model loading, engine restarting."""
+    """The server cannot accept the request now: full queue, model loading, engine restarting, draining.
+
+    Attributes:
+        retry_after: seconds after which the server asks to be tried again; None if it does not say.
+    """
 
     code = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after(message)
 
 
 class ServerUnreachableError(UnavailableError):
@@ -98,12 +107,13 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         "UNAVAILABLE",
         r"queue is full|exceeds maximum queue size|being restarted|cannot be restarted|being unloaded"
         r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later"
-        r"|server is stopping|stopped accepting|unhealthy engine|server exiting|is draining|; retry in [0-9.]+ s$",
+        r"|server is stopping|stopped accepting|unhealthy engine|server exiting|is draining|; retry in [0-9.]+ s$"
+        r"|stub process .* is not healthy",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
     (
         "INTERNAL",
-        r"^\w*(Error|Exception): |internal error|stub process .* is not healthy|trace cannot be sent"
+        r"^\w*(Error|Exception): |internal error|trace cannot be sent"
         r"|logits .* not finite",
     ),
     (
@@ -114,12 +124,19 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
     ),
 )
+_RETRY_AFTER = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s$")
 _PATTERNS = tuple((code, re.compile(pattern, re.IGNORECASE)) for code, pattern in _MESSAGES)
 
 
 def code_of_message(message: str, default: str = "UNKNOWN") -> str:
     """The status that an error message of the server implies; `default` for an unknown message."""
     return next((code for code, pattern in _PATTERNS if pattern.search(message)), default)
+
+
+def retry_after(message: str) -> float | None:
+    """Seconds after which the server that says this asks to be tried again; None if it does not say."""
+    found = _RETRY_AFTER.search(message)
+    return float(found[1]) if found else None
 
 
 def error_for(code: str, message: str) -> InflightError:

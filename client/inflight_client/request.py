@@ -46,6 +46,9 @@ class RequestOptions(TypedDict, total=False):
         one_response: return the whole output in one response: fewer messages, but no TTFT.
         return_token_ids: False saves bytes if only text is needed.
         return_cumulative_logprob: makes the server compute log probabilities for every token.
+        resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
+            what comes after it.  For n > 1 one list per sequence, None for one that has ended.
+        resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
     """
 
     max_tokens: int
@@ -80,6 +83,8 @@ class RequestOptions(TypedDict, total=False):
     one_response: bool
     return_token_ids: bool
     return_cumulative_logprob: bool
+    resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
+    resume_cumulative_logprob: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class GenerationRequest:
         sampling: the JSON object of `sampling_parameters`.
         timeout: seconds until the deadline, counted from the first attempt; None for no deadline.
         stream: whether text is sent as it is generated, rather than in one response at the end.
+        return_log_probs: ask for the log probability of each token, as a number.
+        resume_token_ids: one list per sequence, None for one that has ended.
         Others: as in `RequestOptions`.
     """
 
@@ -106,6 +113,9 @@ class GenerationRequest:
     stream: bool = True
     return_token_ids: bool = True
     return_cumulative_logprob: bool = False
+    return_log_probs: bool = False
+    resume_token_ids: list[list[int] | None] | None = None
+    resume_cumulative_logprob: list[float] | None = None
 
     @property
     def n(self) -> int:
@@ -155,6 +165,7 @@ class GenerationRequest:
         _check_integers("request_priority", [rest.get("request_priority", 0)], 32)
         ids = None if input_ids is None else [operator.index(token_id) for token_id in input_ids]
         _check_integers("input_ids", ids or [], 64)
+        rest |= _resumed(rest)
         known = RequestOptions.__annotations__
         for name in rest:
             if name not in known:
@@ -176,6 +187,22 @@ class GenerationRequest:
             stream=not rest.pop("one_response", False),
             **rest,
         )
+
+
+def _resumed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`resume_token_ids` as a list per sequence, and the sums as floats; those that are given."""
+    found: dict[str, Any] = {}
+    if (given := options.get("resume_token_ids")) is not None:
+        entries = list(given)
+        if not any(entry is None or hasattr(entry, "__iter__") for entry in entries):
+            entries = [entries]
+        ids = [None if entry is None else [operator.index(token_id) for token_id in entry] for entry in entries]
+        for entry in ids:
+            _check_integers("resume_token_ids", entry or [], 64)
+        found["resume_token_ids"] = ids
+    if (sums := options.get("resume_cumulative_logprob")) is not None:
+        found["resume_cumulative_logprob"] = [float(value) for value in sums]
+    return found
 
 
 def _check_text(name: str, text: Any) -> None:

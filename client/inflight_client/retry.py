@@ -1,4 +1,4 @@
-"""When a request is retried: only while none of its output has arrived."""
+"""When a request is sent again: while none of its output has arrived, or for the rest of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ class RetryPolicy:
     """Exponential backoff with jitter for a server that reports UNAVAILABLE or cannot be reached.
 
     Before the k-th retry (from 0) the client waits between `(1 - jitter) * d` and `d` seconds,
-    where `d = min(max_delay, initial_delay * multiplier**k)`.
+    where `d = min(max_delay, initial_delay * multiplier**k)`, and as long as the server asks for if there is no
+    other.
+
+    A stream that was interrupted (the connection broke, the server reports UNAVAILABLE, or nothing comes) is continued
+    behind what has arrived: nothing is lost or repeated.
 
     Attributes:
         max_attempts: attempts per request, including the first; 1 never retries.
@@ -21,6 +25,10 @@ class RetryPolicy:
         multiplier: growth of the delay, >= 1.
         jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
         total_timeout: no attempt starts more than this many seconds after the first; None for no limit.
+        max_retry_after: seconds; a server that asks for more ends the request.
+        resume: continue interrupted streams; None: if the client has several servers.
+        stall_timeout: seconds without a response after which a stream that is to be continued counts as
+            interrupted; before its first output only if its server does not call the model ready.  None: never.
     """
 
     max_attempts: int = 4
@@ -29,6 +37,9 @@ class RetryPolicy:
     multiplier: float = 2.0
     jitter: float = 0.5
     total_timeout: float | None = None
+    max_retry_after: float = 60.0
+    resume: bool | None = None
+    stall_timeout: float | None = 30.0
 
     def __post_init__(self) -> None:
         checks = {
@@ -38,6 +49,8 @@ class RetryPolicy:
             "multiplier": (self.multiplier >= 1, "at least 1"),
             "jitter": (0 <= self.jitter <= 1, "between 0 and 1"),
             "total_timeout": (self.total_timeout is None or self.total_timeout >= 0, "at least 0 seconds, or None"),
+            "max_retry_after": (self.max_retry_after >= 0, "at least 0 seconds"),
+            "stall_timeout": (self.stall_timeout is None or self.stall_timeout > 0, "above 0 seconds, or None"),
         }
         for name, (valid, allowed) in checks.items():
             if not valid:

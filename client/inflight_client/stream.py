@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from inflight_client.errors import InflightError, RequestCancelledError, UnavailableError
+from inflight_client.continuation import Continuation
+from inflight_client.endpoints import Endpoints
+from inflight_client.errors import InflightError, RequestCancelledError, ServerUnreachableError, UnavailableError
 from inflight_client.request import GenerationRequest
 from inflight_client.results import GenerationResult, ResultBuilder, StreamChunk
 from inflight_client.retry import RetryPolicy
 from inflight_client.wire import Columns, chunk_of
 
-__all__ = ["AsyncStream", "Stream"]
+__all__ = ["AsyncStream", "Servers", "Stream"]
 
 
 class _Call(Protocol):
@@ -30,26 +33,40 @@ class _AsyncCall(Protocol):
     async def close(self) -> None: ...
 
 
+class Servers(Protocol):
+    """Where attempts go: transports by index, and which of them is next."""
+
+    endpoints: Endpoints
+
+    def open(self, index: int, request: GenerationRequest, timeout: float | None) -> Any:
+        """Send a request; `timeout` is the number of seconds it has left."""
+
+    def address(self, index: int) -> str: ...
+
+    def is_ready(self, index: int, model: str) -> Any:
+        """Whether the server says that it serves the model; awaited by an `AsyncStream`.  Raises nothing."""
+
+    def watch(self, stream: Stream) -> None:
+        """Call `stream.check_stall` now and then while it lives."""
+
+
 class _Exchange:
-    """What the blocking and the asyncio stream share: attempts, times, and the result so far.
+    """What the blocking and the asyncio stream share: attempts, times, and the result so far."""
 
-    `open_call(request, timeout)` sends the request; `timeout` is the number of seconds left.
-    """
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        policy: RetryPolicy,
-        open_call: Callable[[GenerationRequest, float | None], Any],
-    ) -> None:
-        self.request = request
+    def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Any) -> None:
         self._policy = policy
-        self._open_call = open_call
+        self._servers: Servers = servers
+        resumes = len(servers.endpoints) > 1 if policy.resume is None else policy.resume
+        self._continuation = Continuation(request, resumes)
+        self.request = self._continuation.request
         self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
-        self._received = False
+        self._index = 0
+        self._answered = False
         self._ended = False
         self._cancelled = False
+        self._waiting_since: float | None = None  # `time.monotonic()`, while a response is awaited
+        self._stalled_call: Any = None
         self._total: float | None = None
         self._started = time.perf_counter()
         self._call: Any = None
@@ -73,13 +90,19 @@ class _Exchange:
             self._cancelled = True
             self._call.cancel()
 
+    @property
+    def _stall_timeout(self) -> float | None:
+        return self._policy.stall_timeout if self._continuation.possible else None
+
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
 
     def _open(self) -> None:
         self._attempts += 1
         timeout = self.request.timeout
-        self._call = self._open_call(self.request, None if timeout is None else max(timeout - self._elapsed(), 1e-6))
+        left = None if timeout is None else max(timeout - self._elapsed(), 1e-6)
+        self._index, self._answered = self._servers.endpoints.choose(), False
+        self._call = self._servers.open(self._index, self._continuation.rest(), left)
         if self._cancelled:  # while the call was opening
             self._call.cancel()
 
@@ -88,25 +111,58 @@ class _Exchange:
             self._ended, self._total = True, self._elapsed()
 
     def _take(self, columns: Columns) -> StreamChunk | None:
-        self._received = True
+        if not self._answered:
+            self._answered = True
+            self._servers.endpoints.answered(self._index)
         chunk = chunk_of(columns, self.request.n)
         if chunk is not None:
+            self._continuation.take(columns, chunk)
             chunk.elapsed = self._elapsed()
             self._builder.add(chunk)
         return chunk
 
-    def _delay_after(self, error: InflightError) -> float:
-        """Seconds until the next attempt; raises the error for the caller if there is none."""
+    def _check_end(self) -> None:
+        """The call has ended; raise if the output has not."""
+        if self._continuation.possible and not self._continuation.complete and not self._cancelled:
+            raise ServerUnreachableError(f"{self._servers.address(self._index)} ended the stream before its output")
+        self._end()
+
+    def _stalled(self, call: Any) -> None:
+        """Nothing came for too long: whoever reads gets an error."""
+        self._stalled_call = call
+        call.cancel()
+
+    def _delay_after(self, error: InflightError) -> float | None:
+        """Seconds until the next attempt; None if the output is complete.  Raises the error if there is none."""
+        if self._stalled_call is self._call and isinstance(error, RequestCancelledError):
+            address, seconds = self._servers.address(self._index), self._policy.stall_timeout
+            error = ServerUnreachableError(f"{address} has sent nothing for {seconds:g} s")
         if self._cancelled and not isinstance(error, RequestCancelledError):
             error = self._cancellation()
-        if isinstance(error, UnavailableError) and not self._received and not self._cancelled:
-            delay, timeout = self._policy.delay(self._attempts, self._elapsed()), self.request.timeout
-            if delay is not None and (timeout is None or self._elapsed() + delay < timeout):
+        if isinstance(error, UnavailableError) and not self._cancelled:
+            if self._continuation.complete:
+                self._end()
+                return None
+            self._servers.endpoints.failed(self._index, error.retry_after)
+            delay = self._next_delay()
+            if delay is not None:
                 return delay
         self._end()
         error.request_id = self.request_id
-        error.partial = self.result() if self._received else None
+        error.partial = self.result() if self._continuation.received else None
         raise error
+
+    def _next_delay(self) -> float | None:
+        """Seconds until the next attempt; None if there is none."""
+        if self._continuation.received and not self._continuation.possible:
+            return None
+        elapsed, asked = self._elapsed(), self._servers.endpoints.asked_wait()
+        delay = self._policy.delay(self._attempts, elapsed)
+        if delay is None or asked > self._policy.max_retry_after:
+            return None
+        delay = max(delay, asked)
+        limits = [limit for limit in (self.request.timeout, self._policy.total_timeout) if limit is not None]
+        return delay if all(elapsed + delay < limit for limit in limits) else None
 
     @staticmethod
     def _cancellation() -> RequestCancelledError:
@@ -120,14 +176,11 @@ class Stream(_Exchange, Iterator[StreamChunk]):
     thread; everything else belongs to one thread.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        policy: RetryPolicy,
-        open_call: Callable[[GenerationRequest, float | None], _Call],
-    ) -> None:
+    def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Servers) -> None:
         self._wake = threading.Event()
-        super().__init__(request, policy, open_call)
+        super().__init__(request, policy, servers)
+        if self._stall_timeout is not None:
+            servers.watch(self)
 
     def __iter__(self) -> Stream:
         return self
@@ -143,17 +196,37 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         """The next response; None if it has no outputs, at the end, and after a failed attempt."""
         call: _Call = self._call
         try:
-            return self._take(next(call))
-        except StopIteration:
-            self._end()
+            try:
+                self._waiting_since = time.monotonic()
+                return self._take(next(call))
+            except StopIteration:
+                self._check_end()
+            finally:
+                self._waiting_since = None
         except InflightError as error:
-            if self._wake.wait(self._delay_after(error)):
+            delay = self._delay_after(error)
+            if delay is None:
+                return None
+            if self._wake.wait(delay):
                 self._delay_after(self._cancellation())
             self._open()
         except BaseException:  # such as Ctrl-C: the server must not keep generating
             self.close()
             raise
         return None
+
+    def check_stall(self, now: float, ready: dict[int, bool]) -> None:
+        """Another thread looks whether a response is overdue; `ready` remembers what servers say of themselves."""
+        since, call, index, limit = self._waiting_since, self._call, self._index, self._stall_timeout
+        if self._ended or since is None or limit is None or now - since < limit:
+            return
+        if not self._continuation.received:
+            if index not in ready:
+                ready[index] = self._servers.is_ready(index, self.request.model)
+            if ready[index]:  # the request may wait in a queue
+                self._waiting_since = None if self._waiting_since is None else time.monotonic()
+                return
+        self._stalled(call)
 
     def cancel(self) -> None:
         super().cancel()
@@ -174,17 +247,35 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         self.close()
 
 
+class _Overdue:
+    """Runs `check` after `seconds`, again and again while it returns True, until cancelled."""
+
+    def __init__(self, seconds: float | None, check: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+        self._check = check
+        self._seconds = seconds
+        self._task: asyncio.Task[None] | None = None
+        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while await self._check():
+            await asyncio.sleep(self._seconds or 0.0)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+
 class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     """As `Stream`, for one event loop.  Cancelling the task that reads cancels the request."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        policy: RetryPolicy,
-        open_call: Callable[[GenerationRequest, float | None], _AsyncCall],
-    ) -> None:
+    def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Servers) -> None:
         self._wake = asyncio.Event()
-        super().__init__(request, policy, open_call)
+        super().__init__(request, policy, servers)
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -199,11 +290,18 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     async def _read(self) -> StreamChunk | None:
         call: _AsyncCall = self._call
         try:
-            return self._take(await call.__anext__())
-        except StopAsyncIteration:
-            self._end()
+            overdue = self._watch(call)
+            try:
+                return self._take(await call.__anext__())
+            except StopAsyncIteration:
+                self._check_end()
+            finally:
+                overdue.cancel()
         except InflightError as error:
-            if await self._woken_within(self._delay_after(error)):
+            delay = self._delay_after(error)
+            if delay is None:
+                return None
+            if await self._woken_within(delay):
                 self._delay_after(self._cancellation())
             self._open()
         except BaseException:
@@ -211,6 +309,16 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
             self._call.cancel()
             raise
         return None
+
+    def _watch(self, call: _AsyncCall) -> _Overdue:
+        return _Overdue(self._stall_timeout, partial(self._check_stall, call))
+
+    async def _check_stall(self, call: _AsyncCall) -> bool:
+        """A response is overdue; returns whether to wait on."""
+        if not self._continuation.received and await self._servers.is_ready(self._index, self.request.model):
+            return True  # the request may wait in a queue
+        self._stalled(call)
+        return False
 
     async def _woken_within(self, seconds: float) -> bool:
         try:

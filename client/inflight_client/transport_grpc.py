@@ -23,7 +23,6 @@ from inflight_client.errors import (
     DeadlineExceededError,
     InflightError,
     RequestCancelledError,
-    ServerError,
     ServerUnreachableError,
     code_of_message,
     error_for,
@@ -77,7 +76,7 @@ class _CallProgress:
 
     def _end(self) -> None:
         if not self._final:
-            raise ServerError(f"{self._address} ended the stream without a final response")
+            raise ServerUnreachableError(f"{self._address} ended the stream without a final response")
 
     def _error(self, error: grpc.RpcError) -> InflightError:
         return _rpc_error(error, self._address, self._received)

@@ -28,18 +28,19 @@ __all__ = [
     "http_body",
     "http_columns",
     "http_error",
+    "token_logprob_sums",
 ]
 
 Columns = dict[str, list[Any]]
 
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
-_FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q"}
+_FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q", "FP64": "d"}
 # Codes of Triton's HTTP frontend; 400 may be INVALID_ARG, CANCELLED or UNKNOWN.
 _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 
 
 def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Input tensors as (name, Triton data type, value); all but `input_ids` have one element."""
+    """Input tensors as (name, Triton data type, value); lists where there may be several elements."""
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
@@ -64,6 +65,13 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
         yield "tenant", "BYTES", request.tenant
     if request.cache_salt is not None:
         yield "cache_salt", "BYTES", request.cache_salt
+    if request.return_log_probs:
+        yield "return_log_probs", "BOOL", True
+    if request.resume_token_ids is not None:
+        yield "resume_token_ids", "INT64", [i for ids in request.resume_token_ids for i in ids or []]
+        yield "resume_token_counts", "INT32", [-1 if ids is None else len(ids) for ids in request.resume_token_ids]
+    if request.resume_cumulative_logprob is not None:
+        yield "resume_cumulative_logprob", "FP64", request.resume_cumulative_logprob
 
 
 def _microseconds(seconds: float) -> int:
@@ -226,6 +234,15 @@ def _split_ids(columns: Columns, count: int) -> list[list[int]]:
         split.append(ids[start : start + some])
         start += some
     return split
+
+
+def token_logprob_sums(columns: Columns, counts: list[int]) -> list[float]:
+    """Sums over the new tokens of each sequence, of which there are `counts`; zeros if they were not asked for."""
+    table = columns.get("output_log_probs")
+    if not table:
+        return [0.0] * len(counts)
+    width = len(table) // len(counts)  # rows are filled up to the longest
+    return [sum(table[row * width : row * width + count]) for row, count in enumerate(counts)]
 
 
 def _logprobs(text: str | None) -> list[TokenLogprobs] | None:

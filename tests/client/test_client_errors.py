@@ -51,7 +51,7 @@ MESSAGES = [
     (InvalidRequestError, 'step_trace is off: set "step_trace": true in model.json and load the model again'),
     (InvalidRequestError, "input 'text_input' already exists in request"),
     (UnavailableError, "Server is stopping, scheduler for model has stopped accepting new inference requests"),
-    (ServerError, "Stub process 'demo_0_0' is not healthy."),
+    (UnavailableError, "Stub process 'demo_0_0' is not healthy."),
     (ServerError, UNUSABLE_LOGITS),
     (ServerError, "KeyError: 'x'"),
     (ServerError, "something nobody has seen before"),

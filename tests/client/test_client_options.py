@@ -201,6 +201,7 @@ async def test_a_closed_asyncio_client_raises(protocol: Any) -> None:
 
 def test_a_dropped_client_leaves_no_thread() -> None:
     client = Client("127.0.0.1:1", protocol="http")
+    assert not client.health()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "inflight-client"]
     del client
     gc.collect()

@@ -19,6 +19,7 @@ from inflight_client import (
     Stream,
     UnavailableError,
 )
+from inflight_client.endpoints import Endpoints
 from inflight_client.request import GenerationRequest
 
 FAST = RetryPolicy(max_attempts=3, initial_delay=0.001, max_delay=0.002)
@@ -70,15 +71,34 @@ def test_an_invalid_policy_is_rejected_by_name(wrong: dict[str, Any]) -> None:
 
 
 class Server:
-    """Stands in for a transport: each attempt plays the next script of outputs and errors."""
+    """Stands in for the servers of a client: each attempt plays the next script of outputs and errors.
 
-    def __init__(self, *tries: list[Any]) -> None:
+    Attributes:
+        opened: the server of each attempt.
+        requests: what was sent.
+    """
+
+    def __init__(self, *tries: list[Any], count: int = 1) -> None:
         self.tries = list(tries)
+        self.endpoints = Endpoints(count)
+        self.opened: list[int] = []
+        self.requests: list[GenerationRequest] = []
         self.timeouts: list[float | None] = []
 
-    def open(self, request: GenerationRequest, timeout: float | None) -> Any:
+    def open(self, index: int, request: GenerationRequest, timeout: float | None) -> Any:
+        self.opened.append(index)
+        self.requests.append(request)
         self.timeouts.append(timeout)
         return Call(iter(self.tries.pop(0)))
+
+    def address(self, index: int) -> str:
+        return f"server-{index}"
+
+    def is_ready(self, index: int, model: str) -> bool:
+        return False
+
+    def watch(self, stream: Stream) -> None:
+        pass
 
 
 class Call:
@@ -111,7 +131,7 @@ def request(**options: Any) -> GenerationRequest:
 
 def test_unavailable_is_retried_until_it_works() -> None:
     server = Server([BUSY], [BUSY], [TEXT, LAST])
-    stream = Stream(request(), FAST, server.open)
+    stream = Stream(request(), FAST, server)
     assert [chunk.text for chunk in stream] == ["a", " b"]
     assert stream.result().attempts == 3
     assert stream.result().text == "a b"
@@ -119,7 +139,7 @@ def test_unavailable_is_retried_until_it_works() -> None:
 
 async def test_asyncio_unavailable_is_retried_until_it_works() -> None:
     server = Server([BUSY], [TEXT, LAST])
-    stream = AsyncStream(request(), FAST, server.open)
+    stream = AsyncStream(request(), FAST, server)
     assert [chunk.text async for chunk in stream] == ["a", " b"]
     assert stream.result().attempts == 2
 
@@ -127,7 +147,7 @@ async def test_asyncio_unavailable_is_retried_until_it_works() -> None:
 def test_the_last_error_is_raised_when_attempts_run_out() -> None:
     server = Server(*[[BUSY] for _ in range(5)])
     with pytest.raises(UnavailableError, match="queue is full") as caught:
-        list(Stream(request(), FAST, server.open))
+        list(Stream(request(), FAST, server))
     assert len(server.timeouts) == 3
     assert caught.value.request_id == "r1"
     assert caught.value.partial is None
@@ -137,13 +157,13 @@ def test_the_last_error_is_raised_when_attempts_run_out() -> None:
 def test_other_errors_are_not_retried(error: Exception) -> None:
     server = Server([error], [TEXT])
     with pytest.raises(type(error)):
-        list(Stream(request(), FAST, server.open))
+        list(Stream(request(), FAST, server))
     assert len(server.timeouts) == 1
 
 
 def test_nothing_is_retried_once_output_has_arrived() -> None:
     server = Server([TEXT, BUSY], [TEXT, LAST])
-    stream = Stream(request(), FAST, server.open)
+    stream = Stream(request(), FAST, server)
     assert next(stream).text == "a"
     with pytest.raises(UnavailableError) as caught:
         next(stream)
@@ -158,7 +178,7 @@ def test_attempts_share_the_timeout_and_end_with_it() -> None:
     server = Server(*[[BUSY] for _ in range(50)])
     policy = RetryPolicy(max_attempts=50, initial_delay=0.05, multiplier=1, jitter=0)
     with pytest.raises(UnavailableError):
-        list(Stream(request(timeout=0.2), policy, server.open))
+        list(Stream(request(timeout=0.2), policy, server))
     left = [timeout for timeout in server.timeouts if timeout is not None]
     assert 2 <= len(left) == len(server.timeouts) <= 4
     assert left == sorted(left, reverse=True)
@@ -167,7 +187,7 @@ def test_attempts_share_the_timeout_and_end_with_it() -> None:
 
 def test_cancelling_ends_a_wait_for_the_next_attempt() -> None:
     server = Server([BUSY], [TEXT])
-    stream = Stream(request(), RetryPolicy(initial_delay=60, max_delay=60), server.open)
+    stream = Stream(request(), RetryPolicy(initial_delay=60, max_delay=60), server)
     threading.Timer(0.05, stream.cancel).start()
     with pytest.raises(RequestCancelledError):
         next(stream)
@@ -176,7 +196,7 @@ def test_cancelling_ends_a_wait_for_the_next_attempt() -> None:
 
 def test_a_closed_stream_yields_nothing_more() -> None:
     server = Server([TEXT, LAST])
-    with Stream(request(), FAST, server.open) as stream:
+    with Stream(request(), FAST, server) as stream:
         next(stream)
         call = stream._call
     assert call.cancelled.is_set()
@@ -190,5 +210,7 @@ def test_an_interrupt_cancels_the_request() -> None:
 
     call = Interrupted(iter(()))
     with pytest.raises(KeyboardInterrupt):
-        next(Stream(request(), FAST, lambda *_: call))
+        server = Server()
+        server.open = lambda *_: call  # type: ignore[method-assign]
+        next(Stream(request(), FAST, server))
     assert call.cancelled.is_set()

@@ -200,7 +200,7 @@ def test_the_final_flag_ends_a_stream() -> None:
 
 
 def test_a_stream_without_its_final_response_is_an_error() -> None:
-    with pytest.raises(ServerError, match="without a final response") as caught:
+    with pytest.raises(ServerUnreachableError, match="without a final response") as caught:
         over_grpc(lambda _: iter([reply("a")]))
     assert caught.value.partial is not None and caught.value.partial.text == "a"
 

@@ -4,6 +4,7 @@ Started like the real one (`--fd N`).  A request's `tenant` may hold orders, sep
 
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
+    hang=3      do nothing any more then
     fail=3      report EngineFailed and exit with status 1 then
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
@@ -15,7 +16,7 @@ by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each ques
 
     {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
 
-Imports nothing of the engine but its messages.
+Imports nothing of the engine but its messages and its heartbeat.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ from inflight.engine.messages import (
     decode_to_engine,
     encode,
 )
+from inflight.engine.pulse import Pulse
+from inflight.engine.step import NewRow, SchedulerOutput
 
 VOCAB_SIZE = 2560
 EOS = 0
@@ -111,8 +114,10 @@ class FakeSequence:
 
 
 class FakeEngine:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, slots: int, pulse: Pulse) -> None:
         self.connection = connection
+        self.slots = slots
+        self.pulse = pulse
         self.running: list[FakeSequence] = []
 
     def send(self, message: object) -> None:
@@ -160,10 +165,22 @@ class FakeEngine:
 
     def step(self) -> None:
         batch = list(self.running)
+        self.pulse.launched(
+            SchedulerOutput(
+                num_tokens=len(batch),
+                preempted=list(range(self.slots)),
+                new_rows=[
+                    NewRow(slot, sequence.request.request_id, sequence.index, b"", 0, [], sequence.request.params, 0)
+                    for slot, sequence in enumerate(batch[: self.slots])
+                ],
+            )
+        )
         for sequence in batch:
             due = {name for name, value in sequence.orders.items() if value == str(sequence.done)}
             if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "hang" in due:
+                time.sleep(60)
             if "nonsense" in due:
                 self.connection.send_bytes(b"nonsense")
                 time.sleep(60)
@@ -182,8 +199,11 @@ class FakeEngine:
 
     def serve(self) -> None:
         while True:
+            self.pulse.beat()
             while not self.running or self.connection.poll(0):
-                if not self.take(decode_to_engine(self.connection.recv_bytes())):
+                if not self.connection.poll(1):
+                    self.pulse.beat()
+                elif not self.take(decode_to_engine(self.connection.recv_bytes())):
                     return
             self.step()
 
@@ -191,7 +211,9 @@ class FakeEngine:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    connection = Connection(parser.parse_known_args()[0].fd)
+    parser.add_argument("--pulse-fd", type=int, required=True)
+    args = parser.parse_known_args()[0]
+    connection = Connection(args.fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
         start = control().get("start")
@@ -204,7 +226,7 @@ def main() -> int:
             return 1
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
-        FakeEngine(connection).serve()
+        FakeEngine(connection, config.max_num_seqs, Pulse(args.pulse_fd, config.max_num_seqs)).serve()
     except (EOFError, OSError):
         return 0
     return 0

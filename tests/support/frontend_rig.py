@@ -15,6 +15,7 @@ import numpy as np
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.contract import ParsedRequest
+from inflight.frontend.resume import Ended
 from inflight.frontend.text import Tokenizer
 
 TESTS = Path(__file__).parents[1]
@@ -34,6 +35,7 @@ def make_request(
     prepend_text: str = "",
     timeout: float | None = None,
     cumulative_logprobs: list[float] | None = None,
+    ends: list[Ended | None] | None = None,
     cumulative: bool = False,
     separate: bool = False,
     name: str = "",
@@ -54,6 +56,7 @@ def make_request(
         shows_logprobs=params.get("logprobs") is not None,
         timeout=timeout,
         cumulative_logprobs=cumulative_logprobs or [],
+        ends=ends or [],
         cumulative=cumulative,
         separate=separate,
         name=name,
@@ -118,6 +121,7 @@ class RecordingStats:
         self.first_tokens: list[float] = []
         self.pools: list[tuple[int, int, bool]] = []
         self.deaths = 0
+        self.num_replayed = 0
         self.streams: list[Any] = []
         self.endings: list[str] = []
         self.unsettled = 0
@@ -131,6 +135,9 @@ class RecordingStats:
 
     def engine_down(self) -> None:
         self.deaths += 1
+
+    def resubmitted(self, count: int) -> None:
+        self.num_replayed += count
 
     def first_token(self, stream: Any) -> None:
         self.first_tokens.append(stream.first_token_time - stream.arrival)

@@ -118,7 +118,7 @@ class EngineCore:
         sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
         live = [request for request in sequences if request.status is Status.WAITING]
         failure = self.shedding.refusal(live, self.caps.refusal(live, self.scheduler.running))
-        if failure is not None:
+        if failure is not None and not message.replayed:
             return failure
         leader, *leader.children = live
         self._live[message.request_id] = sequences

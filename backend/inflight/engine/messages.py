@@ -54,6 +54,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         arrival: `time.monotonic()` when the frontend received the request; None means now.
         output_token_ids: tokens that each of the n sequences has already produced; [] starts all from the
             prompt. None: that sequence has ended and does not run.
+        replayed: an engine process that died had taken it: the limits of the queue do not count for it.
     """
 
     request_id: int
@@ -65,6 +66,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     cache_salt: str = ""
     arrival: float | None = None
     output_token_ids: list[list[int] | None] = []
+    replayed: bool = False
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):

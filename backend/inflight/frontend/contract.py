@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.generation_defaults import generation_defaults
 from inflight.frontend.limits import LimitError, Limits
 from inflight.frontend.prompts import PROMPTS, PromptReader
+from inflight.frontend.resume import RESUME_INPUTS, Ended, read_resumed
 from inflight.frontend.sampling_keys import (
     CUMULATIVE,
     FINAL_ONLY,
@@ -84,6 +85,9 @@ INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_BOOL", _ONE, "return_context_logits", "return_generation_logits"),
     *_specs("TYPE_INT32", _ONE, "request_priority"),
     *_specs("TYPE_STRING", _ONE, "tenant", "cache_salt"),
+    *_specs("TYPE_INT64", _ANY, "resume_token_ids"),
+    *_specs("TYPE_INT32", _ANY, "resume_token_counts"),
+    *_specs("TYPE_FP64", _ANY, "resume_cumulative_logprob"),
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
@@ -110,6 +114,7 @@ _SAMPLING_INPUTS = {spec.name for spec in INPUTS} - {
     *PROMPTS,
     *_SCHEDULING,
     *RETURN_FLAGS,
+    *RESUME_INPUTS,
     "stream",
     "exclude_input_in_output",
     "sampling_parameters",
@@ -127,12 +132,14 @@ class WireRequest:
         parameters: request parameters, decoded.
         timeout_us: the timeout that Triton has for the request, in microseconds; 0 for none.
         request_id: the client's name for it; "" for none.
+        received: `time.monotonic()` seconds; its deadline and its place in line count from then.
     """
 
     inputs: Mapping[str, np.ndarray]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     timeout_us: int = 0
     request_id: str = ""
+    received: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -149,6 +156,7 @@ class ParsedRequest:
         shows_logprobs: the client requested `logprobs` itself.
         timeout: seconds from arrival to the deadline; None for none.
         cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty for 0.
+        ends: how sequences ended with the last of their `output_token_ids`, None for the others; empty: none did.
         cumulative: each response repeats what the ones before it contained.
         separate: each response is about one sequence, as TensorRT-LLM's are.
         name: the client's, for the log; "" for none.
@@ -161,6 +169,7 @@ class ParsedRequest:
     shows_logprobs: bool = False
     timeout: float | None = None
     cumulative_logprobs: list[float] = field(default_factory=list)
+    ends: list[Ended | None] = field(default_factory=list)
     cumulative: bool = False
     separate: bool = False
     name: str = ""
@@ -175,16 +184,24 @@ class RequestParser:
 
     Args:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
-        max_model_len, vocab_size: of the loaded checkpoint.
+        max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
     """
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, chat: ChatTemplate, max_model_len: int, vocab_size: int
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
+        self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
         self._limits = Limits(config, vocab_size)
         self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
@@ -202,7 +219,7 @@ class RequestParser:
         inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
         # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
-        request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING}
+        request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING, *RESUME_INPUTS}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
 
@@ -212,7 +229,17 @@ class RequestParser:
         keys = self._keys(inputs, parameters)
         params = self._complete(keys.params, returns)
         prompt, text = self._prompts.read(inputs, keys.truncate_prompt_tokens)
-        timeout, arrival = _timeout(wire), time.monotonic()
+        resumed = read_resumed(
+            fields,
+            params,
+            len(prompt),
+            seed_given=keys.params.seed is not None,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+        )
+        prepends &= not resumed.token_ids  # it was sent before
+        timeout = _timeout(wire)
         return ParsedRequest(
             AddRequest(
                 request_id=0,
@@ -220,15 +247,18 @@ class RequestParser:
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
                 tenant=self._name(fields, "tenant"),
-                deadline=None if timeout is None else arrival + timeout,
+                deadline=None if timeout is None else wire.received + timeout,
                 cache_salt=self._name(fields, "cache_salt"),
-                arrival=arrival,
+                arrival=wire.received,
+                output_token_ids=resumed.token_ids,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
             prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
             returns=returns | ({"return_prompt_logprobs"} if params.prompt_logprobs is not None else set()),
             shows_logprobs=keys.params.logprobs is not None,
             timeout=timeout,
+            cumulative_logprobs=resumed.cumulative_logprobs,
+            ends=resumed.ends,
             cumulative=keys.output_kind == CUMULATIVE,
             separate=self._is_tensorrt_llm,
             name=self._limits.check_name("the request id", wire.request_id),

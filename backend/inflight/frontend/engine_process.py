@@ -27,6 +27,7 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
+from inflight.engine.pulse import Pulse
 
 __all__ = ["EngineProcess", "EngineStartError", "engine_command"]
 
@@ -87,7 +88,8 @@ class EngineProcess:
         env: environment variables added to this process's.
 
     Attributes:
-        failure: what the engine process reported before it exited.
+        failure: what the engine process reported before it exited, or why it was killed.
+        pulse: in which it shows that it is alive, and what it runs.
 
     Raises:
         EngineStartError: the program cannot be run.
@@ -99,11 +101,12 @@ class EngineProcess:
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
             )
         ours, theirs = socket.socketpair()
+        page = Pulse.create(config.max_num_seqs)
         wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*wrapper, *command, "--fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page)],
+                pass_fds=[theirs.fileno(), page],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
             )
@@ -112,6 +115,8 @@ class EngineProcess:
             raise EngineStartError(f"cannot start the engine process: {error}") from None
         finally:
             theirs.close()
+            self.pulse = Pulse(page, config.max_num_seqs)
+            os.close(page)
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         self._sending = threading.Lock()  # a closed descriptor's number may be reused
@@ -158,6 +163,11 @@ class EngineProcess:
         if isinstance(message, EngineFailed):
             self.failure = message
         return message
+
+    def kill(self, reason: str) -> None:
+        """End it at once, even if it is stopped or hangs; `exit_text` will say the reason."""
+        self.failure = self.failure or EngineFailed(reason)
+        self._popen.kill()
 
     def exit_text(self) -> str:
         """How it ended, in a few words; a process that closed its pipe but still runs is killed."""

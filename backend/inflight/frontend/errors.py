@@ -55,7 +55,7 @@ def error_of(failed: RequestFailed) -> RequestError:
 
 def refusal_of(error: RequestError) -> str:
     """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
-    by_code = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused"}
+    by_code = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused", "CANCELLED": "cancelled"}
     return error.ending or by_code.get(error.code, "failed")
 
 

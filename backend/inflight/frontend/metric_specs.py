@@ -23,7 +23,7 @@ COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
 COUNTED = "COUNTED"
 
 # How a request can end without its output.
-ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "cancelled", "timeout")
+ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancelled", "timeout")
 # vLLM's: how a sequence ended.
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -96,6 +96,9 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("inflight_engine_deaths_total", COUNTER, "Times that the engine process died while serving."),
     MetricSpec("inflight_engine_restarts_total", COUNTER, "Times that the engine process was started again."),
+    MetricSpec(
+        "inflight_requests_replayed_total", COUNTER, "Requests of an engine process that died, given to the next one."
+    ),
     MetricSpec("inflight_requests_running", GAUGE, "Sequences in the running batch."),
     MetricSpec("inflight_requests_waiting", GAUGE, "Sequences that wait for a slot or for blocks."),
     MetricSpec(

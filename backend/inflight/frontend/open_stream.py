@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
 from inflight.frontend.outputs import SequenceOutput, sequence_outputs
@@ -35,8 +39,11 @@ class OpenStream:
     Attributes:
         request_id: the engine's id of the request.
         sequences: its n outputs.
-        inbox: deltas that `sequences` have not taken yet.
+        inbox: deltas that `sequences` have not taken yet, oldest first.
+        last_act: what ends it in place of its last token, once the inbox is empty.
         prompt_logprobs: those that came so far, until they are sent; None if not requested.
+        settled: the metrics know of its end, so that its last response may be sent.
+        sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
@@ -52,8 +59,11 @@ class OpenStream:
         self.arrival = time.monotonic() if message.arrival is None else message.arrival
         self.deadline = message.deadline
         self.sequences = sequence_outputs(request, tokenizer)
-        self.inbox: list[SequenceDelta] = []
+        self.inbox: deque[SequenceDelta] = deque()
+        self.last_act: Callable[[], None] | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.settled = False
+        self.sent_time = self.due = 0.0
         self.closed = False
         self.dropped = False
         self.first_token_time: float | None = None
@@ -68,20 +78,44 @@ class OpenStream:
         self._stopped: set[int] = set()  # sequences that `take_inbox` has reported
 
     @property
+    def engine_request(self) -> AddRequest:
+        """What is left for the engine to do: a sequence that has ended takes no part."""
+        message = self.request.engine_request
+        if not message.output_token_ids:
+            return message
+        outputs = [None if s.ended else given for s, given in zip(self.sequences, message.output_token_ids)]
+        return msgspec.structs.replace(message, output_token_ids=outputs)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated for this stream, all sequences together; those it began with are not among them."""
         return sum(sequence.num_generated_tokens for sequence in self.sequences)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Those of them that no response contained yet; all of them before the first one."""
+        return self.num_output_tokens - self._num_sent_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a response with tokens was sent."""
+        return self._num_sent_tokens > 0
 
     @property
     def finished(self) -> bool:
         return all(sequence.ended for sequence in self.sequences)
 
     @property
+    def unfinished(self) -> list[int]:
+        """Indices of the sequences that have not ended."""
+        return [sequence.index for sequence in self.sequences if not sequence.ended]
+
+    @property
     def has_news(self) -> bool:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
             return False  # they go with the first response, complete
-        if self._num_sent_tokens and self.num_output_tokens - self._num_sent_tokens < self._interval:
+        if self._interval > 1 and self._num_sent_tokens and self.num_new_tokens < self._interval:
             return False
         return any(map(self._is_news, self.sequences))
 
@@ -95,15 +129,16 @@ class OpenStream:
         told = [s for s in self.sequences if (not s.end_sent if final else self._is_news(s))]
         return [[sequence] for sequence in told or self.sequences[-1:]]
 
-    def take_inbox(self) -> list[int]:
-        """Process the deltas that came.
+    def take_inbox(self, seconds: float = math.inf) -> list[int]:
+        """Process the deltas that came, at least one; those that are left after `seconds` stay in the inbox.
 
         Returns:
             Indices of the sequences that a stop string ended and that still run in the engine; each once.
         """
-        inbox, self.inbox = self.inbox, []
-        stopped = []
-        for delta in inbox:
+        inbox, stopped = self.inbox, []
+        late = time.monotonic() + seconds if len(inbox) > 1 else math.inf
+        while inbox:
+            delta = inbox.popleft()
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
                 self.prompt_logprobs += delta.prompt_logprobs
             sequence = self.sequences[delta.index]
@@ -112,7 +147,27 @@ class OpenStream:
                 self._stopped.add(delta.index)
                 if delta.finish_reason is None:
                     stopped.append(delta.index)
+            if late < math.inf and time.monotonic() >= late:
+                break
         return stopped
+
+    def rest(self) -> AddRequest | None:
+        """What another engine must be sent to go on where the deltas end that came; None if there is nothing left.
+
+        Call it when `take_inbox` has taken them all.
+        """
+        message = self.request.engine_request
+        outputs = [None if sequence.ended else sequence.token_ids.tolist() for sequence in self.sequences]
+        if all(output is None for output in outputs):
+            return None
+        params = message.params
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
+            self.prompt_logprobs = []  # the other engine begins with the first again
+        elif params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
+        )
 
     def sent(self) -> None:
         """Everything so far is on its way to the client."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,15 +33,15 @@ class SequenceOutput:
 
     Attributes:
         ended: nothing more comes: it ended here, or before its request came here.
-        finish_reason: "stop" or "length" if it ended here, else None.
+        finish_reason: "stop" or "length" if it ended here, or with the output that it began with; else None.
         stop_reason: the stop string or stop token id that ended it.
         ended_by_stop: ended by a stop string, which only the frontend sees.
-        num_tokens: output tokens so far, the one that ended it included.
+        token_ids: int32, output tokens so far, the one that ended it included; `num_tokens` of them.
         num_generated_tokens: those of them that the request did not begin with.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
         text, new_token_ids, new_logprobs: what was not sent yet.
         index: its place among the request's sequences.
-        end_sent: the response that says how it ended was made.
+        end_sent: the response that says how it ended was made, here or elsewhere.
     """
 
     def __init__(
@@ -64,27 +65,33 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.ended_by_stop = False
-        self.num_tokens = 0
+        self.token_ids = array("i")
         self.num_generated_tokens = 0
         self.cumulative_logprob = 0.0
         self.text = ""
         self.new_token_ids: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []
         self.index = index
-        self.end_sent = False
 
         given = message.output_token_ids[index] if message.output_token_ids else []
-        for token_id in given or ():
+        end = request.ends[index] if request.ends else None
+        for place, token_id in enumerate(given or (), 1 - len(given or ())):
             # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
-            self.advance(SequenceDelta(message.request_id, index, [token_id]))
+            how = end if end is not None and place == 0 else ()
+            self.advance(SequenceDelta(message.request_id, index, [token_id], *how))
         self.num_generated_tokens = 0
         self.ended = self.ended or given is None
+        self.end_sent = given is None
         if request.cumulative_logprobs:
             self.cumulative_logprob = request.cumulative_logprobs[index]
         if self._sent is not None:
             self._sent.text, self._sent.token_ids = self.text, self.new_token_ids
         self.new_token_ids = []
         self.text = request.prepend_text
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def advance(self, delta: SequenceDelta) -> None:
         """Take what a step added: one token, several or none.  Ignored once the sequence has ended."""
@@ -139,8 +146,8 @@ class SequenceOutput:
             self.text += self._stop.flush()
 
     def _count(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
-        self.num_tokens += len(token_ids)
         self.num_generated_tokens += len(token_ids)
+        self.token_ids.extend(token_ids)
         self.new_token_ids += token_ids
         self.cumulative_logprob += sum(entry[0][1] for entry in logprobs)
         if self._keeps_logprobs:

@@ -32,6 +32,12 @@ class Questions:
         """Questions that have not been sent."""
         return len(self._queued)
 
+    @property
+    def num_sent(self) -> int:
+        """Questions that the engine has not answered."""
+        with self._lock:
+            return len(self._open) - len(self._queued)
+
     def add(self, question: Question) -> Future[Any]:
         """Queue a question."""
         future: Future[Any] = Future()

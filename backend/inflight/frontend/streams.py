@@ -1,8 +1,9 @@
 """Open response streams: deltas in, coalesced responses out.
 
 The sender thread owns every stream: it takes deltas, detokenises, finds stop strings and sends.
-While it sends, further steps queue up; the next round puts everything a stream missed into one
-response.  The sweep thread finds streams that must end early.
+Streams with news take turns (`turns.py`), each for a slice of time: one that is costly falls behind, and
+the others do not.  What a stream missed goes into one response.  The sweep thread finds streams that
+must end early.
 
     reader thread --on_step--> events --> sender thread --> Triton
     execute ------open/reject---^   ^---- sweep thread (cancelled, late)
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -23,17 +24,21 @@ from typing import Protocol
 import numpy as np
 
 from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.frontend.capacity import Capacity
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.open_stream import OpenStream, Responder
 from inflight.frontend.outputs import response_outputs
+from inflight.frontend.pacing import Pacing
+from inflight.frontend.replay import Replay, Resubmits
+from inflight.frontend.sending import SLICE, SendQueue
 from inflight.frontend.sweep import SWEEP_SECONDS, Sweep
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["Engine", "StatsSink", "Streams"]
 
 
-class Engine(Protocol):
+class Engine(Resubmits, Protocol):
     """The supervisor, as far as streams need it.  Calls never block."""
 
     def submit(self, request: AddRequest) -> None:
@@ -52,6 +57,7 @@ class StatsSink(Protocol):
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
+    def resubmitted(self, count: int) -> None: ...
     def first_token(self, stream: OpenStream) -> None: ...
     def finished(self, stream: OpenStream) -> None: ...
     def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
@@ -69,8 +75,10 @@ class Streams:
         log_error, log_info: write one line to the server's log.
         max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
+        pacing: spaces the responses of a stream instead; None: nothing waits.
         number: of this frontend, among those that share the engine.
         sweep_seconds: from one look for cancelled and late requests to the next.
+        max_replays: deaths of the engine in a row that one request may be the only possible cause of.
     """
 
     def __init__(
@@ -83,22 +91,23 @@ class Streams:
         interval: int = 1,
         sweep_seconds: float = SWEEP_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
+        pacing: Pacing | None = None,
         number: int = 0,
+        max_replays: int = 2,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
         self._stats = stats
         self._log_error = log_error
         self._log_info = log_info
-        self._max_sequences = max_sequences
+        self._capacity = Capacity(max_sequences, first_id=number * REQUESTS_PER_FRONTEND + 1)
         self._interval = interval
+        self._pacing = pacing
         self._streams: dict[int, OpenStream] = {}
+        self._queue = SendQueue()
+        self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the four below
-        self._open_requests = self._open_sequences = 0
-        self._last_id = number * REQUESTS_PER_FRONTEND
-        self._refusal: Callable[[], RequestError] | None = None
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
         self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
@@ -113,58 +122,35 @@ class Streams:
         """Hand a request to the engine; its responses follow through `responder`."""
         count = request.engine_request.params.n
         try:
-            request = request.with_id(self._reserve(count))
+            request = request.with_id(self._capacity.take(count))
         except RequestError as error:
             return self.reject(responder, error)
         try:
             stream = OpenStream(request, responder, self._tokenizer, self._interval)
         except BaseException:  # the caller answers
-            self._give_back(count)
+            self._capacity.give_back(count)
             raise
         self._events.put(partial(self._register, stream))
+        if stream.finished:  # nothing is missing of the output that it began with
+            return
         try:
-            self._engine.submit(request.engine_request)
+            self._engine.submit(stream.engine_request)
         except RequestError as error:
-            self._events.put(partial(self._fail, stream.request_id, error, refusal_of(error)))
-
-    def _reserve(self, count: int) -> int:
-        """Room for `count` sequences, and a request id; raises RequestError if there is none."""
-        limit = self._max_sequences
-        if limit and count > limit:
-            raise RequestError("INVALID_ARG", f"n={count} is more than the {limit} sequences that may be open at once")
-        with self._lock:
-            if self._refusal is not None:
-                raise self._refusal()
-            if limit and self._open_sequences + count > limit:
-                raise RequestError(
-                    "UNAVAILABLE",
-                    f"the queue is full: {self._open_sequences} sequences are open and {limit} are "
-                    "allowed (max_num_seqs + max_queue_size); try again later",
-                )
-            self._open_requests += 1
-            self._open_sequences += count
-            self._last_id += 1
-            return self._last_id
-
-    def _give_back(self, count: int) -> None:
-        with self._lock:
-            self._open_requests -= 1
-            self._open_sequences -= count
+            self._fail_behind(stream.request_id, error, refusal_of(error))
 
     @property
     def num_open(self) -> int:
         """Requests that were taken and have not ended."""
-        return self._open_requests
+        return self._capacity.num_requests
 
     @property
     def num_open_sequences(self) -> int:
         """Sequences of those requests."""
-        return self._open_sequences
+        return self._capacity.num_sequences
 
     def close_intake(self, make_error: Callable[[], RequestError]) -> None:
         """Refuse every request from now on; those that were taken go on."""
-        with self._lock:
-            self._refusal = make_error
+        self._capacity.close(make_error)
 
     def end_all(self, error: RequestError) -> None:
         """End all open streams with an error."""
@@ -182,23 +168,26 @@ class Streams:
         """A step's deltas; called by the thread that reads the engine's pipe."""
         self._events.put((time.monotonic(), message))
         for failed in message.failed:
-            self._events.put(partial(self._fail, failed.request_id, error_of(failed), "failed"))
+            self._fail_behind(failed.request_id, error_of(failed), "failed")
 
     def on_request_failed(self, message: RequestFailed) -> None:
         """The engine refused a request."""
         error = error_of(message)
-        self._events.put(partial(self._fail, message.request_id, error, refusal_of(error)))
+        self._fail_behind(message.request_id, error, refusal_of(error))
 
     def on_engine_ready(self, ready: EngineReady) -> None:
         """The engine process was started again."""
         self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
-    def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None:
-        """The engine process died with these requests in it."""
-        self._events.put(self._stats.engine_down)  # behind the steps that it had sent
-        error = RequestError("UNAVAILABLE", reason)
-        for request_id in request_ids:
-            self._events.put(partial(self._fail, request_id, error, "failed"))
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine process died with these requests in it: the next one goes on with them."""
+        self._events.put(self._catch_up)  # with the steps that it had sent
+        self._events.put(self._stats.engine_down)
+        self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
+
+    def on_no_engine(self, reason: str) -> None:
+        """No engine process can be started for now."""
+        self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
 
     def stop(self, reason: str) -> None:
         """Fail what is open with UNAVAILABLE and end the threads."""
@@ -213,28 +202,30 @@ class Streams:
     def _drop(self, stream: OpenStream, ending: str, make_error: Callable[[], RequestError]) -> None:
         stream.dropped = True
         self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
-        self._events.put(lambda: self._cancel(stream, make_error(), ending))
+        last_act = lambda: self._cancel(stream, make_error(), ending)  # noqa: E731
+        self._events.put(partial(self._end_behind, stream.request_id, last_act))
+
+    def _fail_behind(self, request_id: int, error: RequestError, ending: str) -> None:
+        """`_fail` a stream once it has sent what came for it until now."""
+        self._events.put(partial(self._end_behind, request_id, partial(self._fail, request_id, error, ending)))
 
     # -- sender thread ---------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        """Take all that waits, then give every stream with news one response."""
-        dirty: dict[int, OpenStream] = {}
-        while (event := self._events.get()) is not None:
-            more = True
-            while more and event is not None:
-                if isinstance(event, tuple):
-                    self._take(*event, dirty)
-                else:
-                    self._advance_all(dirty)  # deltas that came before the event count before it
-                    self._run_event(event)
-                try:
-                    event = self._events.get_nowait()
-                except Empty:
-                    more = False
-            self._advance_all(dirty)
-            if event is None:
-                return
+        """Take the events that came, then let one stream take its turn, and so on."""
+        while (event := self._next_event()) is not None:
+            if isinstance(event, tuple):
+                self._take(*event)
+            else:
+                self._run_event(event)
+
+    def _next_event(self) -> tuple[float, StepMessage] | Callable[[], None] | None:
+        if self._queue.is_busy and self._events.empty():
+            return self._serve_next
+        try:
+            return self._events.get(timeout=self._queue.idle_seconds(time.monotonic()))
+        except Empty:
+            return self._serve_next
 
     def _run_event(self, event: Callable[[], None]) -> None:
         try:
@@ -242,24 +233,39 @@ class Streams:
         except BaseException as error:  # without this thread all streams would hang; Rust panics are no Exception
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
-    def _take(self, received: float, message: StepMessage, dirty: dict[int, OpenStream]) -> None:
+    def _take(self, received: float, message: StepMessage) -> None:
+        streaming = set()
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None:  # else it ended here before the engine heard of it
                 stream.inbox.append(delta)
-                dirty[delta.request_id] = stream
+                self._queue.add(stream)
+                if stream.request.stream:
+                    streaming.add(stream)
+        if self._pacing is not None and streaming:
+            self._pacing.step(len(streaming))
+        self._replay.took(message)
         self._stats.step(message, received, self._streams)
 
-    def _advance_all(self, dirty: dict[int, OpenStream]) -> None:
-        """Send what there is to send; those that end come last, once the metrics know."""
-        for stream in dirty.values():
-            self._guarded(self._advance, stream)
-        ended = [stream for stream in dirty.values() if stream.end_time is not None and not stream.closed]
-        if ended:
+    def _serve_next(self) -> None:
+        """One turn, for the stream whose it is; those that end come once the metrics know."""
+        start = time.monotonic()
+        if ended := self._queue.take_ended(start):
             self._settle()
-        for stream in ended:
-            self._guarded(self._end, stream)
-        dirty.clear()
+            for stream in ended:
+                stream.settled = True
+                self._queue.add(stream)
+        elif (next_stream := self._queue.take(start)) is not None:
+            self._guarded(self._advance, next_stream)
+            if not next_stream.closed:
+                self._queue.charge(next_stream, time.monotonic() - start)
+                if next_stream.inbox:
+                    self._queue.add(next_stream)
+
+    def _catch_up(self) -> None:
+        """Serve until nobody has a turn to take."""
+        while self._queue.is_busy:
+            self._serve_next()
 
     def _guarded(self, action: Callable[[OpenStream], None], stream: OpenStream) -> None:
         if stream.closed:
@@ -271,16 +277,32 @@ class Streams:
             self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
 
     def _advance(self, stream: OpenStream) -> None:
-        for index in stream.take_inbox():
+        if stream.end_time is not None:
+            return self._end(stream) if stream.settled else None
+        for index in stream.take_inbox(SLICE):
             self._engine.abort(stream.request_id, index)
         if stream.first_token_time is None and stream.num_output_tokens:
             stream.first_token_time = time.monotonic()
             self._stats.first_token(stream)
         if stream.finished:
-            stream.end_time = time.monotonic()
-            self._stats.finished(stream)
-        elif stream.request.stream and stream.has_news:
+            self._finish(stream)
+        elif stream.last_act is not None and not stream.inbox:
+            self._send_news(stream)
+            stream.last_act()
+        elif self._pacing is not None and stream.has_started and (due := self._pacing.due(stream)) is not None:
+            self._queue.hold(stream, due)
+        else:
+            self._send_news(stream)
+
+    def _send_news(self, stream: OpenStream) -> None:
+        if stream.request.stream and stream.has_news:
             self._send(stream, final=False)
+
+    def _finish(self, stream: OpenStream) -> None:
+        stream.end_time = time.monotonic()
+        stream.inbox.clear()
+        self._queue.finish(stream)
+        self._stats.finished(stream)
 
     def _end(self, stream: OpenStream) -> None:
         self._send(stream, final=True)
@@ -288,20 +310,29 @@ class Streams:
         self._engine.release(stream.request_id)
 
     def _send(self, stream: OpenStream, final: bool) -> None:
+        start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
             outputs = response_outputs(stream.request, sequences, self._tokenizer, stream.take_prompt_logprobs())
             stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
+        stream.sent_time, stream.due = time.monotonic(), 0.0
+        if self._pacing is not None:
+            self._pacing.sent(stream.sent_time - start)
 
     def _register(self, stream: OpenStream) -> None:
         self._streams[stream.request_id] = stream
-        self._sweep.wake()
+        if stream.finished:
+            self._queue.add(stream)
+        else:
+            self._sweep.wake()
 
     def _close(self, stream: OpenStream) -> None:
         stream.closed = True
+        self._queue.forget(stream)
         del self._streams[stream.request_id]
-        self._give_back(len(stream.sequences))
+        self._replay.ended(stream.request_id)
+        self._capacity.give_back(len(stream.sequences))
 
     def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
         if not stream.closed:
@@ -311,6 +342,13 @@ class Streams:
                 f"{error.message}"
             )
             self._fail(stream.request_id, error, ending)
+
+    def _end_behind(self, request_id: int, last_act: Callable[[], None]) -> None:
+        """End a stream with `last_act` once it has sent what came for it; the first such end counts."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.last_act is None:
+            stream.last_act = last_act
+            self._queue.add(stream)
 
     def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
         """End a stream with an error of the kind `ending`; does nothing if it has ended."""
@@ -324,6 +362,7 @@ class Streams:
         self._respond_error(stream.responder, error)
 
     def _fail_all(self, error: RequestError) -> None:
+        self._catch_up()
         for request_id in list(self._streams):
             self._fail(request_id, error, "failed")
 

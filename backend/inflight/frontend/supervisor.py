@@ -3,36 +3,36 @@
     start() -> STARTING -> UP -> (died) -> DOWN -> STARTING ... -> stop()
 
 Requests and questions are queued and written by a separate thread, so `submit` and `ask` never block.
-When the engine process dies, what it had been sent fails at once; what is still queued, and what
-arrives meanwhile, waits for the next process.  After several failed starts in a row both are refused
-until a start succeeds.
+When the engine process dies, the receiver of its messages hands back what the next one is to go on with
+(`resubmit`); what is still queued, and what arrives meanwhile, waits behind it.  After several failed
+starts in a row requests fail and are refused until a start succeeds.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import (
-    AbortRequest,
     AddRequest,
     Answer,
     EngineReady,
     Question,
     RequestFailed,
     StepMessage,
-    encode,
 )
 from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
+from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
+from inflight.frontend.restarts import RestartPolicy, Restarts
+from inflight.frontend.watchdog import Watchdog
 
-__all__ = ["EngineEvents", "RestartPolicy", "Supervisor"]
+__all__ = ["EngineEvents", "Supervisor"]
 
 _UNLOADING = "the model is being unloaded"
 
@@ -43,33 +43,17 @@ class EngineEvents(Protocol):
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
     def on_engine_ready(self, ready: EngineReady) -> None: ...
-    def on_engine_down(self, request_ids: Iterable[int], reason: str) -> None: ...
 
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine died with these requests in it; `resubmit` must follow, from any thread.
 
-class RestartPolicy:
-    """When to restart a dead engine process, and when to refuse requests meanwhile.
+        Args:
+            ran: the sequences that were running, by request; empty if that is not known.
+            cause: how it ended, in a few words.
+        """
 
-    Args:
-        first_delay, longest_delay: seconds; the delay doubles from the first to the longest.
-        healthy_seconds: a process that lived this long resets the delay.
-        refuse_after: failed starts in a row after which requests are refused.
-    """
-
-    def __init__(
-        self,
-        first_delay: float = 0.1,
-        longest_delay: float = 30.0,
-        healthy_seconds: float = 60.0,
-        refuse_after: int = 3,
-    ) -> None:
-        self.first_delay = first_delay
-        self.longest_delay = longest_delay
-        self.healthy_seconds = healthy_seconds
-        self.refuse_after = refuse_after
-
-    def delay(self, deaths: int) -> float:
-        """Seconds to wait after the `deaths`-th death or failed start in a row."""
-        return min(self.longest_delay, self.first_delay * 2 ** min(deaths - 1, 30))
+    def on_no_engine(self, reason: str) -> None:
+        """The engine cannot be restarted for now: every request must end."""
 
 
 def _unexpected(error: Exception) -> EngineStartError:
@@ -100,7 +84,8 @@ class Supervisor:
         self._log = log
         self._command = list(command or engine_command(config))
         self._env = dict(env or {})
-        self._restart = restart or RestartPolicy()
+        self._watchdog = Watchdog(config.engine_timeout)
+        self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
         self._engine_process: EngineProcess | None = None
@@ -108,14 +93,12 @@ class Supervisor:
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
-        self._queued: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # frame, sequences
-        self._num_queued = 0  # sequences
-        self._aborts: deque[bytes] = deque()
-        self._in_engine: set[int] = set()
+        self._outbox = Outbox()
         self._questions = Questions()
         self._threads = [
             threading.Thread(target=self._run, name="supervisor", daemon=True),
             threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
+            threading.Thread(target=self._watch_loop, name="engine-watch", daemon=True),
         ]
 
     # -- any thread ------------------------------------------------------------------------
@@ -140,7 +123,8 @@ class Supervisor:
         with self._changed:
             self._events = events
             self._changed.notify_all()
-        self._threads[1].start()
+        for thread in self._threads[1:]:
+            thread.start()
 
     def submit(self, request: AddRequest) -> None:
         """Queue a request for the engine.
@@ -149,11 +133,19 @@ class Supervisor:
             RequestError: UNAVAILABLE; the engine cannot be started or is being stopped, or too many
                 requests wait for it.
         """
-        frame = encode(request)
         with self._changed:
             self._check_open(request.params.n)
-            self._queued[request.request_id] = frame, request.params.n
-            self._num_queued += request.params.n
+            self._outbox.add(request)
+            self._changed.notify_all()
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+        """Queue requests that an engine process has died with, ahead of all others; limits do not count.
+
+        Args:
+            hold_new: new requests wait until this is called without it.
+        """
+        with self._changed:
+            self._outbox.resubmit(requests, hold_new)
             self._changed.notify_all()
 
     def ask(self, question: Question) -> Future[Any]:
@@ -184,8 +176,9 @@ class Supervisor:
         if self._refusal is not None:
             raise RequestError("UNAVAILABLE", self._refusal)
         limit = self._config.max_queue_size
-        queued = self._num_queued + self._questions.num_queued
-        if limit and not self._up and queued + count > limit:
+        queued = self._outbox.num_new + self._questions.num_queued
+        waits = not self._up or self._outbox.holds_new
+        if limit and waits and queued + count > limit:
             raise RequestError(
                 "UNAVAILABLE",
                 f"the engine is being restarted and {queued} sequences wait for it (max_queue_size={limit})",
@@ -194,19 +187,13 @@ class Supervisor:
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
         with self._changed:
-            if request_id in self._queued and index is None:
-                self._num_queued -= self._queued.pop(request_id)[1]
-            if request_id not in self._in_engine:
-                return
-            if index is None:
-                self._in_engine.discard(request_id)
-            self._aborts.append(encode(AbortRequest(request_id, index)))
+            self._outbox.abort(request_id, index)
             self._changed.notify_all()
 
     def release(self, request_id: int) -> None:
         """Forget a request that ended by itself."""
         with self._changed:
-            self._in_engine.discard(request_id)
+            self._outbox.in_engine.discard(request_id)
 
     @property
     def refusal(self) -> str | None:
@@ -238,7 +225,6 @@ class Supervisor:
 
     def _run(self) -> None:
         """Run one engine process after another, until stopped or the first one fails."""
-        deaths = failed_starts = 0
         while not self._is_stopping():
             try:
                 engine_process, ready = self._start_process()
@@ -246,18 +232,16 @@ class Supervisor:
                 error = caught if isinstance(caught, EngineStartError) else _unexpected(caught)
                 if self._first is None:
                     return self._report_first(error)
-                deaths, failed_starts = deaths + 1, failed_starts + 1
-                self._note_failed_start(error, failed_starts)
+                self._note_failed_start(error)
             else:
                 if self._first is not None and self._events is not None:
                     self._events.on_engine_ready(ready)
                 self._report_first(ready)
-                failed_starts, born = 0, time.monotonic()
-                self._read(engine_process)
-                lived = time.monotonic() - born
-                deaths = 1 if lived >= self._restart.healthy_seconds else deaths + 1
-                self._bury(engine_process)
-            self._pause(self._restart.delay(deaths))
+                self._restarts.started()
+                born = time.monotonic()
+                had_tokens = self._read(engine_process)
+                self._bury(engine_process, had_tokens, time.monotonic() - born)
+            self._pause(self._restarts.delay)
 
     def _start_process(self) -> tuple[EngineProcess, EngineReady]:
         engine_process = EngineProcess(self._config, self._command, self._env)
@@ -279,57 +263,62 @@ class Supervisor:
             self._changed.notify_all()
         return engine_process, ready
 
-    def _read(self, engine_process: EngineProcess) -> None:
-        """Pass messages on until the pipe closes."""
+    def _read(self, engine_process: EngineProcess) -> bool:
+        """Pass messages on until the pipe closes; whether any brought a token."""
+        had_tokens = False
         with self._changed:
             self._changed.wait_for(lambda: self._events is not None or self._stopping)
             events = self._events
         if events is None:
-            return
+            return had_tokens
         try:
             while True:
                 message = engine_process.receive()
                 if isinstance(message, StepMessage):
+                    had_tokens = had_tokens or bool(message.news or message.tokens.token_ids)
+                    self._watchdog.step_took(message.stats)
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):
                     events.on_request_failed(message)
                 elif isinstance(message, Answer):
                     self._questions.resolve(message)
         except (EOFError, OSError):
-            pass
+            return had_tokens
 
-    def _bury(self, engine_process: EngineProcess) -> None:
-        """Fail what died with the process."""
+    def _bury(self, engine_process: EngineProcess, had_tokens: bool, lived: float) -> None:
+        """Hand over what died with the process."""
         with self._changed:
             self._up = False
             self._engine_process = None
-            victims, self._in_engine = self._in_engine, set()
-            self._aborts.clear()
+            victims = self._outbox.engine_down()
             stopping = self._stopping
         cause = engine_process.exit_text()
         engine_process.close()
         if stopping:
             return
         reason = f"the engine process died ({cause}); it is being restarted"
-        self._log("error", f"{reason}; {len(victims)} open requests failed")
+        self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
-        self._events.on_engine_down(victims, reason)
+        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
+        self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
+        self._refuse(self._restarts.refusal(cause))
 
-    def _note_failed_start(self, error: EngineStartError, failed_starts: int) -> None:
-        self._log("error", f"restart {failed_starts} of the engine process failed: {error}")
-        if failed_starts < self._restart.refuse_after and not error.fatal:
+    def _note_failed_start(self, error: EngineStartError) -> None:
+        self._restarts.not_started()
+        self._log("error", f"restart {self._restarts.failed_starts} of the engine process failed: {error}")
+        self._refuse(self._restarts.refusal(str(error), error.fatal))
+
+    def _refuse(self, refusal: str | None) -> None:
+        """End what waits, and refuse what comes until an engine is up; if there is a reason to."""
+        if refusal is None:
             return
-        refusal = f"the engine process cannot be restarted ({failed_starts} attempts failed): {error}"
         with self._changed:
             self._refusal = refusal
-            waiting = list(self._queued)
-            self._queued.clear()
-            self._num_queued = 0
+            self._outbox.clear()
         self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
         assert self._events is not None
-        for request_id in waiting:
-            self._events.on_request_failed(RequestFailed(request_id, "UNAVAILABLE", refusal))
+        self._events.on_no_engine(refusal)
 
     def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
         with self._changed:
@@ -362,15 +351,24 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _has_frames(self) -> bool:
-        return bool(self._aborts or self._questions.num_queued or self._queued)
+        return bool(self._questions.num_queued or self._outbox.has_frames)
 
     def _next_frame(self) -> bytes | None:
-        """Aborts go first: they free what new requests need."""
-        if self._aborts:
-            return self._aborts.popleft()
         frame = self._questions.take_frame()
-        if frame is None and self._queued:
-            request_id, (frame, n) = self._queued.popitem(last=False)
-            self._num_queued -= n
-            self._in_engine.add(request_id)
-        return frame
+        return self._outbox.next_frame() if frame is None else frame
+
+    # -- watch thread ----------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        """Kill an engine process that hangs: the supervisor's thread will notice."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
+                    return
+                engine_process = self._engine_process if self._up else None
+                has_work = bool(self._outbox.in_engine or self._questions.num_sent)
+            pulse = None if engine_process is None else engine_process.pulse
+            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+            if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
+                allowed = self._watchdog.allowed(num_tokens)
+                engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")

@@ -19,6 +19,7 @@ class Tally:
     Attributes:
         requests: requests that ended, by how: "finished", or one of `metric_specs.ENDINGS`.
         restarts, deaths: of engine processes.
+        replays: requests that another engine process went on with.
         last_step: state after the last step; None before the first.
         last_step_time: `time.monotonic()` when it came.
     """
@@ -26,7 +27,7 @@ class Tally:
     def __init__(self, metrics: StatsSink) -> None:
         self._metrics = metrics
         self.requests: Counter[str] = Counter()
-        self.restarts = self.deaths = 0
+        self.restarts = self.deaths = self.replays = 0
         self.last_step: StepStats | None = None
         self.last_step_time = 0.0
         self.settle = metrics.settle
@@ -43,6 +44,10 @@ class Tally:
     def engine_down(self) -> None:
         self.deaths += 1
         self._metrics.engine_down()
+
+    def resubmitted(self, count: int) -> None:
+        self.replays += count
+        self._metrics.resubmitted(count)
 
     def finished(self, stream: OpenStream) -> None:
         self.requests["finished"] += 1

@@ -56,7 +56,9 @@ class _Fast:
         self.decode = tokenizer.decode
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`, which keeps Python's lock: a long text would stop every thread of the process for seconds.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def size(self) -> int:
         return self._tokenizer.get_vocab_size()

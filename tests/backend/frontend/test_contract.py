@@ -37,6 +37,7 @@ DTYPES = {
     "TYPE_INT64": np.int64,
     "TYPE_UINT64": np.uint64,
     "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
 }
 SPECS = {spec.name: spec for spec in INPUTS}
 

@@ -15,7 +15,7 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend import streams, supervisor
+from inflight.frontend import outbox, streams, supervisor
 from inflight.frontend.contract import INPUTS, OUTPUTS, ParsedRequest, TensorSpec
 from inflight.frontend.metric_specs import METRICS
 from inflight.frontend.placement import placement
@@ -58,12 +58,13 @@ def test_a_new_field_of_the_message_reaches_the_engine_by_itself() -> None:
     message = Extended(0, [5, 6], SamplingParams(n=2), tenant="t", adapter="poems")
     for _ in range(2):
         opened.open(ParsedRequest(message), RecordingClient())
-    frames = [msgspec.msgpack.decode(frame, type=Extended) for frame, _ in engine._queued.values()]
+    frames = [msgspec.msgpack.decode(frame, type=Extended) for frame, _ in engine._outbox._new.values()]
     assert frames == [msgspec.structs.replace(message, request_id=number) for number in (1, 2)]
 
 
 @pytest.mark.parametrize(
-    ("module", "needed"), [(supervisor, {"request_id", "params"}), (streams, {"request_id", "params"})]
+    ("module", "needed"),
+    [(supervisor, {"params"}), (outbox, {"request_id", "params"}), (streams, {"request_id", "params"})],
 )
 def test_who_carries_a_request_names_only_the_fields_it_needs(module: object, needed: set[str]) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import OpenStream
+from inflight.frontend.pacing import Pacing
+from inflight.frontend.resume import Ended
 from inflight.frontend.streams import Streams
 
 TOKENIZER = demo_tokenizer()
@@ -30,6 +33,8 @@ class EngineStub:
         self.submitted: dict[int, AddRequest] = {}
         self.aborted: list[tuple[int, int | None]] = []
         self.released: list[int] = []
+        self.resubmitted: list[AddRequest] = []
+        self.holds_new = False
         self.refuse: RequestError | None = None
 
     def submit(self, request: AddRequest) -> None:
@@ -39,6 +44,10 @@ class EngineStub:
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+        self.resubmitted += requests
+        self.holds_new = hold_new
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
@@ -68,6 +77,7 @@ class Rig:
     def settle(self) -> None:
         """Wait until the sender has handled all that came so far."""
         handled = threading.Event()
+        self.streams._events.put(self.streams._catch_up)
         self.streams._events.put(handled.set)
         assert handled.wait(10)
 
@@ -389,20 +399,23 @@ def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
         rig.streams.stop("test over")
 
 
-def test_the_engines_refusal_and_its_death_end_the_streams_they_concern(rig: Rig) -> None:
-    one, two, three = rig.open(), rig.open(), rig.open()
+def test_the_engines_refusal_ends_its_stream_and_its_death_none(rig: Rig) -> None:
+    one, two, three = rig.open(), rig.open(max_tokens=len(IDS)), rig.open()
     rig.streams.on_request_failed(RequestFailed(1, "UNAVAILABLE", "full"))
     rig.step(SequenceDelta(2, 0, [IDS[0]]))
-    rig.streams.on_engine_down([2], "the engine process died (signal 9)")
+    rig.streams.on_engine_down([2], {}, "signal 9")
     assert one.wait().error == ("UNAVAILABLE", "full")
-    assert two.wait().error == ("UNAVAILABLE", "the engine process died (signal 9)")
-    assert two.texts() == [TOKENIZER.decode(IDS[:1])]  # what came before the death was delivered
+    rig.settle()
+    (again,) = rig.engine.resubmitted
+    assert (again.request_id, again.output_token_ids, again.replayed) == (2, [IDS[:1]], True)
+    rig.feed(IDS[1:], request_id=2)
+    assert two.wait().texts() == [TEXT]
     rig.feed(IDS, request_id=3)
     assert three.wait().texts() == [TEXT]
 
 
 def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> None:
-    rig = Rig(max_sequences=9)
+    rig = Rig(max_sequences=9, max_replays=0)
     unsettled: list[int] = []
 
     class Client(RecordingClient):
@@ -426,7 +439,7 @@ def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> No
     rig.streams.reject(invalid, RequestError("INVALID_ARG", "no"))
     rig.streams.on_request_failed(RequestFailed(2, "UNAVAILABLE", "full"))
     rig.step(failed=[RequestFailed(3, "INTERNAL", "NaN")])
-    rig.streams.on_engine_down([4], "died")
+    rig.streams.on_engine_down([4], {}, "signal 9")
     cancelled.cancelled = True
     for client in (refused, given_up, died, cancelled, late, invalid, beyond):
         client.wait()
@@ -436,7 +449,11 @@ def test_how_each_request_ended_is_counted_before_its_client_hears_of_it() -> No
     rig.feed(IDS, request_id=7)
     lost.wait()
     rig.streams.stop("test over")
-    counted = ["cancelled", "failed", "failed", "invalid", "refused", "refused", "timeout"]
+    assert died.error == (
+        "INTERNAL",
+        "the engine process died while it ran this request (signal 9); it is not replayed again (max_replays=0)",
+    )
+    counted = ["cancelled", "failed", "invalid", "poison", "refused", "refused", "timeout"]
     assert sorted(rig.stats.endings) == counted
     assert len(rig.stats.streams) == 2, "also the one whose last response was lost, and only once"
     assert len(unsettled) == 10
@@ -467,7 +484,7 @@ def test_requests_beyond_the_capacity_are_refused_until_there_is_room() -> None:
         third = rig.open(n=1)
         rig.step(SequenceDelta(1, 0, [5], "length"), SequenceDelta(1, 1, [5], "length"))
         first.wait()
-        wait_for(lambda: rig.streams._open_sequences == 1)
+        wait_for(lambda: rig.streams.num_open_sequences == 1)
         rig.open(n=2)
         rig.feed(IDS, request_id=2)
         third.wait()
@@ -601,12 +618,130 @@ def test_a_stream_that_begins_with_output_sends_only_what_comes_after_it(rig: Ri
     assert rig.stats.streams[0].num_output_tokens == len(IDS[3:])
 
 
-def test_a_stop_string_in_the_given_output_ends_the_sequence_with_its_first_delta(rig: Rig) -> None:
-    client = rig.open("return_token_ids", stop=["st of"], fields={"output_token_ids": [IDS]})
-    rig.step(SequenceDelta(1, 0, [5]))
+def test_what_is_complete_already_ends_at_once_without_the_engine(rig: Rig) -> None:
+    wanted = ("return_token_ids", "return_finish_reason", "return_num_output_tokens")
+    client = rig.open(*wanted, stop=["st of"], fields={"output_token_ids": [IDS]})
     (response,) = client.wait().responses
     assert (client.texts(), response["token_ids"].tolist()) == ([""], [])
-    assert rig.engine.aborted == [(1, 0)]
+    assert (response["finish_reason"].tolist(), response["num_output_tokens"].tolist()) == ([b"stop"], [0])
+    assert (rig.engine.submitted, rig.engine.aborted) == ({}, [])
+    wait_for(lambda: not rig.streams.num_open_sequences)
+    assert [stream.num_output_tokens for stream in rig.stats.streams] == [0]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_engine_goes_on_with_the_sequences_that_have_not_ended(rig: Rig, separate: bool) -> None:
+    """One ended by its stop string, one by its length, one elsewhere; each end is told once, the last never."""
+    given = [IDS, IDS[:2], IDS[:2], None]
+    ends = [None, None, Ended("length"), None]
+    options = {"n": 4, "stop": ["st of"], "separate": separate, "ends": ends}
+    client = rig.open("return_finish_reason", "return_token_ids", fields={"output_token_ids": given}, **options)
+    assert rig.engine.submitted[1].output_token_ids == [None, IDS[:2], None, None]
+    rig.step(SequenceDelta(1, 1, [5], "length"))
+    responses = client.wait().responses
+    assert [token for response in responses for token in response["token_ids"].tolist()] == [5]
+    if separate:
+        told = {int(r["sequence_index"][0]): r["finish_reason"][0] for r in responses}
+        assert (len(responses), told) == (3, {0: b"stop", 1: b"length", 2: b"length"})
+    else:
+        assert responses[-1]["finish_reason"].tolist() == [b"stop", b"length", b"length", b"None"]
+
+
+class Slow(Pacing):
+    """As if sending were costly: a response of each stream every 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.wait = 0.05
+
+    def step(self, num_streams: int) -> None: ...
+
+
+@pytest.fixture
+def paced() -> Iterator[Rig]:
+    rig = Rig(pacing=Slow())
+    yield rig
+    rig.streams.stop("test over")
+
+
+def counts(client: RecordingClient) -> list[int]:
+    return [int(response["num_output_tokens"][0]) for response in client.responses]
+
+
+def test_first_tokens_and_ends_never_wait(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    assert counts(client) == [1]
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    assert counts(client) == [1], "held"
+    paced.step(SequenceDelta(1, 0, [], "length"))
+    client.wait()
+    assert counts(client) == [1, len(IDS) - 1]
+    assert client.texts() == [TEXT]
+
+
+def test_what_is_held_is_sent_when_it_is_due_even_if_no_token_follows(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens")
+    for token in IDS[:3]:
+        paced.step(SequenceDelta(1, 0, [token]))
+        paced.settle()
+    wait_for(lambda: sum(counts(client)) == 3)
+    assert client.finals == 0
+
+
+def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
+    client = paced.open("return_num_output_tokens", max_tokens=100)
+    tokens = itertools.cycle(IDS)
+    paced.step(SequenceDelta(1, 0, [next(tokens)]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for _ in range(20):
+        paced.step(SequenceDelta(1, 0, [next(tokens)]))
+        paced.settle()
+    assert counts(client) == [1, 8, 8]
+
+
+def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:3]))
+    paced.settle()
+    client.cancelled = True
+    client.wait()
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+@pytest.mark.parametrize("end", ["its last token", "an error"])
+def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
+    rig = Rig()
+    costly, cheap = rig.open("return_token_ids", max_tokens=100), rig.open()
+    rig.settle()
+    sequence = rig.streams._streams[1].sequences[0]
+    advance = sequence.advance
+
+    def slow(delta: SequenceDelta) -> None:
+        time.sleep(0.01)  # more than a slice
+        advance(delta)
+
+    sequence.advance = slow  # type: ignore[method-assign]
+    rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
+    rig.feed(IDS, request_id=2)
+    if end == "an error":
+        rig.streams._fail_behind(1, RequestError("INTERNAL", "NaN"), "failed")
+    assert cheap.wait().texts() == [TEXT]
+    assert not costly.finals
+    costly.wait()
+    sent = [token for response in costly.responses for token in response["token_ids"].tolist()]
+    assert sent == 4 * IDS
+    assert costly.texts() == [TOKENIZER.decode([*PROMPT, *4 * IDS]).removeprefix(TOKENIZER.decode(PROMPT))]
+    assert (costly.error is None) == (end == "its last token")
+    rig.streams.stop("test over")
 
 
 def test_stop_fails_what_is_open() -> None:
@@ -638,7 +773,7 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
             elif move == "cancel":
                 clients[k].cancelled = True
             elif move == "down":
-                rig.streams.on_engine_down([k], "died")
+                rig.streams.on_engine_down([k], {}, "signal 9")
             elif move == "fail":
                 rig.streams.on_request_failed(RequestFailed(k, "INTERNAL", "failed"))
             else:
@@ -649,7 +784,7 @@ def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bo
         assert client.finals == 1
         shown = "".join(client.texts()).removeprefix("" if stream else "Return")
         assert TOKENIZER.decode(fed[k]).startswith(shown)
-    assert rig.streams._open_sequences == 0
+    assert rig.streams.num_open_sequences == 0
     assert not rig.errors
 
 

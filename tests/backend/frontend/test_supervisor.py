@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -19,98 +18,35 @@ from typing import Any
 
 import pytest
 from fake_engine import echo
-from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_tokenizer, make_request
+from frontend_rig import FAKE_ENGINE, RecordingClient
+from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, alive, tokens, wait_for
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import DumpTrace
 from inflight.frontend.control import relay
 from inflight.frontend.engine_process import EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
 from inflight.frontend.metrics import NoMetrics
-from inflight.frontend.streams import Streams
-from inflight.frontend.supervisor import RestartPolicy, Supervisor
-
-TOKENIZER = demo_tokenizer()
-PROMPT = TOKENIZER.encode("the list of names")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-    return value
-
-
-class Rig:
-    """Supervisor and streams around the fake engine."""
-
-    def __init__(self, control: Path, **config: Any) -> None:
-        self.control = control
-        self.lines: list[str] = []
-        self.supervisor = Supervisor(
-            EngineConfig(model="fake", **config),
-            lambda level, line: self.lines.append(line),
-            command=FAKE_ENGINE,
-            env={"FAKE_ENGINE_CONTROL": str(control)},
-            restart=RestartPolicy(first_delay=0.01, longest_delay=0.05, refuse_after=2),
-        )
-        self.stats = RecordingStats()
-        self.streams = Streams(TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01)
-
-    def start(self) -> Rig:
-        self.ready = self.supervisor.start()
-        self.streams.start()
-        self.supervisor.connect(self.streams)
-        return self
-
-    def order(self, **orders: str) -> None:
-        self.control.write_text(json.dumps(orders))
-
-    def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
-        client = RecordingClient()
-        fields = {"tenant": orders, **params.pop("fields", {})}
-        self.streams.open(
-            make_request(PROMPT, returns={"return_token_ids"}, stream=stream, fields=fields, **params), client
-        )
-        return client
-
-    def ask(self) -> Future[Any]:
-        return self.supervisor.ask(DumpTrace())
-
-    def stop(self) -> None:
-        self.supervisor.stop()
-        self.streams.stop("over")
+from inflight.frontend.restarts import RestartPolicy, Restarts
+from inflight.frontend.supervisor import Supervisor
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "control.json").start()
+def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
+    rig = SupervisorRig(tmp_path / "control.json").start()
     yield rig
     rig.stop()
 
 
-def tokens(client: RecordingClient) -> list[int]:
-    return [token for response in client.responses for token in response["token_ids"].tolist()]
-
-
-def test_requests_get_their_tokens(rig: Rig) -> None:
+def test_requests_get_their_tokens(rig: SupervisorRig) -> None:
     assert rig.ready.attention_backend == "fake"
     clients = [rig.open(stream=k % 2 == 0, max_tokens=k + 1) for k in range(30)]
     for k, client in enumerate(clients):
         assert tokens(client.wait()) == echo(PROMPT, k + 1)
-    assert rig.supervisor._in_engine == set()
+    assert rig.supervisor._outbox.in_engine == set()
 
 
 def test_stop_leaves_no_process(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "control.json").start()
+    rig = SupervisorRig(tmp_path / "control.json").start()
     pid = rig.supervisor.pid
     assert pid is not None
     client = rig.open(orders="delay=0.01", max_tokens=500)
@@ -121,39 +57,12 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
     rig.supervisor.stop()  # again
 
 
-def test_when_the_engine_dies_its_requests_fail_and_a_new_one_serves(rig: Rig) -> None:
-    old = rig.supervisor.pid
-    slow = rig.open(orders="delay=0.01", max_tokens=1000)
-    assert slow.arrived.wait(10)
-    crash = rig.open(orders="crash=3", max_tokens=100)
-    reason = "the engine process died (signal 9, SIGKILL); it is being restarted"
-    assert crash.wait().error == ("UNAVAILABLE", reason)
-    assert slow.wait().error == ("UNAVAILABLE", reason)
-    assert tokens(crash) == echo(PROMPT, len(tokens(crash)))
-    after = rig.open(max_tokens=5)  # waits for the restart
-    assert tokens(after.wait()) == echo(PROMPT, 5)
-    assert rig.supervisor.pid not in (None, old)
-    assert any("open requests failed" in line for line in rig.lines)
-
-
-def test_an_engine_that_reports_why_it_exits(rig: Rig) -> None:
-    error = rig.open(orders="fail=2").wait().error
-    assert error == ("UNAVAILABLE", "the engine process died (engine step failed: told to); it is being restarted")
-
-
-def test_an_engine_that_sends_an_invalid_frame_is_replaced(rig: Rig) -> None:
-    error = rig.open(orders="nonsense=1").wait().error
-    assert error is not None
-    assert "the engine process died (it sent an invalid frame" in error[1]
-    assert tokens(rig.open(max_tokens=2).wait()) == echo(PROMPT, 2)
-
-
-def test_a_refusal_by_the_engine_reaches_the_client(rig: Rig) -> None:
+def test_a_refusal_by_the_engine_reaches_the_client(rig: SupervisorRig) -> None:
     assert rig.open(orders="refuse=UNAVAILABLE").wait().error == ("UNAVAILABLE", "refused with UNAVAILABLE")
-    assert rig.supervisor._in_engine == set()
+    assert rig.supervisor._outbox.in_engine == set()
 
 
-def test_cancelling_frees_the_engine(rig: Rig) -> None:
+def test_cancelling_frees_the_engine(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.01", max_tokens=2000)
     assert client.arrived.wait(10)
     client.cancelled = True
@@ -161,38 +70,38 @@ def test_cancelling_frees_the_engine(rig: Rig) -> None:
     wait_for(lambda: rig.stats.steps and rig.stats.steps[-1].running == 0)
 
 
-def test_a_request_that_the_engine_gives_up_ends_with_its_error(rig: Rig) -> None:
+def test_a_request_that_the_engine_gives_up_ends_with_its_error(rig: SupervisorRig) -> None:
     bystander = rig.open(orders="delay=0.002", max_tokens=50)
     client = rig.open(orders="giveup=3", max_tokens=100).wait()
     assert client.error == ("UNAVAILABLE", "waited too long")
     assert tokens(client) == echo(PROMPT, 3)
     assert tokens(bystander.wait()) == echo(PROMPT, 50)
-    assert rig.supervisor._in_engine == set()
+    assert rig.supervisor._outbox.in_engine == set()
 
 
 @pytest.mark.parametrize("run", [2, 3, 7])
-def test_several_tokens_a_step_arrive_like_single_ones(rig: Rig, run: int) -> None:
+def test_several_tokens_a_step_arrive_like_single_ones(rig: SupervisorRig, run: int) -> None:
     whole = rig.open(max_tokens=40, stop=["namesthe l"]).wait()
     runs = rig.open(orders=f"run={run}", max_tokens=40, stop=["namesthe l"]).wait()
     assert (runs.texts(), tokens(runs)) == (whole.texts(), tokens(whole))
     assert len(tokens(runs)) < 40
 
 
-def test_a_request_that_begins_with_output_gets_the_rest(rig: Rig) -> None:
+def test_a_request_that_begins_with_output_gets_the_rest(rig: SupervisorRig) -> None:
     whole = rig.open(max_tokens=20).wait()
     rest = rig.open(max_tokens=20, fields={"output_token_ids": [echo(PROMPT, 7)]}).wait()
     assert tokens(rest) == tokens(whole)[7:]
     assert TOKENIZER.decode(PROMPT + tokens(whole)[:7]) + rest.texts()[0] == TOKENIZER.decode(PROMPT + tokens(whole))
 
 
-def test_a_stop_string_aborts_only_the_sequence_it_ends(rig: Rig) -> None:
+def test_a_stop_string_aborts_only_the_sequence_it_ends(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.005", n=2, max_tokens=40, stop=["list of n"]).wait()
     assert [text.rstrip() for text in client.texts()] == ["the", "the"]
     wait_for(lambda: rig.stats.steps[-1].running == 0)
 
 
 def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "control.json", max_queue_size=3).start()
+    rig = SupervisorRig(tmp_path / "control.json", max_queue_size=3).start()
     try:
         rig.order(start="hang")
         pid = rig.supervisor.pid
@@ -206,7 +115,7 @@ def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Pa
         assert "3 sequences wait for it (max_queue_size=3)" in error[1]
         waiting[0].cancelled = True  # leaves its place
         assert waiting[0].wait().error == ("CANCELLED", "Request was cancelled")
-        wait_for(lambda: len(rig.supervisor._queued) == 1)
+        wait_for(lambda: rig.supervisor._outbox.num_new == 1)
         more = rig.open(max_tokens=2, n=2)
         rig.control.unlink()
         hanging = wait_for(lambda: rig.supervisor._engine_process)
@@ -217,7 +126,7 @@ def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Pa
         rig.stop()
 
 
-def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(rig: Rig) -> None:
+def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(rig: SupervisorRig) -> None:
     rig.order(start="exit")
     pid = rig.supervisor.pid
     assert pid is not None
@@ -243,7 +152,7 @@ def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(r
     ],
 )
 def test_a_failed_first_start_raises_and_leaves_nothing_running(tmp_path: Path, order: str, says: str) -> None:
-    rig = Rig(tmp_path / "control.json", engine_start_timeout=1.0)
+    rig = SupervisorRig(tmp_path / "control.json", engine_start_timeout=1.0)
     rig.order(start=order)
     with pytest.raises(EngineStartError) as caught:
         rig.supervisor.start()
@@ -269,7 +178,7 @@ def test_a_program_that_cannot_be_started_raises_at_once(config: dict[str, Any],
 
 
 def test_stop_while_the_engine_is_loading(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "control.json")
+    rig = SupervisorRig(tmp_path / "control.json")
     rig.order(start="hang")
     failed: list[BaseException] = []
 
@@ -315,9 +224,34 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: not alive(pid))
 
 
-def test_delays_double_up_to_the_longest() -> None:
+def test_the_first_restart_comes_at_once_and_delays_double_up_to_the_longest() -> None:
     policy = RestartPolicy(first_delay=0.1, longest_delay=1.0)
-    assert [policy.delay(k) for k in (1, 2, 3, 4, 5, 500)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert [policy.delay(k) for k in (0, 1, 2, 3, 4, 5, 6, 500)] == [0, 0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_only_deaths_that_teach_nothing_delay_the_next_start() -> None:
+    restarts = Restarts(RestartPolicy(first_delay=0.1, refuse_after=3, give_up_after=4))
+    for _ in range(3):
+        restarts.died(had_requests=True, had_tokens=False, lived=0.1)
+        assert (restarts.delay, restarts.refusal("why")) == (0, None)
+    restarts.died(had_requests=True, had_tokens=True, lived=0.1)  # somebody got further
+    for _ in range(4):
+        assert (restarts.delay, restarts.refusal("why")) == (0, None)
+        restarts.died(had_requests=True, had_tokens=False, lived=0.1)
+    assert restarts.refusal("why") == "the engine process died 4 times in a row without a token: why"
+    for _ in range(2):
+        restarts.died(had_requests=True, had_tokens=False, lived=0.1)
+    assert restarts.delay == 0.1
+
+
+def test_idle_deaths_in_a_row_refuse_requests_until_one_process_lives() -> None:
+    restarts = Restarts(RestartPolicy(first_delay=0.1, refuse_after=3, healthy_seconds=60))
+    found = []
+    for lived in (1, 1, 1, 90, 1):
+        restarts.died(had_requests=False, had_tokens=False, lived=lived)
+        found.append((restarts.delay, restarts.refusal("why")))
+    refusal = "the engine process died 3 times in a row while it was idle: why"
+    assert found == [(0, None), (0.1, None), (0.2, refusal), (0, None), (0.1, None)]
 
 
 def test_the_real_engine_is_a_module_of_the_package_whatever_its_folder_is_called(tmp_path: Path) -> None:
@@ -334,7 +268,7 @@ def test_the_real_engine_is_a_module_of_the_package_whatever_its_folder_is_calle
 # -- questions ---------------------------------------------------------------------------------
 
 
-def open_questions(rig: Rig) -> dict[int, Future[Any]]:
+def open_questions(rig: SupervisorRig) -> dict[int, Future[Any]]:
     return rig.supervisor._questions._open
 
 
@@ -344,7 +278,7 @@ def failure(future: Future[Any]) -> tuple[str, str]:
     return error.code, error.message
 
 
-def test_questions_are_answered_each_for_itself_beside_requests(rig: Rig) -> None:
+def test_questions_are_answered_each_for_itself_beside_requests(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.002", max_tokens=50)
     asked = [rig.ask() for _ in range(20)]
     assert [future.result(timeout=20) for future in asked] == [f"answer {k}".encode() for k in range(1, 21)]
@@ -352,13 +286,13 @@ def test_questions_are_answered_each_for_itself_beside_requests(rig: Rig) -> Non
     assert not open_questions(rig)
 
 
-def test_a_question_that_the_engine_refuses_fails_with_its_words(rig: Rig) -> None:
+def test_a_question_that_the_engine_refuses_fails_with_its_words(rig: SupervisorRig) -> None:
     rig.order(answer="error")
     assert failure(rig.ask()) == ("INVALID_ARG", "told to refuse")
     assert not open_questions(rig)
 
 
-def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(rig: Rig) -> None:
+def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(rig: SupervisorRig) -> None:
     rig.order(answer="never")
     future = rig.ask()
     with pytest.raises(futures.TimeoutError):  # the built-in one from Python 3.11 on
@@ -381,7 +315,7 @@ def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(ri
     assert not open_questions(rig)
 
 
-def test_questions_fail_with_the_engine_that_was_sent_them(rig: Rig) -> None:
+def test_questions_fail_with_the_engine_that_was_sent_them(rig: SupervisorRig) -> None:
     rig.order(answer="never")
     silent = rig.ask()
     wait_for(lambda: not rig.supervisor._questions.num_queued)
@@ -394,7 +328,7 @@ def test_questions_fail_with_the_engine_that_was_sent_them(rig: Rig) -> None:
     assert not open_questions(rig)
 
 
-def test_questions_wait_for_a_restart_and_fail_if_there_is_none(rig: Rig) -> None:
+def test_questions_wait_for_a_restart_and_fail_if_there_is_none(rig: SupervisorRig) -> None:
     rig.order(start="hang")
     pid = rig.supervisor.pid
     assert pid is not None
@@ -416,7 +350,7 @@ def test_questions_wait_for_a_restart_and_fail_if_there_is_none(rig: Rig) -> Non
 
 
 def test_stop_fails_open_questions_and_refuses_new_ones(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "control.json").start()
+    rig = SupervisorRig(tmp_path / "control.json").start()
     rig.order(answer="never")
     future = rig.ask()
     rig.stop()
@@ -439,10 +373,11 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
-    rig = Rig(tmp_path / "control.json").start()
+    rig = SupervisorRig(tmp_path / "control.json").start()
     triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
-    triton_model._drain = triton_model._status = triton_model._departure = triton_model._page = nothing
+    for part in ("_drain", "_status", "_intake", "_departure", "_page"):
+        setattr(triton_model, part, nothing)
     rig.order(answer="never")
     client = RecordingClient()
     relay(rig.ask(), rig.streams, client)
@@ -452,7 +387,7 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
         assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
 
 
-def test_callbacks_of_a_question_may_ask_again(rig: Rig) -> None:
+def test_callbacks_of_a_question_may_ask_again(rig: SupervisorRig) -> None:
     answers: list[bytes] = []
     asked = threading.Event()
 

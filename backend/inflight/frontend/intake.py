@@ -1,0 +1,149 @@
+"""Requests on their way in: small ones are read at once, those with long texts in threads of their own.
+
+Triton calls `execute` in one thread, and a text of a megabyte takes a second to tokenise.  The tokenizers library
+gives Python's lock away meanwhile (`text.py`), so the requests behind it, and the sender thread, go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import PriorityQueue
+
+from inflight.frontend.contract import ParsedRequest, WireRequest
+from inflight.frontend.errors import RequestError
+from inflight.frontend.open_stream import Responder
+from inflight.frontend.streams import Streams
+
+__all__ = ["Intake"]
+
+DIRECT_BYTES = 8192  # of text: about 2 ms
+_NUM_THREADS = 2
+_MAX_WAITING_BYTES = 64 * 2**20
+# A text waits as if it had come later by the time that it takes: others pass it meanwhile, and it is not starved.
+_SECONDS_PER_BYTE = 1e-6
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A request whose text is tokenised by a thread; the smallest `rank` is next."""
+
+    rank: float
+    number: int
+    num_bytes: int = field(compare=False)
+    wire: WireRequest = field(compare=False)
+    responder: Responder = field(compare=False)
+
+
+class Intake:
+    """Parses requests and opens their streams.
+
+    Args:
+        parse: checks and tokenises; raises RequestError. Called by several threads.
+        streams: takes what was parsed, and errors.
+        log_error: writes one line to the server's log.
+        max_waiting_bytes: of text that waits for a thread; beyond that, requests with long texts are refused.
+        num_threads: that read long texts.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[WireRequest], ParsedRequest],
+        streams: Streams,
+        log_error: Callable[[str], None],
+        max_waiting_bytes: int = _MAX_WAITING_BYTES,
+        num_threads: int = _NUM_THREADS,
+    ) -> None:
+        self._parse = parse
+        self._streams = streams
+        self._log_error = log_error
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting: PriorityQueue[_Waiting] = PriorityQueue()
+        self._lock = threading.Lock()  # guards the two below
+        self._num_waiting_bytes = 0
+        self._count = 0
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._read_loop, name=f"intake-{k}", daemon=True) for k in range(num_threads)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Refuse what waits, and end the threads once they have finished what they read."""
+        self._stopping = True
+        for _ in self._threads:
+            self._waiting.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NOBODY))
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def take(self, wire: WireRequest, responder: Responder) -> None:
+        """Open the request's stream, now or when a thread has read it.
+
+        Raises:
+            RequestError: it is refused now.  Later errors are sent.
+        """
+        num_bytes = _num_text_bytes(wire)
+        if num_bytes <= DIRECT_BYTES:
+            return self._streams.open(self._parse(wire), responder)
+        with self._lock:
+            if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
+                raise RequestError(
+                    "UNAVAILABLE",
+                    f"{self._num_waiting_bytes} bytes of long prompts wait to be tokenised and "
+                    f"{self._max_waiting_bytes} are allowed; try again later",
+                )
+            self._num_waiting_bytes += num_bytes
+            self._count += 1
+            rank = wire.received + num_bytes * _SECONDS_PER_BYTE
+            self._waiting.put(_Waiting(rank, self._count, num_bytes, wire, responder))
+
+    @contextmanager
+    def errors_to(self, responder: Responder) -> Iterator[None]:
+        """Send what the block raises: a bug or a tokenizer's panic must not affect the other requests."""
+        try:
+            yield
+        except RequestError as error:
+            self._streams.reject(responder, error)
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            message = f"{type(error).__name__}: {error}"
+            self._log_error(f"while reading a request: {message}")
+            self._streams.reject(responder, RequestError("INTERNAL", message))
+
+    def _read_loop(self) -> None:
+        while (waiting := self._waiting.get()).responder is not _NOBODY:
+            with self.errors_to(waiting.responder):
+                self._read(waiting)
+            with self._lock:
+                self._num_waiting_bytes -= waiting.num_bytes
+
+    def _read(self, waiting: _Waiting) -> None:
+        if self._stopping:
+            raise RequestError("UNAVAILABLE", "the model is being unloaded")
+        if waiting.responder.is_cancelled():
+            raise RequestError("CANCELLED", "Request was cancelled")
+        self._streams.open(self._parse(waiting.wire), waiting.responder)
+
+
+class _Nobody:
+    """Stands for the responder of no request."""
+
+    def send(self, outputs: object, final: bool) -> None: ...
+    def fail(self, code: str, message: str) -> None: ...
+    def is_cancelled(self) -> bool:
+        return False
+
+
+_NOBODY = _Nobody()
+
+
+def _num_text_bytes(wire: WireRequest) -> int:
+    """Of all texts that the request has as inputs; numbers are read at once, whatever their number."""
+    return sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")

@@ -1,0 +1,98 @@
+"""Requests and aborts on their way to the engine process, and which requests it has.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from inflight.engine.messages import AbortRequest, AddRequest, encode
+
+__all__ = ["Outbox"]
+
+
+class Outbox:
+    """Frames for one engine process after another.  Not thread-safe: the supervisor's lock guards it.
+
+        add ----> new ------------+
+        resubmit -> replayed -----+--> next_frame, then in the engine --> ended or aborted
+                                                  |
+                     engine_down: given to whoever decides what is resubmitted; new ones wait until then
+
+    Attributes:
+        num_new: sequences of requests that no engine has been sent.
+        in_engine: ids of the requests that the engine has.
+    """
+
+    def __init__(self) -> None:
+        self.num_new = 0
+        self.in_engine: set[int] = set()
+        self._new: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # frame, sequences
+        self._replayed: OrderedDict[int, bytes] = OrderedDict()
+        self._aborts: deque[bytes] = deque()
+        self._holds_new = False
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether `next_frame` has one."""
+        return bool(self._aborts or self._replayed or (self._new and not self._holds_new))
+
+    @property
+    def holds_new(self) -> bool:
+        """Whether new requests wait, even if an engine is up."""
+        return self._holds_new
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a new request."""
+        self._new[request.request_id] = encode(request), request.params.n
+        self.num_new += request.params.n
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool) -> None:
+        """Queue requests of an engine that died, ahead of all new ones; `hold_new`: these wait until the next call."""
+        for request in requests:
+            self._replayed[request.request_id] = encode(request)
+        self._holds_new = hold_new
+
+    def abort(self, request_id: int, index: int | None) -> None:
+        """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
+        if index is None:
+            self._replayed.pop(request_id, None)
+            if request_id in self._new:
+                self.num_new -= self._new.pop(request_id)[1]
+        if request_id in self.in_engine:
+            if index is None:
+                self.in_engine.discard(request_id)
+            self._aborts.append(encode(AbortRequest(request_id, index)))
+
+    def next_frame(self) -> bytes | None:
+        """The frame to send next.  Aborts go first: they free what requests need."""
+        if self._aborts:
+            return self._aborts.popleft()
+        if self._replayed:
+            request_id, frame = self._replayed.popitem(last=False)
+        elif self._new and not self._holds_new:
+            request_id, (frame, n) = self._new.popitem(last=False)
+            self.num_new -= n
+        else:
+            return None
+        self.in_engine.add(request_id)
+        return frame
+
+    def engine_down(self) -> set[int]:
+        """The engine is gone.  Nothing but questions is sent to the next one until `resubmit`.
+
+        Returns:
+            The requests that it had, or was about to be sent again.
+        """
+        victims, self.in_engine = self.in_engine | set(self._replayed), set()
+        self._replayed.clear()
+        self._aborts.clear()
+        self._holds_new = True
+        return victims
+
+    def clear(self) -> list[int]:
+        """Drop the requests that wait, and return their ids."""
+        waiting = [*self._replayed, *self._new]
+        self._replayed.clear()
+        self._new.clear()
+        self.num_new = 0
+        return waiting

@@ -1,0 +1,61 @@
+"""Whose turn it is in a thread that serves many: fair by measured cost.  Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["Turns"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Turns(Generic[Key]):
+    """Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with costs that are known afterwards.
+
+    Each key that has work waits with a *start tag*: the virtual time at which its work becomes due.  The smallest is
+    served next, and virtual time is the start tag of whom was served last.  A turn's cost moves the key's own next
+    tag ahead and nobody else's.  So
+
+    - of keys that always have work, none gets ahead of another by more than their two largest turns;
+    - a key that has caught up waits for at most one turn of each other key;
+    - equal tags are served in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Key]] = []  # a heap: start tag, order of arrival, key
+        self._queued: set[Key] = set()
+        self._due: dict[Key, float] = {}  # keys whose last turn reaches beyond virtual time, and their next tag
+        self._now = 0.0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def add(self, key: Key) -> None:
+        """The key has work; one that waits already keeps its place."""
+        if key in self._queued:
+            return
+        self._queued.add(key)
+        self._count += 1
+        heappush(self._waiting, (max(self._now, self._due.get(key, 0.0)), self._count, key))
+
+    def take(self) -> Key | None:
+        """Whom to serve next, who then waits no longer; None if nobody waits."""
+        while self._waiting:
+            start, _, key = heappop(self._waiting)
+            if key in self._queued:
+                self._queued.remove(key)
+                self._now = start
+                return key
+        return None
+
+    def charge(self, key: Key, cost: float) -> None:
+        """The turn that was just taken cost so much (0 or more)."""
+        self._due[key] = self._now + cost
+
+    def forget(self, key: Key) -> None:
+        """The key will not come back."""
+        self._due.pop(key, None)
+        self._queued.discard(key)

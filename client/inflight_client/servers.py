@@ -1,0 +1,194 @@
+"""The servers of a client: one transport for each, opened when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from inflight_client.connection import Connection
+from inflight_client.endpoints import Endpoints
+from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_client.request import GenerationRequest
+from inflight_client.stalls import Stalls
+from inflight_client.transport_grpc import AsyncGrpcCall, AsyncGrpcTransport, GrpcCall, GrpcTransport
+from inflight_client.transport_http import AsyncHttpCall, AsyncHttpTransport, HttpCall, HttpTransport
+
+if TYPE_CHECKING:
+    from inflight_client.stream import Stream
+
+__all__ = ["AsyncServers", "BlockingServers"]
+
+_T = TypeVar("_T")
+_Blocking = GrpcTransport | HttpTransport
+_Async = AsyncGrpcTransport | AsyncHttpTransport
+
+
+class _BaseServers:
+    """What both kinds share.
+
+    Args:
+        connections: the preferred one first.
+
+    Attributes:
+        endpoints: which of them is next.
+    """
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.endpoints = Endpoints(len(connections))
+        self._connections = list(connections)
+        self._opened: dict[int, Any] = {}
+        self._closed = False
+
+    def address(self, index: int) -> str:
+        """`host:port`."""
+        return self._connections[index].address
+
+    def order(self) -> list[int]:
+        """All of them, the one for the next attempt first.
+
+        Raises:
+            RuntimeError: they are closed.
+        """
+        self._check_open()
+        first = self.endpoints.choose()
+        return [first, *(index for index in range(len(self._connections)) if index != first)]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            addresses = ", ".join(connection.address for connection in self._connections)
+            raise RuntimeError(f"the client for {addresses} is closed; create a new one")
+
+
+class BlockingServers(_BaseServers):
+    """Threads may share them.
+
+    Args:
+        stall_timeout: of the client's `RetryPolicy`.
+    """
+
+    def __init__(self, connections: Sequence[Connection], stall_timeout: float | None) -> None:
+        super().__init__(connections)
+        self._lock = threading.Lock()  # guards `_opened`
+        self._stalls = None if stall_timeout is None else Stalls(stall_timeout)
+
+    def _transport(self, index: int) -> _Blocking:
+        with self._lock:
+            self._check_open()
+            if index not in self._opened:
+                connection = self._connections[index]
+                grpc = connection.protocol == "grpc"
+                self._opened[index] = GrpcTransport(connection) if grpc else HttpTransport(connection)
+            transport: _Blocking = self._opened[index]
+            return transport
+
+    def open(self, index: int, request: GenerationRequest, timeout: float | None) -> GrpcCall | HttpCall:
+        """Send a request; `timeout` is the number of seconds it has left."""
+        return self._transport(index).open(request, timeout)
+
+    def watch(self, stream: Stream) -> None:
+        """Look now and then whether the stream waits for a response in vain."""
+        if self._stalls is not None:
+            self._stalls.watch(stream)
+
+    def first(self, call: Callable[[_Blocking], _T]) -> _T:
+        """The answer of the first server that can be reached.
+
+        Raises:
+            ServerUnreachableError: none can.
+        """
+        *first, last = self.order()
+        for index in first:
+            with contextlib.suppress(ServerUnreachableError):
+                return call(self._transport(index))
+        return call(self._transport(last))
+
+    def unready(self, model: str) -> str | None:
+        """Why no server serves the model; None if one does."""
+        reasons = []
+        for index in self.order():
+            reason = self._reason(index, model)
+            if reason is None:
+                return None
+            reasons.append(reason)
+        return "; ".join(reasons)
+
+    def _reason(self, index: int, model: str) -> str | None:
+        try:
+            ready = self._transport(index).model_ready(model)
+        except ServerUnreachableError as error:
+            return error.message
+        return None if ready else f"model {model!r} is not ready"
+
+    def is_ready(self, index: int, model: str) -> bool:
+        """Whether the server says that it serves the model."""
+        try:
+            return self._transport(index).model_ready(model)
+        except (InflightError, RuntimeError):  # it cannot be reached, or the client is closed
+            return False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            opened, self._opened = self._opened, {}
+        for transport in opened.values():
+            transport.close()
+
+
+class AsyncServers(_BaseServers):
+    """For one event loop; they may be created before it runs."""
+
+    def _transport(self, index: int) -> _Async:
+        self._check_open()
+        if index not in self._opened:
+            connection = self._connections[index]
+            grpc = connection.protocol == "grpc"
+            self._opened[index] = AsyncGrpcTransport(connection) if grpc else AsyncHttpTransport(connection)
+        transport: _Async = self._opened[index]
+        return transport
+
+    def open(self, index: int, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall | AsyncHttpCall:
+        """As `BlockingServers.open`."""
+        return self._transport(index).open(request, timeout)
+
+    def watch(self, stream: Any) -> None:
+        """An `AsyncStream` watches itself."""
+
+    async def first(self, call: Callable[[_Async], Awaitable[_T]]) -> _T:
+        """As `BlockingServers.first`."""
+        *first, last = self.order()
+        for index in first:
+            with contextlib.suppress(ServerUnreachableError):
+                return await call(self._transport(index))
+        return await call(self._transport(last))
+
+    async def unready(self, model: str) -> str | None:
+        """As `BlockingServers.unready`."""
+        reasons = []
+        for index in self.order():
+            reason = await self._reason(index, model)
+            if reason is None:
+                return None
+            reasons.append(reason)
+        return "; ".join(reasons)
+
+    async def _reason(self, index: int, model: str) -> str | None:
+        try:
+            ready = await self._transport(index).model_ready(model)
+        except ServerUnreachableError as error:
+            return error.message
+        return None if ready else f"model {model!r} is not ready"
+
+    async def is_ready(self, index: int, model: str) -> bool:
+        """As `BlockingServers.is_ready`."""
+        try:
+            return await self._transport(index).model_ready(model)
+        except (InflightError, RuntimeError):
+            return False
+
+    async def close(self) -> None:
+        self._closed = True
+        opened, self._opened = self._opened, {}
+        for transport in opened.values():
+            await transport.close()

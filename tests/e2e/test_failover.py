@@ -1,0 +1,225 @@
+"""Streams that begin on one tritonserver and end on another, with the output of those that were left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from wire import post, server_sent_events
+
+from inflight_client import AsyncClient, Client, GenerationResult, RequestCancelledError, RetryPolicy
+from inflight_tools.launcher import TritonServer
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+LENGTH = 300
+BASE = {"max_tokens": LENGTH, "ignore_eos": True}
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "Return a list of", "temperature": 0, **BASE},
+    {"prompt": "def main", "temperature": 1.0, "seed": 7, "n": 3, "logprobs": 1, **BASE},
+    {"prompt": "The naïve 你好", "temperature": 1.4, "seed": 8, "return_cumulative_logprob": True, **BASE},
+    {"messages": [{"role": "user", "content": "hi"}], "temperature": 1.2, "seed": 9, "n": 2, **BASE}
+    | {"max_tokens": 2 * LENGTH, "frequency_penalty": 0.3, "stop": ["zzzz", "\ufffd\ufffd\ufffd\ufffd"]},
+]
+POLICY = RetryPolicy(stall_timeout=0.5)
+
+
+@pytest.fixture(scope="module")
+def doomed(server: TritonServer) -> Iterator[TritonServer]:
+    """Another server with the same model, which may be killed."""
+    with TritonServer(
+        REPOSITORY, model_control_mode="explicit", load_models=["demo"], metrics_port=None, exit_timeout=5
+    ) as other:
+        yield other
+
+
+@pytest.fixture(scope="module")
+def expected(server: TritonServer) -> list[GenerationResult]:
+    with Client(server.grpc_address) as client:
+        return [client.generate(**request) for request in REQUESTS]
+
+
+def engine_of(server: TritonServer) -> psutil.Process:
+    assert server.process is not None
+    found = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "inflight.worker" in _line(p)]
+    (engine,) = found
+    return engine
+
+
+def _line(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+class Begun:
+    """Counts the streams that have output, so that the engine can be stopped once all have, and before any ends."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self.all = threading.Event()
+
+    def one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.all.set()
+
+
+def run_blocking(client: Client, request: dict[str, Any], begun: Begun) -> GenerationResult:
+    stream = client.stream(**request)
+    next(stream)
+    begun.one()
+    for _ in stream:
+        pass
+    return stream.result()
+
+
+async def run_async(client: AsyncClient, request: dict[str, Any], begun: Begun) -> GenerationResult:
+    stream = client.stream(**request)
+    await anext(stream)
+    begun.one()
+    async for _ in stream:
+        pass
+    return stream.result()
+
+
+def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[Begun], None]) -> list[GenerationResult]:
+    """Every request over both protocols with both clients, all at once; `strike` ends what the first server does."""
+    pairs = {
+        "grpc": f"{doomed.grpc_address},{server.grpc_address}",
+        "http": f"{doomed.http_address},{server.http_address}",
+    }
+    begun = Begun(4 * len(REQUESTS))
+
+    async def use_async_clients() -> list[GenerationResult]:
+        async with (
+            AsyncClient(pairs["grpc"], retries=POLICY) as grpc,
+            AsyncClient(pairs["http"], protocol="http", retries=POLICY) as http,
+        ):
+            return await asyncio.gather(*(run_async(c, r, begun) for c in (grpc, http) for r in REQUESTS))
+
+    with (
+        ThreadPoolExecutor(20) as pool,
+        Client(pairs["grpc"], retries=POLICY) as grpc,
+        Client(pairs["http"], protocol="http", retries=POLICY) as http,
+    ):
+        blocking: list[Future[GenerationResult]] = [
+            pool.submit(run_blocking, client, request, begun) for client in (grpc, http) for request in REQUESTS
+        ]
+        others = pool.submit(asyncio.run, use_async_clients())
+        strike(begun)
+        return [*(one.result(60) for one in blocking), *others.result(60)]
+
+
+def step_until_all_have_begun(server: TritonServer, begun: Begun) -> psutil.Process:
+    """Leaves the engine stopped: it ran for moments only, so that no stream is near its end."""
+    engine = engine_of(server)
+    while not begun.all.is_set():
+        engine.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+        engine.send_signal(signal.SIGSTOP)
+        begun.all.wait(0.1)
+    return engine
+
+
+def check(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
+    for number, result in enumerate(results):
+        other = expected[number % len(expected)]
+        assert (result.choices, result.usage) == (other.choices, other.usage), f"stream {number}"
+        assert result.attempts >= 2, f"stream {number} was not interrupted"
+
+
+def test_streams_of_a_server_that_hangs_are_continued_on_the_next(
+    server: TritonServer, doomed: TritonServer, expected: list[GenerationResult]
+) -> None:
+    engines = []
+    try:
+        results = all_kinds(doomed, server, lambda begun: engines.append(step_until_all_have_begun(doomed, begun)))
+    finally:
+        for engine in engines:
+            engine.send_signal(signal.SIGCONT)
+    check(results, expected)
+
+
+def test_a_stream_can_be_cancelled_while_it_looks_for_another_server(doomed: TritonServer) -> None:
+    """Nobody listens at the other address, so that the wait between attempts is long."""
+    policy = RetryPolicy(initial_delay=60.0, max_delay=60.0, stall_timeout=0.2)
+    engine = engine_of(doomed)
+    with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client:
+        stream = client.stream(**REQUESTS[0])
+        next(stream)
+        engine.send_signal(signal.SIGSTOP)
+        try:
+            timer = threading.Timer(0.6, stream.cancel)
+            timer.start()
+            with pytest.raises(RequestCancelledError) as caught:
+                list(stream)
+        finally:
+            engine.send_signal(signal.SIGCONT)
+            timer.join()
+    assert caught.value.partial is not None and caught.value.partial.token_ids
+
+
+def test_a_client_of_its_own_resumes_over_http(server: TritonServer, expected: list[GenerationResult]) -> None:
+    """In a `generate_stream` body, where lists stand for declared inputs."""
+    whole = expected[1]
+    cuts = (100, LENGTH, 0)
+    body = {
+        "text_input": REQUESTS[1]["prompt"],
+        "stream": True,
+        "max_tokens": LENGTH,
+        "temperature": 1.0,
+        "seed": 7,
+        "n": 3,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "resume_token_ids": [t for choice, cut in zip(whole.choices, cuts) for t in choice.token_ids[:cut]],
+        "resume_token_counts": cuts,
+    }
+    status, answer = post(f"http://{server.http_address}/v2/models/demo/generate_stream", body)
+    assert status == 200, answer
+    texts, ids = [""] * 3, [[], [], []]  # type: list[str], list[list[int]]
+    for event in server_sent_events(answer):
+        start = 0
+        for index, count in enumerate(event["token_counts"]):
+            tokens = event["token_ids"] if isinstance(event["token_ids"], list) else [event["token_ids"]]
+            ids[index] += tokens[start : start + count]
+            texts[index] += event["text_output"][index]
+            start += count
+    assert ids == [choice.token_ids[cut:] for choice, cut in zip(whole.choices, cuts)]
+    assert (texts[1], texts[2]) == ("", whole.choices[2].text)
+    assert whole.choices[0].text.endswith(texts[0]) and texts[0]
+
+
+def test_what_cannot_be_resumed_is_refused_and_what_is_complete_ends_at_once(
+    server: TritonServer, expected: list[GenerationResult]
+) -> None:
+    url = f"http://{server.http_address}/v2/models/demo/generate"
+    body = {"text_input": "a", "max_tokens": 4, "resume_token_ids": [5, 6, 7]}
+    status, answer = post(url, body)
+    assert status == 400 and "needs the seed of the request that began the output" in answer
+    status, answer = post(url, {**body, "resume_token_ids": [5, 6, 7, 8], "seed": 1, "return_finish_reason": True})
+    assert status == 200
+    assert (json.loads(answer)["text_output"], json.loads(answer)["finish_reason"]) == ("", "length")
+
+
+def test_streams_of_a_killed_server_are_continued_on_the_next(
+    server: TritonServer, doomed: TritonServer, expected: list[GenerationResult]
+) -> None:
+    """SIGKILL of the whole server, as a machine that loses power."""
+
+    def kill(begun: Begun) -> None:
+        step_until_all_have_begun(doomed, begun)
+        assert doomed.process is not None
+        os.kill(doomed.process.pid, signal.SIGKILL)
+
+    check(all_kinds(doomed, server, kill), expected)

@@ -1,0 +1,81 @@
+"""Supervisor and streams around the fake engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_tokenizer, make_request
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import DumpTrace
+from inflight.frontend.restarts import RestartPolicy
+from inflight.frontend.streams import Streams
+from inflight.frontend.supervisor import Supervisor
+
+TOKENIZER = demo_tokenizer()
+PROMPT = TOKENIZER.encode("the list of names")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+    return value
+
+
+class SupervisorRig:
+    """Supervisor and streams around the fake engine."""
+
+    def __init__(self, control: Path, **config: Any) -> None:
+        self.control = control
+        self.lines: list[str] = []
+        self.supervisor = Supervisor(
+            EngineConfig(model="fake", **config),
+            lambda level, line: self.lines.append(line),
+            command=FAKE_ENGINE,
+            env={"FAKE_ENGINE_CONTROL": str(control)},
+            restart=RestartPolicy(first_delay=0.01, longest_delay=0.05, refuse_after=2),
+        )
+        self.stats = RecordingStats()
+        self.streams = Streams(TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01)
+
+    def start(self) -> SupervisorRig:
+        self.ready = self.supervisor.start()
+        self.streams.start()
+        self.supervisor.connect(self.streams)
+        return self
+
+    def order(self, **orders: str) -> None:
+        self.control.write_text(json.dumps(orders))
+
+    def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
+        client = RecordingClient()
+        fields = {"tenant": orders, **params.pop("fields", {})}
+        self.streams.open(
+            make_request(PROMPT, returns={"return_token_ids"}, stream=stream, fields=fields, **params), client
+        )
+        return client
+
+    def ask(self) -> Future[Any]:
+        return self.supervisor.ask(DumpTrace())
+
+    def stop(self) -> None:
+        self.supervisor.stop()
+        self.streams.stop("over")
+
+
+def tokens(client: RecordingClient) -> list[int]:
+    return [token for response in client.responses for token in response["token_ids"].tolist()]
