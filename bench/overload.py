@@ -35,7 +35,7 @@ _EOS, _TOKEN = 0, 1
 _MAX_TOKENS = 1000
 _PROBES = 0.05  # of the requests that would be shed
 PROFILE = "llama-60m-cpu"
-TIMES = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 4.0)  # offered load, in capacities
+TIMES = (0.5, 1.0, 1.2, 2.0, 4.0)  # offered load, in capacities
 ORDERS: dict[str, dict[str, Any]] = {
     "fcfs": {},
     "priority": {"scheduling_policy": "priority", "priority_aging_seconds": 5.0},
