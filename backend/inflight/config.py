@@ -184,7 +184,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
         wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
             and whose defaults are greedy. See docs/migrating.md.
-        seed: base of the seeds of requests without one; `None` takes it from the OS.
+        seed: base of the seeds of requests without one; `None` takes it from the OS. Of several instances that share
+            an engine, the k-th takes `seed` + k, from k = 0.
         cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.

@@ -34,6 +34,7 @@ from inflight.frontend.contract import RequestParser
 from inflight.frontend.control import Control, relay
 from inflight.frontend.departure import Departure
 from inflight.frontend.drain import Drain
+from inflight.frontend.engine_group import find_group
 from inflight.frontend.errors import RequestError
 from inflight.frontend.intake import Intake
 from inflight.frontend.metrics import NoMetrics
@@ -49,7 +50,7 @@ from inflight.frontend.text import Tokenizer
 
 
 class TritonPythonModel:
-    """One model instance: a frontend in this process, and an engine process that belongs to it alone."""
+    """One model instance: a frontend in this process, and an engine process, which instances on one device share."""
 
     @classmethod
     def auto_complete_config(cls, config: Any) -> Any:
@@ -78,14 +79,20 @@ class TritonPythonModel:
         )
         chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
 
-        self._supervisor = Supervisor(config, bridge.log, env=env)
+        self._group = find_group(config, env, args, model_dir)
+        self._supervisor = Supervisor(
+            config, bridge.log, env=env, launch=None if self._group is None else self._group.launch
+        )
         ready = self._supervisor.start()
+        number = self._group.number if self._group is not None else 0
         bridge.log(
             "info",
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
-        parser = RequestParser(config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids)
+        parser = RequestParser(
+            config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
+        )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)
@@ -102,6 +109,7 @@ class TritonPythonModel:
             log_info=lambda line: bridge.log("info", line),
             pacing=pacing_for(config, ready.device),
             max_replays=config.max_replays,
+            number=number,
         )
         self._intake = Intake(parser.parse, self._streams, lambda line: bridge.log("error", line))
         self._metrics.engine_ready(ready, again=False)
@@ -162,6 +170,8 @@ class TritonPythonModel:
         self._drain.stop()
         self._intake.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
+        if self._group is not None:
+            self._group.leave()
         self._status.stop()
         self._page.close()
         self._streams.stop("the model is being unloaded")

@@ -109,7 +109,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
     """Step while there is work; sleep on the inbox while there is none."""
     while True:
         while not inbox.empty() or not core.has_work:
-            pulse.beat()
+            pulse.beat(len(core.live_ids))
             try:
                 sender, message = inbox.get(timeout=_IDLE_BEAT_SECONDS)
             except Empty:
@@ -130,7 +130,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 _abort(core, frontends, frontends.leave(sender))
             else:
                 return
-        pulse.beat()
+        pulse.beat(len(core.live_ids))
         _step(core, frontends)
 
 
@@ -192,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         core, ready = loaded
         settle_garbage_collector()
+        if args.shared:
+            owner.send(ready)
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()

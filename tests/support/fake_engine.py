@@ -22,10 +22,13 @@ Imports nothing of the engine but its messages and its heartbeat.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -55,6 +58,7 @@ from inflight.engine.step import NewRow, SchedulerOutput
 VOCAB_SIZE = 2560
 EOS = 0
 MAX_MODEL_LEN = 2048
+_MAX_FRONTENDS = 4
 
 
 def orders(tenant: str) -> dict[str, str]:
@@ -114,10 +118,21 @@ class FakeSequence:
 
 
 class FakeEngine:
-    def __init__(self, connection: Connection, slots: int, pulse: Pulse) -> None:
+    """The engine as one frontend sees it.
+
+    Args:
+        owner: hears what concerns the process; the frontend, or a keeper.
+        slots: of the pulse, for this frontend's sequences.
+    """
+
+    def __init__(
+        self, connection: Connection, owner: Connection, slots: range, pulse: Pulse, leads: bool = True
+    ) -> None:
         self.connection = connection
+        self.owner = owner
         self.slots = slots
         self.pulse = pulse
+        self.leads = leads
         self.running: list[FakeSequence] = []
 
     def send(self, message: object) -> None:
@@ -161,17 +176,17 @@ class FakeEngine:
     def report(self, deltas: list[SequenceDelta], batch: int, failed: Iterable[RequestFailed] = ()) -> None:
         used = len(self.running)
         stats = StepStats(used, 0, 0, used, 1000 - used, 10, 5, batch, batch, batch, 0.001)
-        self.send(StepMessage(deltas, stats, failed=list(failed)))
+        self.send(StepMessage(deltas, stats, failed=list(failed), leads=self.leads))
 
     def step(self) -> None:
         batch = list(self.running)
         self.pulse.launched(
             SchedulerOutput(
                 num_tokens=len(batch),
-                preempted=list(range(self.slots)),
+                preempted=list(self.slots),
                 new_rows=[
                     NewRow(slot, sequence.request.request_id, sequence.index, b"", 0, [], sequence.request.params, 0)
-                    for slot, sequence in enumerate(batch[: self.slots])
+                    for slot, sequence in zip(self.slots, batch)
                 ],
             )
         )
@@ -185,8 +200,8 @@ class FakeEngine:
                 self.connection.send_bytes(b"nonsense")
                 time.sleep(60)
             if "fail" in due:
-                self.send(EngineFailed("engine step failed: told to"))
-                sys.exit(1)
+                self.owner.send_bytes(encode(EngineFailed("engine step failed: told to")))
+                os._exit(1)
         time.sleep(max(float(s.orders.get("delay", 0)) for s in batch))
         given_up = {s.request.request_id for s in batch if s.orders.get("giveup") == str(s.done)}
         deltas = [sequence.step() for sequence in batch if sequence.request.request_id not in given_up]
@@ -199,19 +214,42 @@ class FakeEngine:
 
     def serve(self) -> None:
         while True:
-            self.pulse.beat()
+            self.pulse.beat(len(self.running))
             while not self.running or self.connection.poll(0):
                 if not self.connection.poll(1):
-                    self.pulse.beat()
+                    self.pulse.beat(len(self.running))
                 elif not self.take(decode_to_engine(self.connection.recv_bytes())):
                     return
             self.step()
+
+
+def serve_all(owner: Connection, ready: EngineReady, slots: int, pulse: Pulse) -> None:
+    """Each frontend that the owner sends, in a thread of its own; the first one leads."""
+    count = 0
+    with socket.socket(fileno=os.dup(owner.fileno())) as pipe:
+        while True:
+            number, descriptors, _, _ = socket.recv_fds(pipe, 4, 1)
+            if not number:
+                return
+            share = slots // _MAX_FRONTENDS
+            its_slots = range(count % _MAX_FRONTENDS * share, (count % _MAX_FRONTENDS + 1) * share)
+            ready = msgspec.structs.replace(ready, leads=not count)
+            engine = FakeEngine(Connection(descriptors[0]), owner, its_slots, pulse, leads=not count)
+            threading.Thread(target=serve_one, args=(engine, ready), daemon=True).start()
+            count += 1
+
+
+def serve_one(engine: FakeEngine, ready: EngineReady) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        engine.send(ready)
+        engine.serve()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse-fd", type=int, required=True)
+    parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
     connection = Connection(args.fd)
     try:
@@ -226,7 +264,12 @@ def main() -> int:
             return 1
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
-        FakeEngine(connection, config.max_num_seqs, Pulse(args.pulse_fd, config.max_num_seqs)).serve()
+        slots = config.max_num_seqs
+        pulse = Pulse(args.pulse_fd, slots)
+        if args.shared:
+            serve_all(connection, ready, slots, pulse)
+        else:
+            FakeEngine(connection, connection, range(slots), pulse).serve()
     except (EOFError, OSError):
         return 0
     return 0

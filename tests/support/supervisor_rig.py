@@ -13,6 +13,7 @@ from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_toke
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import DumpTrace
+from inflight.frontend.engine_group import EngineGroup
 from inflight.frontend.restarts import RestartPolicy
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
@@ -37,10 +38,16 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
 
 
 class SupervisorRig:
-    """Supervisor and streams around the fake engine."""
+    """Supervisor and streams around the fake engine.
 
-    def __init__(self, control: Path, **config: Any) -> None:
+    Args:
+        control: file that orders the fake engine what to do.
+        group: the stubs that share it.
+    """
+
+    def __init__(self, control: Path, group: EngineGroup | None = None, **config: Any) -> None:
         self.control = control
+        self.group = group
         self.lines: list[str] = []
         self.supervisor = Supervisor(
             EngineConfig(model="fake", **config),
@@ -48,12 +55,16 @@ class SupervisorRig:
             command=FAKE_ENGINE,
             env={"FAKE_ENGINE_CONTROL": str(control)},
             restart=RestartPolicy(first_delay=0.01, longest_delay=0.05, refuse_after=2),
+            launch=None if group is None else group.launch,
         )
         self.stats = RecordingStats()
-        self.streams = Streams(TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01)
 
     def start(self) -> SupervisorRig:
         self.ready = self.supervisor.start()
+        number = 0 if self.group is None else self.group.number
+        self.streams = Streams(
+            TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01, number=number
+        )
         self.streams.start()
         self.supervisor.connect(self.streams)
         return self
@@ -74,6 +85,8 @@ class SupervisorRig:
 
     def stop(self) -> None:
         self.supervisor.stop()
+        if self.group is not None:
+            self.group.leave()
         self.streams.stop("over")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pulse", "PulsingRunner"]
 
-_BEATS, _TAKING, _TOKENS, _SLOTS = 0, 1, 2, 3  # words of 64 bits; from `_SLOTS` on one for each slot
+_BEATS, _TAKING, _TOKENS, _LIVE, _SLOTS = 0, 1, 2, 3, 4  # words of 64 bits; from `_SLOTS` on one for each slot
 _INDEX_BITS = 8  # n is at most 128
 
 
@@ -54,8 +54,14 @@ class Pulse:
         """Of the step that was launched last."""
         return self._words[_TOKENS]
 
-    def beat(self) -> None:
+    @property
+    def num_live(self) -> int:
+        """Requests, of all frontends, that had not ended at the last beat."""
+        return self._words[_LIVE]
+
+    def beat(self, num_live: int) -> None:
         self._words[_BEATS] += 1
+        self._words[_LIVE] = num_live
 
     def taking(self, request_id: int | None) -> None:
         """A request is being taken in; None: it has been."""

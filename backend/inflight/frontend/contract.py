@@ -185,6 +185,7 @@ class RequestParser:
     Args:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
+        number: of this frontend, among those that share the engine: their seeds differ.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class RequestParser:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
+        number: int = 0,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -205,7 +207,7 @@ class RequestParser:
         self._limits = Limits(config, vocab_size)
         self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
-        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._seeds = random.Random(config.seed + number) if config.seed is not None else random.SystemRandom()
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG) with what came and what is allowed."""

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.pulse import Pulse
 
-__all__ = ["EngineProcess", "EngineStartError", "engine_command"]
+__all__ = ["TIED_TO_PARENT", "EngineProcess", "EngineStartError", "engine_command", "exit_words", "interpreter"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
@@ -37,7 +37,7 @@ _EXIT_SECONDS = 5.0
 # Runs in the child, then becomes the engine process: prctl(PR_SET_PDEATHSIG, SIGKILL) survives
 # execve, so even a process that is loading, and reads no pipe, dies with its parent.  A preexec_fn
 # would run Python between fork and exec of a threaded parent.
-_EXEC_TIED_TO_PARENT = (
+TIED_TO_PARENT = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
     "if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
@@ -66,6 +66,11 @@ class EngineStartError(RuntimeError):
     def __init__(self, message: str, fatal: bool = False) -> None:
         super().__init__(message)
         self.fatal = fatal
+
+
+def exit_words(status: int) -> str:
+    """How a process ended, in a few words; `status` as `subprocess` has it."""
+    return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def interpreter() -> str:
@@ -102,7 +107,7 @@ class EngineProcess:
             )
         ours, theirs = socket.socketpair()
         page = Pulse.create(config.max_num_seqs)
-        wrapper = [interpreter(), "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
+        wrapper = [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
                 [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page)],
@@ -179,9 +184,14 @@ class EngineProcess:
             return "it closed its pipe and hung"
         if self.failure is not None:
             return self.failure.message
-        if status < 0:
-            return f"signal {-status}, {signal.Signals(-status).name}"
-        return f"exit status {status}"
+        return exit_words(status)
+
+    def watch_turns(self, told: Callable[[bool], None]) -> None:
+        """It has one frontend, whose turn it always is."""
+        told(True)
+
+    def end_turn(self) -> None:
+        """Of no effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
         """End it: close our side of the pipe, then SIGKILL.  Safe to repeat.

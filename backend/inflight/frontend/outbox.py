@@ -21,11 +21,13 @@ class Outbox:
     Attributes:
         num_new: sequences of requests that no engine has been sent.
         in_engine: ids of the requests that the engine has.
+        paused: no request is sent.
     """
 
     def __init__(self) -> None:
         self.num_new = 0
         self.in_engine: set[int] = set()
+        self.paused = False
         self._new: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # frame, sequences
         self._replayed: OrderedDict[int, bytes] = OrderedDict()
         self._aborts: deque[bytes] = deque()
@@ -34,12 +36,12 @@ class Outbox:
     @property
     def has_frames(self) -> bool:
         """Whether `next_frame` has one."""
-        return bool(self._aborts or self._replayed or (self._new and not self._holds_new))
+        return bool(self._aborts or (not self.paused and (self._replayed or (self._new and not self._holds_new))))
 
     @property
     def holds_new(self) -> bool:
         """Whether new requests wait, even if an engine is up."""
-        return self._holds_new
+        return self._holds_new or self.paused
 
     def add(self, request: AddRequest) -> None:
         """Queue a new request."""
@@ -67,6 +69,8 @@ class Outbox:
         """The frame to send next.  Aborts go first: they free what requests need."""
         if self._aborts:
             return self._aborts.popleft()
+        if self.paused:
+            return None
         if self._replayed:
             request_id, frame = self._replayed.popitem(last=False)
         elif self._new and not self._holds_new:
@@ -81,10 +85,12 @@ class Outbox:
         """The engine is gone.  Nothing but questions is sent to the next one until `resubmit`.
 
         Returns:
-            The requests that it had, or was about to be sent again.
+            The requests that it had, or was about to be sent again; while paused, the latter wait for the next one.
         """
-        victims, self.in_engine = self.in_engine | set(self._replayed), set()
-        self._replayed.clear()
+        victims, self.in_engine = self.in_engine, set()
+        if not self.paused:
+            victims |= set(self._replayed)
+            self._replayed.clear()
         self._aborts.clear()
         self._holds_new = True
         return victims

@@ -1,12 +1,27 @@
-"""The device that the engine of a Triton model instance runs on."""
+"""The device that the engine of a Triton model instance runs on, and whether it shares that engine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 from inflight.config import EngineConfig
 
-__all__ = ["placement"]
+__all__ = ["num_sharing", "placement"]
+
+
+def num_sharing(model_config: dict[str, Any], kind: str, device_id: int) -> int:
+    """Instances of a model that run on the same device as this one, itself included: they share an engine process.
+
+    Args:
+        model_config: as Triton completes it.
+        kind, device_id: as for `placement`.
+    """
+    groups = [group for group in model_config.get("instance_group", []) if group["kind"] == f"KIND_{kind}"]
+    if kind == "GPU":
+        groups = [group for group in groups if device_id in group.get("gpus", [])]
+    return sum(group.get("count", 1) for group in groups)
 
 
 def placement(

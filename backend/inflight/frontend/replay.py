@@ -16,8 +16,11 @@ __all__ = ["Replay", "Resubmits"]
 class Resubmits(Protocol):
     """The supervisor, as far as replays need it."""
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
-        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call."""
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
+        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call.
+
+        `settled`: no more of them will follow, and those that may be the cause have got past it.
+        """
 
 
 class Replay:
@@ -98,7 +101,7 @@ class Replay:
                 else:
                     requests.append(request)
         self._count(len(requests))
-        self._engine.resubmit(requests, self._suspects.holds_new)
+        self._engine.resubmit(requests, self._suspects.holds_new, settled=not self._suspects.active)
 
 
 def _running(stream: OpenStream, indices: set[int]) -> set[int]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from inflight.config import EngineConfig
@@ -25,6 +26,7 @@ from inflight.engine.messages import (
     RequestFailed,
     StepMessage,
 )
+from inflight.frontend.engine_handle import EngineHandle
 from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
@@ -69,6 +71,7 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
+        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`.
     """
 
     def __init__(
@@ -79,16 +82,19 @@ class Supervisor:
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         restart: RestartPolicy | None = None,
+        launch: Callable[[], EngineHandle] | None = None,
     ) -> None:
         self._config = config
         self._log = log
-        self._command = list(command or engine_command(config))
-        self._env = dict(env or {})
+        self._launch = launch or partial(
+            EngineProcess, config, list(command or engine_command(config)), dict(env or {})
+        )
         self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
-        self._engine_process: EngineProcess | None = None
+        self._engine_process: EngineHandle | None = None
+        self._settled = True  # nothing that an engine process died with may be the cause of another death
         self._up = False
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
@@ -138,15 +144,20 @@ class Supervisor:
             self._outbox.add(request)
             self._changed.notify_all()
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
         """Queue requests that an engine process has died with, ahead of all others; limits do not count.
 
         Args:
             hold_new: new requests wait until this is called without it.
+            settled: those that may be the cause have run again, or there was none.
         """
         with self._changed:
             self._outbox.resubmit(requests, hold_new)
+            ends_turn, self._settled = settled and not self._settled, settled
+            engine_process = self._engine_process
             self._changed.notify_all()
+        if ends_turn and engine_process is not None:
+            engine_process.end_turn()
 
     def ask(self, question: Question) -> Future[Any]:
         """Put a question to the engine, which answers it between two steps.
@@ -243,11 +254,14 @@ class Supervisor:
                 self._bury(engine_process, had_tokens, time.monotonic() - born)
             self._pause(self._restarts.delay)
 
-    def _start_process(self) -> tuple[EngineProcess, EngineReady]:
-        engine_process = EngineProcess(self._config, self._command, self._env)
+    def _start_process(self) -> tuple[EngineHandle, EngineReady]:
+        engine_process = self._launch()
+        engine_process.watch_turns(self._set_turn)
         with self._changed:
             self._engine_process = engine_process
-            stopping = self._stopping
+            stopping, settled = self._stopping, self._settled
+        if settled:
+            engine_process.end_turn()
         try:
             if stopping:  # stop() may have run before it could see this process
                 raise EngineStartError(_UNLOADING)
@@ -263,7 +277,12 @@ class Supervisor:
             self._changed.notify_all()
         return engine_process, ready
 
-    def _read(self, engine_process: EngineProcess) -> bool:
+    def _set_turn(self, ours: bool) -> None:
+        with self._changed:
+            self._outbox.paused = not ours
+            self._changed.notify_all()
+
+    def _read(self, engine_process: EngineHandle) -> bool:
         """Pass messages on until the pipe closes; whether any brought a token."""
         had_tokens = False
         with self._changed:
@@ -285,13 +304,13 @@ class Supervisor:
         except (EOFError, OSError):
             return had_tokens
 
-    def _bury(self, engine_process: EngineProcess, had_tokens: bool, lived: float) -> None:
+    def _bury(self, engine_process: EngineHandle, had_tokens: bool, lived: float) -> None:
         """Hand over what died with the process."""
         with self._changed:
             self._up = False
             self._engine_process = None
-            victims = self._outbox.engine_down()
-            stopping = self._stopping
+            victims, in_turn = self._outbox.engine_down(), not self._outbox.paused
+            stopping, self._settled = self._stopping, False
         cause = engine_process.exit_text()
         engine_process.close()
         if stopping:
@@ -301,8 +320,10 @@ class Supervisor:
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
         self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
-        self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
-        self._refuse(self._restarts.refusal(cause))
+        # Else the cause is a request of another frontend, which finds it or ends them.
+        if victims or (in_turn and not engine_process.pulse.num_live):
+            self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
+            self._refuse(self._restarts.refusal(cause))
 
     def _note_failed_start(self, error: EngineStartError) -> None:
         self._restarts.not_started()

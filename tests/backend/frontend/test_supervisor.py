@@ -378,6 +378,7 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
     for part in ("_drain", "_status", "_intake", "_departure", "_page"):
         setattr(triton_model, part, nothing)
+    triton_model._group = None
     rig.order(answer="never")
     client = RecordingClient()
     relay(rig.ask(), rig.streams, client)

@@ -84,7 +84,8 @@ def test_a_pulse_says_what_runs() -> None:
     os.close(page)
     large = 5 * 2**36 + 17  # as of the sixth of several frontends
     assert (ours.beats, ours.ran()) == (0, {})
-    theirs.beat()
+    theirs.beat(3)
+    assert ours.num_live == 3
     theirs.launched(SchedulerOutput(num_tokens=9, new_rows=[row(0, 0, 0), row(1, large, 127), row(3, large, 0)]))
     assert (ours.beats, ours.num_tokens, ours.ran()) == (1, 9, {0: {0}, large: {0, 127}})
     theirs.launched(SchedulerOutput(num_tokens=1, preempted=[3], new_rows=[row(0, 8, 2)]))
