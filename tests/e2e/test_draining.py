@@ -118,8 +118,7 @@ def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) ->
     assert (answer["finished"], answer["ended"]) == (1, 1)
     assert not short.wait().error
     assert "did not finish within drain_timeout=1 s" in long.wait().error and long.text
-    found = control_of(loaded, "stats")
-    assert (found["state"], found["engine"]["load"]["running"]) == ("drained", 0)
+    assert control_of(loaded, "stats")["state"] == "drained"
 
 
 def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded: TritonServer) -> None:
