@@ -1,9 +1,14 @@
 # The backend on NVIDIA's Triton image.  This serves the demo model:
 #   docker build -t inflight .
-#   docker run --gpus all --shm-size 1g -p 8000-8002:8000-8002 inflight
+#   docker run --gpus all --shm-size 1g -p 127.0.0.1:8000-8002:8000-8002 inflight
 # To serve other models, mount a repository:
-#   docker run ... -v "$PWD/models:/models" inflight tritonserver --model-repository=/models
-ARG TAG=24.10-py3
+#   docker run ... -v "$PWD/models:/models" inflight inflight-tritonserver --model-repository=/models
+# `inflight-tritonserver` is tritonserver with an admin key, which it prints (docs/operations.md#who-may-do-what).  In
+# the container the ports listen on all addresses; `-p 127.0.0.1:...` keeps them on this machine.
+#
+# 26.07 is the newest release whose Python (3.12) and numpy (below 2) were found fit by reading its sources.  The tests
+# run on 24.10: --build-arg TAG=24.10-py3
+ARG TAG=26.07-py3
 
 # The CPU kernels are compiled on the image's distribution or an older one: they load with the C library of this
 # stage or a newer one.  The image itself needs no compiler.
@@ -17,8 +22,9 @@ RUN python3 /inflight/kernels/cpu/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
-# What `backend/inflight` imports: the extra `backend` of pyproject.toml, and msgspec.  This Triton's stub does not
-# support numpy 2.
+# What `backend/inflight` imports: the extra `backend` of pyproject.toml, and msgspec.  The stub of
+# 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own Python against pip.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \
         "huggingface-hub>=1.0" "jinja2>=3.1" "ahocorasick_rs>=1.0" "msgspec>=0.19" "numpy<2" \
@@ -26,6 +32,7 @@ RUN pip install --no-cache-dir \
 
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight
 COPY model_repository /models
+COPY --chmod=755 deploy/container/inflight-tritonserver /usr/local/bin/
 
 # `triton-server`, the image's unprivileged user.  Its home caches checkpoints from the hub and compiled kernels.
 USER 1000:1000
@@ -33,4 +40,4 @@ ENV HOME=/var/cache/inflight
 VOLUME /var/cache/inflight
 
 EXPOSE 8000 8001 8002
-CMD ["tritonserver", "--model-repository=/models", "--model-control-mode=explicit", "--load-model=demo"]
+CMD ["inflight-tritonserver", "--model-repository=/models", "--model-control-mode=explicit", "--load-model=demo"]

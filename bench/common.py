@@ -88,7 +88,7 @@ def median_ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> fl
 
 
 def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Main function of a benchmark: alternate between two sides, print and record the ratio second / first.
+    """Main function of a benchmark: alternate between its sides, print and record each one's ratio to the first.
 
     Args:
         script: the file of the benchmark, which also calls this in its fresh processes, with `--side`.
@@ -102,13 +102,14 @@ def compare(script: str, description: str, sides: dict[str, Callable[[dict[str, 
     checkpoint(args.dtype)
     workload(1)
     runs = alternate(script, list(sides), arguments, args.rounds)
-    baseline, ours = sides
-    ratio = median_ratio(runs[ours], runs[baseline])
+    baseline, *others = sides
+    ratios = {side: median_ratio(runs[side], runs[baseline]) for side in others}
     print(f"\n{machine()}, {args.dtype}, {args.requests} requests, medians of {args.rounds} alternating runs")
     for side in sides:
         print(f"  {side:<20} {median_rate(runs[side]):8.1f} tokens/s")
-    print(f"  {ours} / {baseline}: {ratio:.3f}")
-    record(args.output, runs, arguments, ratio=ratio)
+    for side, ratio in ratios.items():
+        print(f"  {side} / {baseline}: {ratio:.3f}")
+    record(args.output, runs, arguments, ratio=ratios[others[-1]], ratios=ratios)
 
 
 def record(path: Path | None, runs: dict[str, Any], arguments: dict[str, Any], **summary: Any) -> None:

@@ -6,7 +6,7 @@
 Same checkpoint, requests and threads; all requests are submitted at once, 32 sequences per step.  The
 in-process side is nothing but `EngineCore.step()` in a loop: no text, no process boundary.  The other side
 is a real tritonserver on 127.0.0.1 that streams text and token ids of every request to a client process
-on the same machine, whose work counts against it.
+on the same machine, whose work counts against it: once with `stream_interval: 1`, once with the default, "auto".
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import json
 import tempfile
 import threading
 import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,38 +61,46 @@ def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds}
 
 
-def run_through_triton(arguments: dict[str, Any]) -> dict[str, Any]:
+def run_through_triton(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
     from inflight_tools.launcher import TritonServer
 
     requests = common.workload(arguments["requests"])
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "bench" / "1"
         version.mkdir(parents=True)
-        (version / "model.json").write_text(json.dumps(engine_options(arguments)))
+        (version / "model.json").write_text(json.dumps({**engine_options(arguments), **options}))
         (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
         with TritonServer(folder) as server:
             stream_all(server.grpc_address, [{**r, "prompt": r["prompt"][:16], "out": 4} for r in requests[:8]])
             start = time.perf_counter()
-            tokens, responses = stream_all(server.grpc_address, requests)
+            tokens, times = stream_all(server.grpc_address, requests)
             seconds = time.perf_counter() - start
-    return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds, "responses": responses}
+    gaps = sorted(1e3 * (b - a) for own in times for a, b in pairwise(own))
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "responses": sum(map(len, times)),
+        "gap_ms": {f"p{percent}": gaps[len(gaps) * percent // 100] for percent in (50, 90, 99)},
+    }
 
 
-def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
-    """Submit all requests at once on one bidirectional stream; returns the number of tokens and responses."""
+def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, list[list[float]]]:
+    """Submit all requests at once on one bidirectional stream; returns their tokens, and when responses came."""
     import numpy as np
     import tritonclient.grpc as triton
 
     done = threading.Event()
-    left, tokens, responses, failures = len(requests), 0, 0, []
+    left, tokens, failures = len(requests), 0, []
+    times: list[list[float]] = [[] for _ in requests]
 
     def receive(result: Any, error: Exception | None) -> None:
-        nonlocal left, tokens, responses
+        nonlocal left, tokens
         if error is not None:
             failures.append(error)
             done.set()
             return
-        responses += 1
+        times[int(result.get_response().id)].append(time.perf_counter())
         tokens += int(result.as_numpy("num_output_tokens").sum())
         if result.get_response().parameters["triton_final_response"].bool_param:
             left -= 1
@@ -105,7 +115,7 @@ def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
 
     with triton.InferenceServerClient(address) as client:
         client.start_stream(receive)
-        for request in requests:
+        for number, request in enumerate(requests):
             params = {"temperature": 0, "max_tokens": request["out"], "ignore_eos": True}
             inputs = [
                 tensor("input_ids", "INT64", request["prompt"]),
@@ -114,16 +124,20 @@ def stream_all(address: str, requests: list[dict[str, Any]]) -> tuple[int, int]:
                 tensor("return_num_output_tokens", "BOOL", [True]),
                 tensor("return_token_ids", "BOOL", [True]),
             ]
-            client.async_stream_infer("bench", inputs, enable_empty_final_response=True)
+            client.async_stream_infer("bench", inputs, request_id=str(number), enable_empty_final_response=True)
         done.wait()
         client.stop_stream()
     if failures:
         raise failures[0]
     assert tokens == sum(request["out"] for request in requests)
-    return tokens, responses
+    return tokens, times
 
 
-SIDES = {"in-process": run_in_process, "tritonserver + gRPC": run_through_triton}
+SIDES = {
+    "in-process": run_in_process,
+    "every token": partial(run_through_triton, stream_interval=1),
+    "tritonserver + gRPC": run_through_triton,
+}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ TARGET = {256: 300.0, 1024: 1200.0}  # microseconds
 BLOCK_SIZE = 16
 ORDERS: dict[str, dict[str, Any]] = {
     **{policy: {"scheduling_policy": policy} for policy in ("fcfs", "priority", "sjf", "edf")},
-    "tenants": {"tenants": {"*": {}}},
+    "tenants": {"tenants": {"*": {"per_name": True}}},
 }
 
 

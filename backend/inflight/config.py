@@ -82,11 +82,14 @@ class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weight: its share of the tokens, relative to the weights of the other tenants with waiting work.
         max_running: maximum of its sequences in one step; `None`: no limit.
         max_queued: maximum of its waiting sequences; one more is refused with UNAVAILABLE. `None`: no limit.
+        per_name: of "*" alone: whether each tenant that is not named has a share and limits of its own. `False`: they
+            share one set, and a client gains nothing by making up names. `None`: only with `tenant_header`.
     """
 
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     max_running: _PositiveInt | None = None
     max_queued: _PositiveInt | None = None
+    per_name: bool | None = None
 
 
 class PriorityClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +167,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
+        tenant_header: name of the header in which the operator's proxy names the tenant, such as "x-tenant-8f21"; the
+            input `tenant` may then only repeat it. `None`: the tenant is what the client claims.
         stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
             every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
             than a few percent of its cores; then the responses of a stream are up to 50 ms or 8 tokens apart, as the
@@ -189,6 +194,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
+        chat_template_timeout: seconds of CPU time that the chat template may take for one request. It may use 1 GiB.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
@@ -254,6 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     edf_default_timeout: _Seconds = 60.0
     priority_classes: dict[Annotated[int, Meta(ge=-_MAX_COUNT - 1, le=_MAX_COUNT)], PriorityClass] = {}
     tenants: dict[str, TenantOptions] = {}
+    tenant_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9]+(-[A-Za-z0-9]+)+$", max_length=100)] | None = None
     stream_interval: _PositiveInt | Literal["auto"] = "auto"
     default_max_tokens: _PositiveInt = 16
     generation_config: str | None = None
@@ -270,6 +277,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
+    chat_template_timeout: Annotated[float, Meta(ge=0.01, le=3600)] = 2.0
     enforce_eager: bool = False
     disable_log_stats: bool = False
     disable_log_requests: bool = True
@@ -299,6 +307,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_long_partial_prefills={self.max_long_partial_prefills} is more than "
                 f"max_num_partial_prefills={self.max_num_partial_prefills}, which includes long prompts; lower it"
             )
+        named = [name for name, options in self.tenants.items() if name != "*" and options.per_name is not None]
+        if named:
+            raise ConfigError(f'tenants: per_name is for "*", which has no name; remove it from {named[0]!r}')
         if self.max_model_len is not None and self.long_prefill_token_threshold > self.max_model_len:
             raise ConfigError(
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "

@@ -13,8 +13,9 @@ import msgspec
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.holding import HELD_POLL_SECONDS
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.token_logprobs import TokenLogprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError
 from inflight.frontend.generation_defaults import generation_defaults
@@ -90,11 +91,12 @@ class _OpenRequest:
             return False
         sequence.advance(delta)
         output.text += sequence.take_text()
-        output.token_ids += sequence.take_token_ids()
+        token_ids = sequence.take_token_ids()
+        output.token_ids += token_ids
         output.finish_reason = sequence.finish_reason
         output.stop_reason = sequence.stop_reason
-        if output.logprobs is not None:
-            output.logprobs += sequence.take_logprobs()
+        if output.logprobs is not None and delta.logprobs is not None:
+            output.logprobs += delta.logprobs[: len(token_ids)]
             output.cumulative_logprob = sequence.cumulative_logprob
         return sequence.ended_by_stop
 

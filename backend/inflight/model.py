@@ -29,6 +29,7 @@ import triton_python_backend_utils as pb_utils
 
 from inflight.config import EngineConfig
 from inflight.frontend import triton_bridge as bridge
+from inflight.frontend.admin import AdminKey
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
 from inflight.frontend.control import Control, relay
@@ -38,6 +39,7 @@ from inflight.frontend.engine_group import find_group
 from inflight.frontend.errors import RequestError
 from inflight.frontend.intake import Intake
 from inflight.frontend.metrics import NoMetrics
+from inflight.frontend.origin import check_origin
 from inflight.frontend.pacing import pacing_for
 from inflight.frontend.placement import placement
 from inflight.frontend.server_probe import ServerProbe
@@ -62,8 +64,10 @@ class TritonPythonModel:
         bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
+        config = EngineConfig.from_file(model_dir / "model.json")
+        check_origin(config, model_dir, args["model_name"])
         config, env = placement(
-            EngineConfig.from_file(model_dir / "model.json"),
+            config,
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
             os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -71,13 +75,16 @@ class TritonPythonModel:
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
+        self._chat = ChatTemplate.load(
+            source, revision=revision, override=config.chat_template, seconds=config.chat_template_timeout
+        )
         tokenizer = Tokenizer.load(
             source,
             revision=revision,
             trust_remote_code=config.trust_remote_code,
             required=config.tokenizer is not None,
         )
-        chat = ChatTemplate.load(source, revision=revision, override=config.chat_template)
+        self._chat.check()
 
         self._group = find_group(config, env, args, model_dir)
         self._supervisor = Supervisor(
@@ -91,7 +98,7 @@ class TritonPythonModel:
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
         parser = RequestParser(
-            config, tokenizer, chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
+            config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
         )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
@@ -115,6 +122,7 @@ class TritonPythonModel:
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
+        self._admin = AdminKey.from_environment(os.environ)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
         self._page = StatePage(f"{identity.model} {identity.version} {identity.instance}")
         self._drain = Drain(self._streams, config.drain_timeout, bridge.log, self._page.set)
@@ -131,7 +139,7 @@ class TritonPythonModel:
             self._drain,
             self._page,
             lambda: self._streams.num_open,
-            lambda: self._supervisor.pid is not None,
+            lambda: self._supervisor.can_serve,
             probe.is_ready,
         )
         self._departure.start()
@@ -143,6 +151,7 @@ class TritonPythonModel:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             with self._intake.errors_to(responder):
                 wire = bridge.read_request(request)
+                self._admin.check(wire)
                 answer = self._control.answer(wire)
                 if answer is not None:
                     relay(answer, self._streams, responder)
@@ -150,6 +159,10 @@ class TritonPythonModel:
                 if self._checks_health:
                     self._check_health()
                 self._intake.take(wire, responder)
+
+    def is_ready(self) -> bool:
+        """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
+        return self._supervisor.can_serve and not self._drain.draining
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
@@ -168,6 +181,7 @@ class TritonPythonModel:
         """End the engine process and the threads."""
         self._departure.stop()
         self._drain.stop()
+        self._chat.close()  # first: the intake waits for what it renders
         self._intake.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
         if self._group is not None:

@@ -16,6 +16,7 @@ from inflight_client.results import GenerationResult
 from inflight_client.retry import RetryPolicy
 from inflight_client.servers import AsyncServers, BlockingServers
 from inflight_client.stream import AsyncStream, Stream
+from inflight_client.wire import control_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,18 +162,20 @@ class Client(_BaseClient):
         """Name, version and extensions of the server."""
         return self._servers.first(lambda server: server.server_metadata())
 
-    def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
+    def control(self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None) -> str:
         """Ask the model's engine for something other than text, such as `"step_trace"`.
 
         Args:
             name: value of the request parameter `control`, see docs/wire-contract.md.
             model: None for the client's.
             timeout: seconds to wait for the answer.
+            admin_key: what `inflight serve` printed at its start; None for a server without one.
 
         Raises:
             InflightError: no server answers, or it refuses.
         """
-        return self._servers.first(lambda server: server.control(model or self.model, name, timeout))
+        parameters = control_parameters(name, admin_key)
+        return self._servers.first(lambda server: server.control(model or self.model, parameters, timeout))
 
     def close(self) -> None:
         """Cancel open requests and close the connections; further calls raise RuntimeError."""
@@ -247,9 +250,12 @@ class AsyncClient(_BaseClient):
         """As `Client.server_metadata`."""
         return await self._servers.first(lambda server: server.server_metadata())
 
-    async def control(self, name: str, model: str | None = None, timeout: float = 60.0) -> str:
+    async def control(
+        self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None
+    ) -> str:
         """As `Client.control`."""
-        return await self._servers.first(lambda server: server.control(model or self.model, name, timeout))
+        parameters = control_parameters(name, admin_key)
+        return await self._servers.first(lambda server: server.control(model or self.model, parameters, timeout))
 
     async def close(self) -> None:
         """As `Client.close`."""

@@ -9,6 +9,7 @@ stub are used, although the stub is a private attribute (`_client_stub`) of both
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -136,9 +137,9 @@ class GrpcTransport:
         """Send a request; `timeout` is the number of seconds it has left."""
         return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
 
-    def control(self, model: str, name: str, timeout: float) -> str:
+    def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
         """Answer to a request with the parameter `control`."""
-        return control_answer([columns for columns in self._send(grpc_control(model, name), timeout) if columns])
+        return control_answer([columns for columns in self._send(grpc_control(model, parameters), timeout) if columns])
 
     def _send(self, message: ModelInferRequest, timeout: float | None) -> GrpcCall:
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
@@ -240,9 +241,9 @@ class AsyncGrpcTransport:
         """As `GrpcTransport.open`."""
         return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
 
-    async def control(self, model: str, name: str, timeout: float) -> str:
+    async def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
         """As `GrpcTransport.control`."""
-        call = self._send(grpc_control(model, name), timeout)
+        call = self._send(grpc_control(model, parameters), timeout)
         return control_answer([columns async for columns in call if columns])
 
     def _send(self, message: ModelInferRequest, timeout: float | None) -> AsyncGrpcCall:

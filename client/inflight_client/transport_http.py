@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -190,9 +190,9 @@ class AsyncHttpTransport:
     async def model_metadata(self, model: str) -> dict[str, Any]:
         return await self._session.json(_model_path(model))
 
-    async def control(self, model: str, name: str, timeout: float) -> str:
+    async def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
         """Answer to a request with the parameter `control`."""
-        answer = await self._session.json(_model_path(model, "/generate"), {"control": name}, timeout)
+        answer = await self._session.json(_model_path(model, "/generate"), dict(parameters), timeout)
         return control_answer([{key: [value] for key, value in answer.items()}])
 
     async def close(self) -> None:
@@ -299,8 +299,8 @@ class HttpTransport:
     def model_metadata(self, model: str) -> dict[str, Any]:
         return self._thread.run(self._async.model_metadata(model))
 
-    def control(self, model: str, name: str, timeout: float) -> str:
-        return self._thread.run(self._async.control(model, name, timeout))
+    def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
+        return self._thread.run(self._async.control(model, parameters, timeout))
 
     def close(self) -> None:
         if self._thread.loop.is_closed():

@@ -22,6 +22,7 @@ __all__ = [
     "Columns",
     "chunk_of",
     "control_answer",
+    "control_parameters",
     "grpc_columns",
     "grpc_control",
     "grpc_request",
@@ -108,10 +109,16 @@ def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
         raise ValueError(f"{name}: must be integers within the range of {datatype}") from None
 
 
-def grpc_control(model: str, name: str) -> service_pb2.ModelInferRequest:
-    """The message of a request with the parameter `control`."""
+def control_parameters(name: str, admin_key: str | None) -> dict[str, str]:
+    """Request parameters that put the question `name`; the key goes along if there is one."""
+    return {"control": name} if admin_key is None else {"control": name, "admin_key": admin_key}
+
+
+def grpc_control(model: str, parameters: Mapping[str, str]) -> service_pb2.ModelInferRequest:
+    """The message of a request with nothing but `control_parameters`."""
     message = service_pb2.ModelInferRequest(model_name=model)
-    message.parameters["control"].string_param = name
+    for key, value in parameters.items():
+        message.parameters[key].string_param = value
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     return message
 

@@ -12,7 +12,7 @@ import pytest
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"engine.sampling_params", "engine.messages", "engine.step"}
+_DATA = {"engine.sampling_params", "engine.messages", "engine.step", "engine.token_logprobs"}
 _STATE = {"engine.request", *_DATA}
 _POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
@@ -21,8 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"vllm_options"},
     "hub": set(),
     "engine.sampling_params": set(),
-    "engine.messages": {"engine.sampling_params"},
-    "engine.step": {"engine.sampling_params", "engine.messages"},
+    "engine.token_logprobs": set(),
+    "engine.messages": {"engine.sampling_params", "engine.token_logprobs"},
+    "engine.step": {"engine.sampling_params", "engine.token_logprobs"},
     "engine.request": {"engine.sampling_params"},
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
@@ -31,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
-    "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request"},
+    "engine.tenant_accounts": {"config"},
+    "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request", "engine.tenant_accounts"},
     "engine.policies.victims": _POLICIES,
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
@@ -43,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.scheduler",
         *_STATE,
     },
-    "engine.policies.selection": {"config", "engine.policies"},
+    "engine.policies.selection": {"config", "engine.policies", "engine.tenant_accounts"},
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},
     "engine.logprobs": _STATE,
@@ -61,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.step_trace": _STATE,
     "engine.pulse": {"engine.core", *_DATA},
     "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
-    "engine.queue_caps": {"config", *_STATE},
+    "engine.queue_caps": {"config", "engine.tenant_accounts", *_STATE},
     "engine.frontends": {"engine.messages"},
     "engine.core": {
         "config",
@@ -124,7 +126,15 @@ ALLOWED: dict[str, set[str]] = {
         *_BELOW_LOADING,
         *_DATA,
     },
-    "frontend": {"frontend", "config", "hub", "engine.messages", "engine.sampling_params", "engine.pulse"},
+    "frontend": {
+        "frontend",
+        "config",
+        "hub",
+        "engine.messages",
+        "engine.pulse",
+        "engine.sampling_params",
+        "engine.token_logprobs",
+    },
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }

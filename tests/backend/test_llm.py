@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.errors import RequestError
 
 DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")
@@ -152,8 +153,8 @@ def played(llm, monkeypatch):
 def test_runs_of_several_tokens_are_cut_at_a_stop_string(llm, played):
     ids = llm.tokenizer.encode(" the list of names", add_special_tokens=False)
     logprobs = [[(token, -0.5, 1)] for token in ids]
-    stub = played(step(SequenceDelta(0, 0, ids[:2], None, None, logprobs[:2])),
-                  step(SequenceDelta(0, 0, ids[2:], None, None, logprobs[2:])))  # fmt: skip
+    stub = played(step(SequenceDelta(0, 0, ids[:2], None, None, Logprobs.of(logprobs[:2]))),
+                  step(SequenceDelta(0, 0, ids[2:], None, None, Logprobs.of(logprobs[2:]))))  # fmt: skip
     output = llm.generate("Return", SamplingParams(max_tokens=9, logprobs=0, stop=["st of"]))[0].outputs[0]
     assert (output.text, output.finish_reason, output.stop_reason) == (" the li", "stop", "st of")
     kept = len(output.token_ids)

@@ -100,7 +100,8 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None) -> None:
     options = ["--name", "mine", "--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory", "64MiB"]
     with _inflight("serve", "--model", str(checkpoint), *options) as process:
         assert process.stdout is not None
-        ready = process.stdout.readline()
+        key, ready = process.stdout.readline(), process.stdout.readline()
+        assert re.match(r"admin key, .*: [\w-]{32}$", key), key
         address = re.match(r"ready: HTTP (\S+),", ready)
         assert address is not None, ready
         body = json.dumps({"text_input": "Return", "max_tokens": 3, "min_tokens": 3, "return_num_output_tokens": True})

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 import gpu_ops
+from logprobs_of import logprobs_of
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_sampler
@@ -73,8 +74,8 @@ def test_the_host_waits_for_nothing(no_waiting: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
     logits = torch.randint(-9, 9, (64, 50257)).to(dtype)  # ties across the edge of the top 3
-    expected = Sampler()(logits, metadata(CPU, 64, 50257)).logprobs
-    got = Sampler()(logits.to(CUDA), metadata(CUDA, 64, 50257)).logprobs
+    expected = logprobs_of(Sampler()(logits, metadata(CPU, 64, 50257)))
+    got = logprobs_of(Sampler()(logits.to(CUDA), metadata(CUDA, 64, 50257)))
     assert got.keys() == expected.keys()
     for row, entry in got.items():
         ids, values, ranks = zip(*entry)

@@ -54,6 +54,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.pulse import Pulse
 from inflight.engine.step import NewRow, SchedulerOutput
+from inflight.engine.token_logprobs import Logprobs
 
 VOCAB_SIZE = 2560
 EOS = 0
@@ -96,7 +97,8 @@ class FakeSequence:
         params, entries = self.request.params, self.prompt_entries
         if entries is not None and len(entries) > 2:
             self.prompt_entries = entries[2:]
-            return SequenceDelta(self.request.request_id, self.index, [], prompt_logprobs=entries[:2])
+            part = Logprobs.of(entries[:2])
+            return SequenceDelta(self.request.request_id, self.index, [], prompt_logprobs=part)
         run = self.tokens[self.done : self.done + int(self.orders.get("run", 1))]
         stop = next((k for k, token in enumerate(run) if token in params.stop_token_ids), None)
         run = run if stop is None else run[: stop + 1]
@@ -111,8 +113,8 @@ class FakeSequence:
             run,
             finish,
             None if stop is None else run[-1],
-            None if params.logprobs is None else logprobs,
-            prompt_entries,
+            None if params.logprobs is None else Logprobs.of(logprobs),
+            None if prompt_entries is None else Logprobs.of(prompt_entries),
             0 if first else None,
         )
 

@@ -98,6 +98,7 @@ class Answering:
     def __init__(self, found: Any) -> None:
         self.found = found
         self.asked: list[tuple[str, str]] = []
+        self.admin_key: str | None = None
 
     def __call__(self, url: str, **options: Any) -> Answering:
         return self
@@ -108,8 +109,9 @@ class Answering:
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def control(self, name: str, model: str, timeout: float) -> str:
+    def control(self, name: str, model: str, timeout: float, admin_key: str | None) -> str:
         self.asked.append((name, model))
+        self.admin_key = admin_key
         if isinstance(self.found, Exception):
             raise self.found
         return json.dumps(self.found)
@@ -131,6 +133,16 @@ def test_the_commands_ask_and_print(monkeypatch: pytest.MonkeyPatch) -> None:
     result, client = run(monkeypatch, {"finished": 3, "ended": 1, "seconds": 2.04}, "drain")
     assert client.asked == [("drain", "demo")]
     assert result.output.strip() == "drained in 2.0 s: 3 requests finished, 1 were ended"
+
+
+@pytest.mark.parametrize("command", ["status", "drain"])
+def test_the_commands_send_the_admin_key(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.delenv("INFLIGHT_ADMIN_KEY", raising=False)
+    found = {**answer(), "finished": 3, "ended": 1, "seconds": 2.04}
+    assert run(monkeypatch, found, command)[1].admin_key is None
+    assert run(monkeypatch, found, command, "--admin-key", "the key")[1].admin_key == "the key"
+    monkeypatch.setenv("INFLIGHT_ADMIN_KEY", "from outside")
+    assert run(monkeypatch, found, command)[1].admin_key == "from outside"
 
 
 @pytest.mark.parametrize(("error", "status"), [(ServerUnreachableError("no"), 2), (ServerError("no"), 1)])

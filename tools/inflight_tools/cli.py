@@ -15,6 +15,7 @@ import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
+from inflight_tools import admin
 from inflight_tools.operator import drain, status
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.restart import Restarts
@@ -54,6 +55,13 @@ _Set = Annotated[
 _HttpPort = Annotated[int, typer.Option("--http-port", "--port", help="0 picks a free port.")]
 _GrpcPort = Annotated[int, typer.Option(help="0 picks a free port.")]
 _MetricsPort = Annotated[int, typer.Option(help="0 picks a free port.")]
+_AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar=admin.ENVIRONMENT, help="Key for the management endpoints; by default a random one, printed."),
+]
+_Unrestricted = Annotated[
+    bool, typer.Option("--unrestricted", help="Let everybody who reaches the ports manage models: no admin key.")
+]
 
 
 @app.command()
@@ -84,6 +92,8 @@ def serve(
     restart: Annotated[
         int, typer.Option(min=0, help="Start a server that died or hangs again, up to so many times in 10 minutes.")
     ] = 0,
+    admin_key: _AdminKey = None,
+    unrestricted: _Unrestricted = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
@@ -123,6 +133,7 @@ def serve(
             load_models=load_model or (),
             log_file=log_file,
             exit_timeout=_EXIT_TIMEOUT_SECONDS,
+            admin_key=_chosen_key(admin_key, unrestricted),
         )
         from inflight_tools.foreground import run_in_foreground
 
@@ -149,6 +160,8 @@ def demo(
     metrics_port: _MetricsPort = 8002,
     model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
     exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
+    admin_key: _AdminKey = None,
+    unrestricted: _Unrestricted = False,
 ) -> None:
     """Serve the demo model and stream to it.  Several prompts share the batch; the server keeps running."""
     server = _server(
@@ -159,6 +172,7 @@ def demo(
         model_control_mode="explicit",
         load_models=["demo"],
         exit_timeout=_EXIT_TIMEOUT_SECONDS,
+        admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.causes import OutOfMemory
     from inflight_tools.demo import run_demo
@@ -171,6 +185,23 @@ def demo(
             if not exit_:
                 typer.echo("Press Ctrl-C to stop.")
                 run_until_death(server, _LOAD_TIMEOUT_SECONDS, out_of_memory)
+
+
+def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
+    """The admin key of a new server: the given one, none, or a random one, which is printed."""
+    if unrestricted:
+        if given is not None:
+            fail(f"--unrestricted and --admin-key ({admin.ENVIRONMENT}) exclude each other", status=2)
+        return None
+    if given is not None:
+        try:
+            admin.check_key(given)
+        except ValueError as error:
+            fail(str(error), status=2)
+        return given
+    key = admin.new_key()
+    typer.echo(f"admin key, for model control, shared memory, statistics, trace and log settings: {key}")
+    return key
 
 
 def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:

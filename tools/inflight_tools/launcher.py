@@ -28,11 +28,13 @@ from pathlib import Path
 from types import TracebackType
 
 import inflight
+from inflight_tools import admin
 from inflight_tools.draining import drain_models
 from inflight_tools.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children, end_of, session_members
 from inflight_tools.server_log import end_reason, last_line, load_failure
+from inflight_tools.tenant_headers import forward_arguments
 
 __all__ = ["LauncherError", "TritonServer"]
 
@@ -69,6 +71,8 @@ class TritonServer:
             the streams of that thread can stall for good (docs/operations.md): more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
+        admin_key: what callers of the management endpoints and of `control` must send; None leaves both open to
+            whoever reaches the ports.  Other users of this machine can read it in the list of processes.
 
     Call `start()` in a thread that lives as long as the server should: the kernel ends the server
     together with the thread that started it (PR_SET_PDEATHSIG).
@@ -91,7 +95,14 @@ class TritonServer:
         http_threads: int = 64,
         backend_dir: str | Path | None = None,
         backend_name: str = "inflight",
+        admin_key: str | None = None,
     ) -> None:
+        if admin_key is not None:
+            try:
+                admin.check_key(admin_key)
+            except ValueError as error:
+                raise LauncherError(str(error)) from None
+        self.admin_key = admin_key
         repositories = [model_repository] if isinstance(model_repository, (str, Path)) else model_repository
         self.repositories = [Path(repository).resolve() for repository in repositories]
         self.host = host
@@ -130,6 +141,16 @@ class TritonServer:
     def metrics_address(self) -> str:
         """`host:port` of the Prometheus text at `/metrics`."""
         return self._address("metrics")
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """HTTP headers that the management endpoints ask for."""
+        return admin.http_headers(self.admin_key)
+
+    @property
+    def admin_metadata(self) -> dict[str, str]:
+        """gRPC metadata that the management calls ask for."""
+        return admin.grpc_metadata(self.admin_key)
 
     def _address(self, service: str) -> str:
         if service not in self.ports:
@@ -302,11 +323,18 @@ class TritonServer:
         for backend in ("python", self._backend_name):
             arguments.append(f"--backend-config={backend},shm-region-prefix-name={self.shm_prefix}")
         arguments += [f"--load-model={name}" for name in self._load_models]
+        if self.admin_key is not None:
+            arguments += admin.restrictions(self.admin_key)
+        if not any("header-forward-pattern" in argument for argument in self._extra_args):
+            arguments += forward_arguments(self.repositories)
         return arguments + self._extra_args
 
     def _environment(self, installation: TritonInstallation, libpython: Path) -> dict[str, str]:
         assert self._runtime_dir is not None
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        env.pop(admin.ENVIRONMENT, None)
+        if self.admin_key is not None:
+            env[admin.ENVIRONMENT] = self.admin_key
         interpreter = lay_out_interpreter(self._runtime_dir / "python")
         env["PATH"] = os.pathsep.join([str(interpreter), env.get("PATH", os.defpath)])
         # A folder with nothing but libpython: its neighbours (such as conda's lib) must not shadow anything.

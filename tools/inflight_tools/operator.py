@@ -11,17 +11,21 @@ import typer
 from inflight_client.client import Client
 from inflight_client.endpoint import find_endpoint
 from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_tools.admin import ENVIRONMENT
 
 __all__ = ["drain", "status", "status_table"]
 
 _Url = Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")]
 _Model = Annotated[str, typer.Option(help="Model to ask.")]
+_AdminKey = Annotated[str | None, typer.Option(envvar=ENVIRONMENT, help="What the server printed at its start.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-def status(url: _Url = "127.0.0.1:8001", model: _Model = "demo", json_: _Json = False) -> None:
+def status(
+    url: _Url = "127.0.0.1:8001", model: _Model = "demo", json_: _Json = False, admin_key: _AdminKey = None
+) -> None:
     """Show what a model does now.  It answers while its engine is down, too."""
-    answer = _ask(url, model, "stats", timeout=10.0)
+    answer = _ask(url, model, "stats", 10.0, admin_key)
     typer.echo(answer if json_ else status_table(json.loads(answer)))
 
 
@@ -30,9 +34,10 @@ def drain(
     model: _Model = "demo",
     timeout: Annotated[float, typer.Option(help="Seconds to wait; the model's drain_timeout bounds them.")] = 3600.0,
     json_: _Json = False,
+    admin_key: _AdminKey = None,
 ) -> None:
     """Take no new requests and wait for the open ones.  A drained model serves again once it is reloaded."""
-    answer = _ask(url, model, "drain", timeout)
+    answer = _ask(url, model, "drain", timeout, admin_key)
     found = json.loads(answer)
     typer.echo(
         answer
@@ -41,11 +46,11 @@ def drain(
     )
 
 
-def _ask(url: str, model: str, control: str, timeout: float) -> str:
+def _ask(url: str, model: str, control: str, timeout: float, admin_key: str | None) -> str:
     try:
         protocol, url = find_endpoint(url)
         with Client(url, protocol=protocol) as client:
-            return client.control(control, model, timeout)
+            return client.control(control, model, timeout, admin_key)
     except ServerUnreachableError as error:
         _fail(error.message, 2)
     except InflightError as error:

@@ -27,8 +27,8 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
         pid: of the engine process.
         uptime_seconds: since it was started.
         load: `StepStats` by field, as of now; those of a step are 0.
-        tenants: with fair queueing, `running` and `waiting` sequences by tenant, the busiest 100; else None.
-        num_tenants: tenants with live sequences, None without fair queueing.
+        tenants: with fair queueing, `running` and `waiting` sequences by account, the busiest 100; else None.
+        num_tenants: accounts with live sequences, None without fair queueing.
     """
     stats = core.stats(SchedulerOutput(), 0.0)
     answer = {
@@ -39,7 +39,8 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
         "num_tenants": None,
     }
     if core.config.tenants:
-        live, running = core.caps.of_tenant, Counter(request.tenant for request in core.scheduler.running)
+        live, of = core.caps.of_tenant, core.caps.accounts.of
+        running = Counter(of(request.tenant) for request in core.scheduler.running)
         answer["num_tenants"] = len(live)
         answer["tenants"] = {
             name: {"running": running[name], "waiting": count - running[name]}

@@ -12,6 +12,7 @@ from typing import Any, Union
 import msgspec
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.token_logprobs import Logprobs
 
 __all__ = [
     "REQUESTS_PER_FRONTEND",
@@ -30,7 +31,6 @@ __all__ = [
     "StepMessage",
     "StepStats",
     "TokenColumns",
-    "TokenLogprobs",
     "decode_to_engine",
     "decode_to_frontend",
     "encode",
@@ -107,11 +107,6 @@ class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
     question: Question
 
 
-# One generated or prompt token: (token_id, logprob, rank) triples, the token itself first, then
-# the top ones in order of falling log probability.  Rank 1 is the most likely token.
-TokenLogprobs = list[tuple[int, float, int]]
-
-
 class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     """What one step added to one sequence.  Never part of a cycle, so the garbage collector need not track it.
 
@@ -122,10 +117,9 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
         finish_reason: "stop" or "length" on the last delta of the sequence, else None.
         stop_token: the EOS or stop token id that ended it; the last of `token_ids`, and not part of
             the text.
-        logprobs: one entry per new token, if requested.
-        prompt_logprobs: entries for the prompt tokens computed in this step, in order; the first
-            token of a prompt has none, and its entry is an empty list.  Of the n sequences, the first that
-            runs has them.
+        logprobs: of each new token, if requested.
+        prompt_logprobs: of prompt tokens computed in this step, in order, the first token of a prompt with none; a
+            long prompt's come in several deltas.  Of the n sequences, the first that runs has them.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
     """
 
@@ -134,8 +128,8 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_token: int | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int | None = None
 
 

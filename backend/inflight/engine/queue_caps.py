@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inflight.config import EngineConfig
 from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request
+from inflight.engine.tenant_accounts import TenantAccounts
 
 __all__ = ["QueueCaps"]
 
@@ -23,7 +24,8 @@ class QueueCaps:
 
     Attributes:
         num_live: sequences that have arrived and not ended.
-        of_tenant: the same by tenant, where there are tenants.
+        accounts: which account a tenant has.
+        of_tenant: live sequences by account, where there are tenants.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,6 +34,7 @@ class QueueCaps:
         self._max_queue_size = config.max_queue_size
         self._class_limits = {number: options.max_queue_size for number, options in config.priority_classes.items()}
         self._tenants = config.tenants
+        self.accounts = TenantAccounts(config)
         self._of_class: Counter[int] = Counter()
         self.of_tenant: Counter[str] = Counter()
 
@@ -47,9 +50,10 @@ class QueueCaps:
             if request.priority in self._class_limits:
                 self._of_class[request.priority] += change
             if self._tenants:
-                self.of_tenant[request.tenant] += change
-                if not self.of_tenant[request.tenant]:
-                    del self.of_tenant[request.tenant]
+                account = self.accounts.of(request.tenant)
+                self.of_tenant[account] += change
+                if not self.of_tenant[account]:
+                    del self.of_tenant[account]
 
     def refusal(self, sequences: Sequence[Request], running: Sequence[Request]) -> RequestFailed | None:
         """Why these sequences, all those of one request, may not wait beside the others; None if they may.
@@ -77,16 +81,17 @@ class QueueCaps:
             yield _Cap("the queue", option, self._max_queue_size, waiting, room, slots)
 
     def _tenant_caps(self, request: Request, running: Sequence[Request]) -> Iterator[_Cap]:
-        name = request.tenant
-        options = self._tenants.get(name) or self._tenants.get("*")
-        if options is None or options.max_queued is None:
+        account = self.accounts.of(request.tenant)
+        options = self.accounts.options(account)
+        if options.max_queued is None:
             return
-        num_running = sum(r.tenant == name for r in running)
+        num_running = sum(self.accounts.of(r.tenant) == account for r in running)
         room, slots = self._max_num_seqs - len(running), self._max_num_seqs
         if options.max_running is not None:
             room, slots = min(room, options.max_running - num_running), min(slots, options.max_running)
-        waiting, option = self.of_tenant[name] - num_running, f"tenants: max_queued={options.max_queued}"
-        yield _Cap(f"the queue of tenant {name!r}", option, options.max_queued, waiting, room, slots)
+        waiting, option = self.of_tenant[account] - num_running, f"tenants: max_queued={options.max_queued}"
+        whose = "of all tenants without limits of their own" if account == "*" else f"of tenant {account!r}"
+        yield _Cap(f"the queue {whose}", option, options.max_queued, waiting, room, slots)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from inflight.engine.messages import TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.token_logprobs import Logprobs
 
 __all__ = ["NewRow", "SchedulerOutput", "StepOutput"]
 
@@ -81,8 +81,8 @@ class StepOutput(msgspec.Struct, array_like=True):
         token_ids: [R]; the sampled token of each row, -1 for rows without one and for rows with drafts.
         token_runs: row -> the 1 to k + 1 tokens of a row with k drafts: the drafts that equal the target's
             own samples, then the target's next sample.
-        logprobs: row -> an entry for each of its sampled tokens, for rows that asked.
-        prompt_logprobs: row -> entries for the prompt tokens that this step's positions *predict*, for rows
+        logprobs: row -> those of its sampled tokens, for rows that asked.
+        prompt_logprobs: row -> those of the prompt tokens that this step's positions *predict*, for rows
             that asked.
         started: when the device began the step.
         forward_end: when the forward pass was over, where the runner can tell.
@@ -94,8 +94,8 @@ class StepOutput(msgspec.Struct, array_like=True):
 
     token_ids: list[int] = []
     token_runs: dict[int, list[int]] = {}
-    logprobs: dict[int, list[TokenLogprobs]] = {}
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    logprobs: dict[int, Logprobs] = {}
+    prompt_logprobs: dict[int, Logprobs] = {}
     started: float = 0.0
     forward_end: float | None = None
     ended: float = 0.0

@@ -35,6 +35,7 @@ from inflight.frontend.sampling_keys import (
     to_int,
     to_text,
 )
+from inflight.frontend.tenants import tenant_of
 from inflight.frontend.text import Tokenizer, TokenizerError
 
 __all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
@@ -199,6 +200,7 @@ class RequestParser:
         number: int = 0,
     ) -> None:
         self._config = config
+        self._header = config.tenant_header
         self._tokenizer = tokenizer
         self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._max_model_len = max_model_len
@@ -248,7 +250,7 @@ class RequestParser:
                 prompt_token_ids=prompt,
                 params=params,
                 priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-                tenant=self._name(fields, "tenant"),
+                tenant=self._tenant(fields, wire.parameters),
                 deadline=None if timeout is None else wire.received + timeout,
                 cache_salt=self._name(fields, "cache_salt"),
                 arrival=wire.received,
@@ -265,6 +267,9 @@ class RequestParser:
             separate=self._is_tensorrt_llm,
             name=self._limits.check_name("the request id", wire.request_id),
         )
+
+    def _tenant(self, fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+        return self._limits.check_name("tenant", tenant_of(self._header, parameters, self._name(fields, "tenant")))
 
     def _name(self, fields: Mapping[str, Any], name: str) -> str:
         return self._limits.check_name(name, _field(fields, name, to_text, "a string", ""))

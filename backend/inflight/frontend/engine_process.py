@@ -29,7 +29,15 @@ from inflight.engine.messages import (
 )
 from inflight.engine.pulse import Pulse
 
-__all__ = ["TIED_TO_PARENT", "EngineProcess", "EngineStartError", "engine_command", "exit_words", "interpreter"]
+__all__ = [
+    "TIED_TO_PARENT",
+    "EngineProcess",
+    "EngineStartError",
+    "engine_command",
+    "exit_words",
+    "interpreter",
+    "module_command",
+]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
@@ -44,7 +52,7 @@ TIED_TO_PARENT = (
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
-# The engine process: `python -m inflight.worker` for a package in a folder of any name (as in `model.py`).  The
+# `python -m inflight.worker` and the like, for a package in a folder of any name (as in `model.py`).  The
 # module's name is an argument, so that lists of processes show it.
 _RUN_WORKER = (
     "import importlib.util as u,runpy,sys\n"
@@ -80,9 +88,14 @@ def interpreter() -> str:
     return shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}") or shutil.which("python3") or "python3"
 
 
+def module_command(module: str, python: str | None = None) -> list[str]:
+    """Command line that runs a module of this package, whatever the name of its folder."""
+    return [python or interpreter(), "-c", _RUN_WORKER, module, str(_PACKAGE)]
+
+
 def engine_command(config: EngineConfig) -> list[str]:
     """Command line of the engine process, without its `--fd N`."""
-    return [config.python_executable or interpreter(), "-c", _RUN_WORKER, "inflight.worker", str(_PACKAGE)]
+    return module_command("inflight.worker", config.python_executable)
 
 
 class EngineProcess:

@@ -1,7 +1,9 @@
-"""Requests on their way in: small ones are read at once, those with long texts in threads of their own.
+"""Requests on their way in: small ones are read at once, those with long texts or a chat in threads of their own.
 
 Triton calls `execute` in one thread, and a text of a megabyte takes a second to tokenise.  The tokenizers library
-gives Python's lock away meanwhile (`text.py`), so the requests behind it, and the sender thread, go on.
+gives Python's lock away meanwhile (`text.py`), so the requests behind it, and the sender thread, go on.  A chat's
+template is rendered by another process, which may take seconds (`template_process.py`): chats wait for each other
+alone.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Intake:
         streams: takes what was parsed, and errors.
         log_error: writes one line to the server's log.
         max_waiting_bytes: of text that waits for a thread; beyond that, requests with long texts are refused.
-        num_threads: that read long texts.
+        num_threads: that read long texts; one more reads chats.
     """
 
     def __init__(
@@ -60,25 +62,27 @@ class Intake:
         self._streams = streams
         self._log_error = log_error
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting: PriorityQueue[_Waiting] = PriorityQueue()
+        self._texts: PriorityQueue[_Waiting] = PriorityQueue()
+        self._chats: PriorityQueue[_Waiting] = PriorityQueue()
         self._lock = threading.Lock()  # guards the two below
         self._num_waiting_bytes = 0
         self._count = 0
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._read_loop, name=f"intake-{k}", daemon=True) for k in range(num_threads)
+        self._readers = [
+            (queue, threading.Thread(target=self._read_loop, args=(queue,), name=f"intake-{k}", daemon=True))
+            for k, queue in enumerate([self._texts] * num_threads + [self._chats])
         ]
 
     def start(self) -> None:
-        for thread in self._threads:
+        for _, thread in self._readers:
             thread.start()
 
     def stop(self) -> None:
         """Refuse what waits, and end the threads once they have finished what they read."""
         self._stopping = True
-        for _ in self._threads:
-            self._waiting.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NOBODY))
-        for thread in self._threads:
+        for queue, _ in self._readers:
+            queue.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NOBODY))
+        for _, thread in self._readers:
             if thread.ident is not None:
                 thread.join()
 
@@ -88,8 +92,8 @@ class Intake:
         Raises:
             RequestError: it is refused now.  Later errors are sent.
         """
-        num_bytes = _num_text_bytes(wire)
-        if num_bytes <= DIRECT_BYTES:
+        num_bytes, is_chat = _num_text_bytes(wire), "messages" in wire.inputs
+        if num_bytes <= DIRECT_BYTES and not is_chat:
             return self._streams.open(self._parse(wire), responder)
         with self._lock:
             if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -101,7 +105,8 @@ class Intake:
             self._num_waiting_bytes += num_bytes
             self._count += 1
             rank = wire.received + num_bytes * _SECONDS_PER_BYTE
-            self._waiting.put(_Waiting(rank, self._count, num_bytes, wire, responder))
+            queue = self._chats if is_chat else self._texts
+            queue.put(_Waiting(rank, self._count, num_bytes, wire, responder))
 
     @contextmanager
     def errors_to(self, responder: Responder) -> Iterator[None]:
@@ -117,8 +122,8 @@ class Intake:
             self._log_error(f"while reading a request: {message}")
             self._streams.reject(responder, RequestError("INTERNAL", message))
 
-    def _read_loop(self) -> None:
-        while (waiting := self._waiting.get()).responder is not _NOBODY:
+    def _read_loop(self, queue: PriorityQueue[_Waiting]) -> None:
+        while (waiting := queue.get()).responder is not _NOBODY:
             with self.errors_to(waiting.responder):
                 self._read(waiting)
             with self._lock:

@@ -11,10 +11,11 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from inflight.engine.messages import AddRequest, SequenceDelta, TokenLogprobs
+from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import ErrorCode, RequestError
-from inflight.frontend.outputs import SequenceOutput, sequence_outputs
+from inflight.frontend.logprobs_json import entry_texts
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.text import Tokenizer
 
 __all__ = ["OpenStream", "Responder"]
@@ -41,9 +42,10 @@ class OpenStream:
         sequences: its n outputs.
         inbox: deltas that `sequences` have not taken yet, oldest first.
         last_act: what ends it in place of its last token, once the inbox is empty.
-        prompt_logprobs: those that came so far, until they are sent; None if not requested.
+        prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
+        paused, stopped: the engine was told to drop it until its inbox is empty (`Backlog`); and has done so.
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
@@ -61,14 +63,16 @@ class OpenStream:
         self.sequences = sequence_outputs(request, tokenizer)
         self.inbox: deque[SequenceDelta] = deque()
         self.last_act: Callable[[], None] | None = None
-        self.prompt_logprobs: list[TokenLogprobs] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.settled = False
         self.sent_time = self.due = 0.0
+        self.paused = self.stopped = False
         self.closed = False
         self.dropped = False
         self.first_token_time: float | None = None
         self.end_time: float | None = None
         self._num_prompt_tokens = len(message.prompt_token_ids)
+        self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
         self._interval = interval
         self._num_sent_tokens = 0
         # Token ids and logprobs are worth a response even if they complete no text; so is a token that gets none.
@@ -93,13 +97,18 @@ class OpenStream:
 
     @property
     def num_new_tokens(self) -> int:
-        """Those of them that no response contained yet; all of them before the first one."""
-        return self.num_output_tokens - self._num_sent_tokens
+        """Tokens that no response contained yet, those in the inbox included; all before the first response."""
+        return len(self.inbox) + self.num_output_tokens - self._num_sent_tokens
 
     @property
     def has_started(self) -> bool:
         """Whether a response with tokens was sent."""
         return self._num_sent_tokens > 0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a delta may stay in the inbox for a while: it begins no stream, and ends none by a stop string."""
+        return self._num_sent_tokens > 0 and not self.request.engine_request.params.stop
 
     @property
     def finished(self) -> bool:
@@ -115,7 +124,11 @@ class OpenStream:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
             return False  # they go with the first response, complete
-        if self._interval > 1 and self._num_sent_tokens and self.num_new_tokens < self._interval:
+        if (
+            self._interval > 1
+            and self._num_sent_tokens
+            and self.num_output_tokens - self._num_sent_tokens < self._interval
+        ):
             return False
         return any(map(self._is_news, self.sequences))
 
@@ -140,7 +153,7 @@ class OpenStream:
         while inbox:
             delta = inbox.popleft()
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
-                self.prompt_logprobs += delta.prompt_logprobs
+                self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:
@@ -173,7 +186,7 @@ class OpenStream:
         """Everything so far is on its way to the client."""
         self._num_sent_tokens = self.num_output_tokens
 
-    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+    def take_prompt_logprobs(self) -> list[str] | None:
         """For the first response; None from then on."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from inflight.engine.messages import SequenceDelta, TokenLogprobs
+from inflight.engine.messages import SequenceDelta
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.contract import ParsedRequest
+from inflight.frontend.logprobs_json import entry_texts, joined_texts
 from inflight.frontend.stop_strings import StopChecker, StopStrings
 from inflight.frontend.text import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["SequenceOutput", "response_outputs", "sequence_outputs"]
-
-_LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's servers write this instead
+__all__ = ["SequenceOutput", "response_outputs", "sequence_outputs", "spelling_tokenizer"]
 
 
 class SequenceOutput:
@@ -39,7 +36,8 @@ class SequenceOutput:
         token_ids: int32, output tokens so far, the one that ended it included; `num_tokens` of them.
         num_generated_tokens: those of them that the request did not begin with.
         cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
-        text, new_token_ids, new_logprobs: what was not sent yet.
+        text, new_token_ids, new_logprobs, new_logprob_values: what was not sent yet; of log probabilities the JSON of
+            each token, and the token's own, where the request asks for them.
         index: its place among the request's sequences.
         end_sent: the response that says how it ended was made, here or elsewhere.
     """
@@ -59,7 +57,9 @@ class SequenceOutput:
         )
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
-        self._keeps_logprobs = request.shows_logprobs or "return_log_probs" in request.returns
+        self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
+        self._shows_logprobs = request.shows_logprobs and "return_logprobs" in request.returns
+        self._shows_values = "return_log_probs" in request.returns
         self._sent = _Sent() if request.cumulative else None
         self.ended = False
         self.finish_reason: str | None = None
@@ -70,7 +70,8 @@ class SequenceOutput:
         self.cumulative_logprob = 0.0
         self.text = ""
         self.new_token_ids: list[int] = []
-        self.new_logprobs: list[TokenLogprobs] = []
+        self.new_logprobs: list[str] = []
+        self.new_logprob_values: list[float] = []
         self.index = index
 
         given = message.output_token_ids[index] if message.output_token_ids else []
@@ -107,7 +108,9 @@ class SequenceOutput:
         else:
             cut = self._push_until_stop(shown, self._stop)
             taken = taken if cut is None else cut
-        self._count(token_ids[:taken], (delta.logprobs or [])[:taken])
+        self._count(token_ids[:taken])
+        if delta.logprobs is not None:
+            self._take_logprobs(delta.logprobs[:taken])
         if self.ended_by_stop:
             self.finish_reason = "stop"
         elif delta.finish_reason is not None:
@@ -145,13 +148,18 @@ class SequenceOutput:
         else:
             self.text += self._stop.flush()
 
-    def _count(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+    def _count(self, token_ids: list[int]) -> None:
         self.num_generated_tokens += len(token_ids)
         self.token_ids.extend(token_ids)
         self.new_token_ids += token_ids
-        self.cumulative_logprob += sum(entry[0][1] for entry in logprobs)
-        if self._keeps_logprobs:
-            self.new_logprobs += logprobs
+
+    def _take_logprobs(self, logprobs: Logprobs) -> None:
+        values = logprobs.first_values()
+        self.cumulative_logprob += sum(values)
+        if self._shows_values:
+            self.new_logprob_values += values
+        if self._shows_logprobs:
+            self.new_logprobs += entry_texts(logprobs, self._spelling_tokenizer)
 
     def take_text(self) -> str:
         text, self.text = self.text, ""
@@ -167,12 +175,19 @@ class SequenceOutput:
         self._sent.token_ids += ids
         return self._sent.token_ids
 
-    def take_logprobs(self) -> list[TokenLogprobs]:
+    def take_logprobs(self) -> list[str]:
         logprobs, self.new_logprobs = self.new_logprobs, []
         if self._sent is None:
             return logprobs
         self._sent.logprobs += logprobs
         return self._sent.logprobs
+
+    def take_logprob_values(self) -> list[float]:
+        values, self.new_logprob_values = self.new_logprob_values, []
+        if self._sent is None:
+            return values
+        self._sent.logprob_values += values
+        return self._sent.logprob_values
 
 
 def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[SequenceOutput]:
@@ -188,7 +203,8 @@ class _Sent:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)
+    logprob_values: list[float] = field(default_factory=list)
 
 
 class _NoText:
@@ -201,17 +217,19 @@ class _NoText:
         return ""
 
 
+def spelling_tokenizer(request: ParsedRequest, tokenizer: Tokenizer) -> Tokenizer | None:
+    """What spells out the tokens of log probabilities; None if the request wants no text."""
+    return tokenizer if request.engine_request.params.detokenize else None
+
+
 def response_outputs(
-    request: ParsedRequest,
-    sequences: Sequence[SequenceOutput],
-    tokenizer: Tokenizer,
-    prompt_logprobs: list[TokenLogprobs] | None,
+    request: ParsedRequest, sequences: Sequence[SequenceOutput], prompt_logprobs: Sequence[str] | None
 ) -> dict[str, np.ndarray]:
     """Everything not sent yet as output tensors, one element per sequence; marks it as sent.
 
     Args:
         sequences: all of the request's, or one of them if each has responses of its own.
-        prompt_logprobs: one entry per prompt token for the response that carries them, else None.
+        prompt_logprobs: the JSON of each prompt token for the response that carries them, else None.
     """
     returns = request.returns
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
@@ -219,15 +237,12 @@ def response_outputs(
         outputs["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
     if "return_cumulative_logprob" in returns:
         outputs["cumulative_logprob"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
-    spelt = tokenizer if request.engine_request.params.detokenize else None
-    entries = [sequence.take_logprobs() for sequence in sequences]
     if "return_logprobs" in returns:
-        outputs["logprobs"] = _texts(
-            [_logprobs_json(spelt, entry) if request.shows_logprobs else "null" for entry in entries]
-        )
+        entries = [sequence.take_logprobs() for sequence in sequences]
+        outputs["logprobs"] = _texts([joined_texts(texts) if request.shows_logprobs else "null" for texts in entries])
     if "return_log_probs" in returns:
         outputs["cum_log_probs"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
-        outputs["output_log_probs"] = _padded([[entry[0][1] for entry in tokens] for tokens in entries])
+        outputs["output_log_probs"] = _padded([sequence.take_logprob_values() for sequence in sequences])
     if "return_num_input_tokens" in returns:
         outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
     new_token_ids = [sequence.take_token_ids() for sequence in sequences]
@@ -238,7 +253,7 @@ def response_outputs(
         outputs["token_ids"] = np.array([i for ids in new_token_ids for i in ids], dtype=np.int64)
         outputs["token_counts"] = counts
     if prompt_logprobs is not None:
-        outputs["prompt_logprobs"] = _texts([_logprobs_json(spelt, prompt_logprobs)])
+        outputs["prompt_logprobs"] = _texts([joined_texts(prompt_logprobs)])
     if request.separate:
         outputs["sequence_index"] = np.array([sequences[0].index], dtype=np.int32)
         outputs["batch_index"] = np.zeros(1, dtype=np.int32)
@@ -257,22 +272,3 @@ def _padded(rows: list[list[float]]) -> np.ndarray:
 
 def _texts(values: list[str]) -> np.ndarray:
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
-
-
-def _logprobs_json(tokenizer: Tokenizer | None, entries: list[TokenLogprobs]) -> str:
-    """vllm_backend's format: per token an object of id -> logprob, rank, text; null for a token without any.
-
-    Without a tokenizer the texts are null.
-    """
-    rows: list[dict[str, Any] | None] = []
-    for entry in entries:
-        row = {
-            str(token_id): {
-                "logprob": logprob if math.isfinite(logprob) else _LOWEST_LOGPROB,
-                "rank": rank,
-                "decoded_token": None if tokenizer is None else tokenizer.token_text(token_id),
-            }
-            for token_id, logprob, rank in entry
-        }
-        rows.append(row or None)
-    return json.dumps(rows)

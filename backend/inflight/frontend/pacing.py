@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Protocol
 
 from inflight.config import EngineConfig
@@ -11,9 +10,11 @@ from inflight.config import EngineConfig
 __all__ = ["Pacing", "pacing_for"]
 
 _SHARE = 0.03  # of the engine's cores, for what the sender thread waits for or does itself
-_LONGEST_WAIT = 0.05  # seconds
+_LONGEST_WAIT = 0.04  # seconds
 _MOST_TOKENS = 8
-_EARLY = 0.8  # a token that comes after this part of the wait would be the last in its response: no need to hold it
+# Responses are sent when a token comes, many streams' together, and only at `_LATEST` without: waking up for each
+# stream on its own would cost as much as it saves.
+_EARLIEST, _LATEST = 0.8, 1.25  # parts of the wait
 _FIRST_COST, _MOST_COST = 0.0003, 0.001  # seconds a response
 _WEIGHT = 0.05  # of a new observation in a running mean
 
@@ -48,7 +49,7 @@ class Pacing:
         cores: that the engine computes on, at least 1.
 
     Attributes:
-        wait: seconds from one response of a stream to the next, at most `_LONGEST_WAIT`.
+        wait: seconds from one response of a stream to the next, about; at most `_LONGEST_WAIT`.
     """
 
     def __init__(self, cores: int) -> None:
@@ -66,9 +67,8 @@ class Pacing:
         """A response took the sender thread so long."""
         self._cost += (min(seconds, _MOST_COST) - self._cost) * _WEIGHT
 
-    def due(self, stream: Paced, now: float | None = None) -> float | None:
+    def due(self, stream: Paced, now: float) -> float | None:
         """When the stream should get its next response, in seconds of `time.monotonic()`; None: now."""
-        now = time.monotonic() if now is None else now
-        if stream.num_new_tokens >= _MOST_TOKENS or now - stream.sent_time >= _EARLY * self.wait:
+        if stream.num_new_tokens >= _MOST_TOKENS or now - stream.sent_time >= _EARLIEST * self.wait:
             return None
-        return stream.sent_time + self.wait
+        return stream.sent_time + _LATEST * self.wait

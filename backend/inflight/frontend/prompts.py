@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,16 +89,11 @@ class PromptReader:
         first, last = token_ids[: starts[0]], token_ids[starts[0] + len(plain) :]
         return [*first, *plain[num_special - limit :], *last]
 
-    def _render(self, value: str) -> str:
+    def _render(self, messages: str) -> str:
         try:
-            messages = json.loads(value)
-            text = self._chat.render(self._chat.check_messages(messages))
-            text.encode("utf-8")  # JSON can contain unpaired surrogates, which UTF-8 cannot
-            return text
+            return self._chat.render(messages)
         except ChatTemplateError as error:
             raise RequestError("INVALID_ARG", f"messages: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise RequestError("INVALID_ARG", f"messages: not valid JSON: {error}") from None
 
     def _checked(self, ids: list[int]) -> list[int]:
         limit = self._max_model_len - 1

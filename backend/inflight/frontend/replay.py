@@ -84,6 +84,10 @@ class Replay:
                 self._suspects.got_token(delta.request_id, delta.index)
         self.submit_due()
 
+    def again(self, request: AddRequest) -> None:
+        """Give a request to the engine that has dropped it since, for another reason than a death."""
+        self._engine.resubmit([request], self._suspects.holds_new, settled=not self._suspects.active)
+
     def ended(self, request_id: int) -> None:
         """A stream was closed."""
         if self._suspects.active:

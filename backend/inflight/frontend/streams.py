@@ -17,13 +17,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, RequestFailed, StepMessage
+from inflight.engine.messages import (
+    REQUESTS_PER_FRONTEND,
+    AddRequest,
+    EngineReady,
+    Question,
+    RequestFailed,
+    StepMessage,
+)
+from inflight.frontend.backlog import Backlog
 from inflight.frontend.capacity import Capacity
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError, error_of, refusal_of
@@ -46,6 +55,9 @@ class Engine(Resubmits, Protocol):
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
+
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine."""
 
     def release(self, request_id: int) -> None:
         """The request ended by itself."""
@@ -108,6 +120,7 @@ class Streams:
         self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
+        self._backlog = Backlog(engine, self._events.put, self._replay.again)
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
         self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
@@ -237,15 +250,25 @@ class Streams:
         streaming = set()
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
-            if stream is not None:  # else it ended here before the engine heard of it
-                stream.inbox.append(delta)
+            if stream is None:  # it ended here before the engine heard of it
+                continue
+            stream.inbox.append(delta)
+            self._backlog.took(stream)
+            if stream.request.stream:
+                streaming.add(stream)
+            if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
                 self._queue.add(stream)
-                if stream.request.stream:
-                    streaming.add(stream)
         if self._pacing is not None and streaming:
             self._pacing.step(len(streaming))
         self._replay.took(message)
         self._stats.step(message, received, self._streams)
+
+    def _hold(self, stream: OpenStream, now: float) -> bool:
+        """Whether the stream's next response is not due yet; then it gets a turn when it is."""
+        due = None if self._pacing is None else self._pacing.due(stream, now)
+        if due is not None:
+            self._queue.hold(stream, due)
+        return due is not None
 
     def _serve_next(self) -> None:
         """One turn, for the stream whose it is; those that end come once the metrics know."""
@@ -261,9 +284,13 @@ class Streams:
                 self._queue.charge(next_stream, time.monotonic() - start)
                 if next_stream.inbox:
                     self._queue.add(next_stream)
+                self._backlog.served(next_stream)
 
     def _catch_up(self) -> None:
-        """Serve until nobody has a turn to take."""
+        """Take all deltas that came, and serve until nobody has a turn to take."""
+        for stream in self._streams.values():
+            if stream.inbox:
+                self._queue.add(stream)
         while self._queue.is_busy:
             self._serve_next()
 
@@ -289,9 +316,7 @@ class Streams:
         elif stream.last_act is not None and not stream.inbox:
             self._send_news(stream)
             stream.last_act()
-        elif self._pacing is not None and stream.has_started and (due := self._pacing.due(stream)) is not None:
-            self._queue.hold(stream, due)
-        else:
+        elif not (stream.has_started and self._hold(stream, time.monotonic())):
             self._send_news(stream)
 
     def _send_news(self, stream: OpenStream) -> None:
@@ -313,7 +338,7 @@ class Streams:
         start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
-            outputs = response_outputs(stream.request, sequences, self._tokenizer, stream.take_prompt_logprobs())
+            outputs = response_outputs(stream.request, sequences, stream.take_prompt_logprobs())
             stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
         stream.sent_time, stream.due = time.monotonic(), 0.0
@@ -353,7 +378,10 @@ class Streams:
     def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
         """End a stream with an error of the kind `ending`; does nothing if it has ended."""
         stream = self._streams.get(request_id)
-        if stream is None:
+        if stream is not None and stream.due:  # tokens that came before
+            stream.due = 0.0
+            self._guarded(self._send_news, stream)
+        if stream is None or stream.closed:
             return
         self._close(stream)
         self._engine.abort(request_id)

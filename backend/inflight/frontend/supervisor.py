@@ -207,6 +207,12 @@ class Supervisor:
             self._outbox.in_engine.discard(request_id)
 
     @property
+    def can_serve(self) -> bool:
+        """Whether a request that comes now would be served, perhaps by an engine that is being restarted."""
+        with self._changed:
+            return self._refusal is None and not self._stopping
+
+    @property
     def refusal(self) -> str | None:
         """Why requests are refused: the engine process cannot be restarted.  None while they are taken."""
         with self._changed:

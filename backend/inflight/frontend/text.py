@@ -7,8 +7,9 @@ then, because it imports torch if torch is installed.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,6 +124,17 @@ class _Absent:
         return sys.maxsize  # no text is too long for what comes next, which says what is missing
 
 
+class _JsonTexts(dict[int, str]):
+    """Made when they are first asked for."""
+
+    def __init__(self, token_text: Callable[[int], str]) -> None:
+        self._token_text = token_text
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = json.dumps(self._token_text(token_id))
+        return text
+
+
 class Tokenizer:
     """Text to token ids and back.
 
@@ -130,6 +142,7 @@ class Tokenizer:
         size: entries of the vocabulary, added tokens included.
         longest_token: characters of the longest entry; a text of more than n times as many
             characters has more than n tokens.
+        json_texts: token id -> its `token_text` as JSON.
         is_absent: the checkpoint has none: only token ids can be served.
     """
 
@@ -138,7 +151,7 @@ class Tokenizer:
         self.size = backend.size()
         self.longest_token = backend.longest_token()
         self.is_absent = isinstance(backend, _Absent)
-        self._token_texts: dict[int, str] = {}
+        self.json_texts = _JsonTexts(self.token_text)
         if self.is_absent:
             self._anchor, self._anchor_text = [], ""
             return
@@ -197,12 +210,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a sentence; special tokens are spelt out."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            whole = self._backend.decode([*self._anchor, token_id], False)
-            text = whole[len(self._anchor_text) :]
-            self._token_texts[token_id] = text
-        return text
+        return self._backend.decode([*self._anchor, token_id], False)[len(self._anchor_text) :]
 
     def bad_words_ids(self, words: Iterable[str]) -> list[list[int]]:
         """Token id sequences that spell each word, at the start of a text and after a space."""

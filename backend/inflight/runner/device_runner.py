@@ -360,9 +360,8 @@ class DeviceRunner:
         # A slot that has a new request has that one's tokens.
         same = ticket.admissions == self._admissions[slots]
         self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, np.maximum(token_ids[same], 0))
-        logprobs = {} if ticket.sampled is None else ticket.sampled.logprobs
-        step = step_output(ticket.out, rows.row_of_logits, token_ids, logprobs)
-        step.prompt_logprobs = ticket.prompt_logprobs.entries()
+        step = step_output(ticket.out, rows.row_of_logits, token_ids, ticket.sampled)
+        step.prompt_logprobs = ticket.prompt_logprobs.take()
         return step
 
     def _wait(self, ticket: _Ticket) -> tuple[float, float]:

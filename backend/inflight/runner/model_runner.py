@@ -95,7 +95,7 @@ class ModelRunner:
             logits, more = self.forward(self.state.input_ids(inputs), inputs.positions, keep, ask)
         forward_end = time.monotonic()
         step = self._sample(out, inputs, logits)
-        step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).entries()
+        step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()
         step.forward_end = forward_end
         return step
 
@@ -111,10 +111,10 @@ class ModelRunner:
         """The target's own choice at each of the N logits."""
         rows = inputs.row_of_logits
         if not len(rows):
-            return step_output(out, rows, rows, {})
+            return step_output(out, rows, rows)
         slots = inputs.slot_of_token[inputs.logits_indices]
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
         sampled = result.token_ids.cpu().numpy()
         self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them
-        return step_output(out, rows, sampled, result.logprobs)
+        return step_output(out, rows, sampled, result)

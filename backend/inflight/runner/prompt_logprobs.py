@@ -1,16 +1,15 @@
-"""Log probabilities of prompts: which positions of a step predict a prompt token, and their entries."""
+"""Log probabilities of prompts: which positions of a step predict a prompt token, and what for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 
 import numpy as np
 from torch import Tensor
 
-from inflight.engine.messages import TokenLogprobs
 from inflight.engine.step import SchedulerOutput
+from inflight.engine.token_logprobs import Logprobs
 from inflight.runner.batch_state import BatchState
 from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
 
@@ -29,7 +28,7 @@ class AskedPositions:
         counts: row -> how many of them are its own.
         indices: int64 [P]; tokens among the step's T.
         next_token_ids: int64 [P]; the prompt token after each.
-        tops: [P]; number of most likely tokens in each entry.
+        tops: [P]; number of most likely tokens beside each.
     """
 
     counts: dict[int, int]
@@ -38,7 +37,7 @@ class AskedPositions:
     tops: list[int]
 
     def launch(self, chunks: Iterable[Tensor], next_token_ids: Tensor) -> PendingPromptLogprobs:
-        """Start making the entries, from logits [P, V] in chunks of any size; `next_token_ids` is on their device."""
+        """Start making them, from logits [P, V] in chunks of any size; `next_token_ids` is on their device."""
         parts: list[PendingLogprobs] = []
         start = 0
         for logits in chunks:
@@ -50,15 +49,15 @@ class AskedPositions:
 
 @dataclass(slots=True)
 class PendingPromptLogprobs:
-    """Entries on their way to the host: `AskedPositions.counts`, and all rows' entries in parts."""
+    """Those of all rows on their way to the host, in parts; `AskedPositions.counts` says whose they are."""
 
     counts: dict[int, int]
     parts: list[PendingLogprobs]
 
-    def entries(self) -> dict[int, list[TokenLogprobs]]:
-        """row -> its entries; waits for the device."""
-        entries = chain.from_iterable(part.entries() for part in self.parts)
-        return {row: list(islice(entries, count)) for row, count in self.counts.items()}
+    def take(self) -> dict[int, Logprobs]:
+        """row -> its log probabilities; waits for the device."""
+        whole = Logprobs.joined([part.take() for part in self.parts])
+        return dict(zip(self.counts, whole.split(self.counts.values())))
 
 
 class PromptLogprobs:

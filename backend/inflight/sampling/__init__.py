@@ -12,7 +12,7 @@ The caller (the model runner) owns one `SamplingTable`, with a row per slot, and
     metadata = table.select(slots, positions, token_ids)
     output = sampler(logits, metadata)  # logits[R, V], row i belongs to slots[i]
     output.token_ids  # int64[R] on the device
-    output.logprobs  # row i -> TokenLogprobs, only for rows with params.logprobs
+    output.logprobs  # Logprobs of output.logprobs_rows: rows with params.logprobs
 
 - `seed` belongs to one sequence: the caller resolves `params.seed` and gives each child of an
   n > 1 request a different one.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.messages import TokenLogprobs
+from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling.candidates import top_candidates
 
 __all__ = ["PendingLogprobs", "prompt_logprobs", "token_logprobs"]
@@ -17,16 +18,16 @@ _CHUNK = 2**20
 
 
 class PendingLogprobs:
-    """Entries of P tokens on their way from the device to the host; made by `token_logprobs`.
+    """Log probabilities of P tokens on their way from the device to the host; made by `token_logprobs`.
 
     Args:
-        chunks: token ids (int64), log probabilities (float32) and ranks (int64) of consecutive
+        chunks: token ids (int32), log probabilities (float32) and ranks (int32) of consecutive
             tokens, each [p, 1 + k] on the device: the token itself, then the top k.
-        tops: how many of the top k each token's entry keeps.
+        tops: how many of the top k each token keeps.
     """
 
     def __init__(self, chunks: list[tuple[Tensor, Tensor, Tensor]], tops: Sequence[int]) -> None:
-        self._tops = tops
+        self._sizes = 1 + np.array(tops, dtype=np.int64)
         # From a GPU these are copies into pinned memory, complete when the event is.
         self._chunks = [[tensor.to("cpu", non_blocking=True) for tensor in chunk] for chunk in chunks]
         self._copied = None
@@ -34,30 +35,36 @@ class PendingLogprobs:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def entries(self) -> list[TokenLogprobs]:
-        """One entry per token; waits for the device."""
+    def take(self) -> Logprobs:
+        """Those of all tokens; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        rows = (row for chunk in self._chunks for row in zip(*(tensor.tolist() for tensor in chunk)))
-        return [list(zip(*(column[: 1 + top] for column in row))) for row, top in zip(rows, self._tops)]
+        parts, start = [], 0
+        for chunk in self._chunks:
+            arrays = [tensor.numpy() for tensor in chunk]
+            end, width = start + len(arrays[0]), arrays[0].shape[1]
+            sizes = np.minimum(self._sizes[start:end], width)
+            if sizes.min() < width:
+                kept = np.arange(width) < sizes[:, None]
+                arrays = [array[kept] for array in arrays]
+            parts.append(Logprobs(sizes.tolist(), *(array.tobytes() for array in arrays)))
+            start = end
+        return Logprobs.joined(parts)
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> list[TokenLogprobs]:
-    """Entries of the prompt tokens that P positions predict.
+def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, top: int) -> Logprobs:
+    """Log probabilities of the prompt tokens that P positions predict.
 
     Args:
         logits: [P, V], float32, bfloat16 or float16.
         next_token_ids: int[P], the prompt token after each position.
-        top: number of most likely tokens in each entry.
-
-    Returns:
-        P entries: the prompt token, then the `top` most likely by falling log probability.
+        top: number of most likely tokens beside each prompt token.
     """
-    return token_logprobs(logits, next_token_ids, [top] * len(logits)).entries()
+    return token_logprobs(logits, next_token_ids, [top] * len(logits)).take()
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> PendingLogprobs:
-    """Entries for `token_ids[P]` under `logits[P, V]`: the token, then the `tops[i]` most likely of row i.
+    """Those of `token_ids[P]` under `logits[P, V]`: of the token, then of the `tops[i]` most likely of row i.
 
     The rank of a token is 1 plus the number of tokens with a strictly greater logit.
     """
@@ -84,4 +91,4 @@ def _chunk_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor
         ids = torch.cat([ids, top_ids], dim=-1)
         values = torch.cat([values, top_values], dim=-1)
         ranks = torch.cat([ranks, top_ranks], dim=-1)
-    return ids, values - normaliser, ranks
+    return ids.int(), values - normaliser, ranks.int()

@@ -9,8 +9,8 @@ from enum import IntEnum
 import numpy as np
 from torch import Tensor
 
-from inflight.engine.messages import TokenLogprobs
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling.logprobs import PendingLogprobs
 from inflight.sampling.rules import LogitsEdit
 
@@ -52,23 +52,24 @@ class SamplerOutput:
     """Attributes:
     token_ids: int64[R] on the device of the logits; every entry is in [0, V), or `unusable.NO_TOKEN` where the
         row's logits are not finite.
+    logprobs_rows: rows whose params ask for log probabilities, increasing.
     """
 
-    __slots__ = ("_pending", "_rows", "token_ids")
+    __slots__ = ("_pending", "logprobs_rows", "token_ids")
 
     def __init__(self, token_ids: Tensor, rows: list[int], pending: PendingLogprobs | None) -> None:
         self.token_ids = token_ids
-        self._rows = rows
+        self.logprobs_rows = rows
         self._pending = pending
 
     @property
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Row -> entry, for the rows whose params ask for it: the chosen token, then the top k.
+    def logprobs(self) -> Logprobs:
+        """Those of `logprobs_rows`: of the chosen token, then of the top k.
 
         These are ordered by falling log probability; the chosen token is repeated if it is among
         them.  Waits until the device has finished this call, not what was launched after it.
         """
-        return {} if self._pending is None else dict(zip(self._rows, self._pending.entries()))
+        return Logprobs() if self._pending is None else self._pending.take()
 
 
 @dataclass(slots=True)

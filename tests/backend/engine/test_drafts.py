@@ -6,6 +6,8 @@ import pytest
 from drafters import HashDrafter
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
+from inflight.engine.token_logprobs import Logprobs
+
 
 def drafted(kind: str, length: int = 4, info: Info | None = None, **options):
     core = make_core(info or Info(), **options)
@@ -121,7 +123,7 @@ def test_logprobs_come_with_each_token_of_a_run():
 
     def with_logprobs(out, prepared):
         step = execute(out, prepared)
-        step.logprobs = {row: [[(token, -0.5, 1)] for token in run] for row, run in step.token_runs.items()}
+        step.logprobs = {row: Logprobs.of([(token, -0.5, 1)] for token in run) for row, run in step.token_runs.items()}
         return step
 
     core.runner.execute = with_logprobs

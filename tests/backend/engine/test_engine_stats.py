@@ -30,7 +30,7 @@ def test_the_answer_is_the_state_now_and_can_be_sent() -> None:
 
 
 def test_tenants_are_told_apart_and_their_number_is_bounded() -> None:
-    core = make_core(Info(), max_num_seqs=2, tenants={"*": {}}, max_queue_size=0)
+    core = make_core(Info(), max_num_seqs=2, tenants={"*": {"per_name": True}}, max_queue_size=0)
     add(core, 0, "big", n=3)
     for k in range(1, 151):
         add(core, k, f"t{k}")

@@ -19,6 +19,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
+from inflight.engine.token_logprobs import Logprobs
 
 
 def scheduled(core):
@@ -209,14 +210,14 @@ def test_a_full_delta_is_made_only_for_more_than_a_token():
     def step(*tokens):
         out = scheduler.schedule()
         ids = slots.see(out).request_ids
-        entries = {row: [[(token, -0.5, 1)]] for row, token in enumerate(tokens) if ids[row] == 2}
+        entries = {row: Logprobs.of([[(token, -0.5, 1)]]) for row, token in enumerate(tokens) if ids[row] == 2}
         news, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
         deltas = [
             (delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news
         ]
         return deltas, list(zip(columns.request_ids, columns.indices, columns.token_ids))
 
-    logprobs = [[(7, -0.5, 1)]]
+    logprobs = Logprobs.of([[(7, -0.5, 1)]])
     first = [(1, 0, [7], None, None), (2, 0, [7], None, logprobs), (3, 0, [7], None, None)]
     assert step(7, 7, 7) == (first, [])
     # The second sequence of request 3 has its first token when the others have their second.
@@ -232,11 +233,11 @@ def test_a_request_that_ended_while_the_step_ran_gets_no_delta():
         add(core, request_id, [1, 2], max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     out = core.scheduler.schedule()
     core.abort(2)
-    entries = {row: [[(7, -0.5, 1)]] for row in (0, 1)}
-    prompts = {row: [[(2, -0.5, 1)]] for row in (0, 1)}
+    entries = {row: Logprobs.of([[(7, -0.5, 1)]]) for row in (0, 1)}
+    prompts = {row: Logprobs.of([[(2, -0.5, 1)]]) for row in (0, 1)}
     news, columns = core.scheduler.update(out, StepOutput([7, 7], logprobs=entries, prompt_logprobs=prompts))
     assert [(delta.request_id, delta.logprobs, delta.prompt_logprobs) for delta in news] == [
-        (1, entries[0], [[], *prompts[0]])
+        (1, entries[0], Logprobs.of([[], *prompts[0]]))
     ]
     assert columns.token_ids == []
 

@@ -9,6 +9,7 @@ from inflight.frontend.chat import ChatTemplate, ChatTemplateError
 from inflight.frontend.text import TokenizerError
 
 MESSAGES = [{"role": "system", "content": "be  brief"}, {"role": "user", "content": "<b> 'héllo' 你 & \"x\""}]
+JSON = json.dumps(MESSAGES)
 
 TEMPLATES = [
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] | trim }}{% endfor %}"
@@ -26,44 +27,46 @@ def test_it_renders_like_transformers(template: str) -> None:
 
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     rendered, _ = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True, **tokens)
-    assert ChatTemplate(template, tokens).render(MESSAGES) == rendered[0]
+    assert ChatTemplate(template, tokens).render(JSON) == rendered[0]
 
 
 def test_the_template_is_loaded_from_either_file(tmp_path: Path) -> None:
     config = {"chat_template": "old {{ bos_token }}", "bos_token": {"content": "<s>"}, "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "old <s>"
+    assert ChatTemplate.load(str(tmp_path)).render(JSON) == "old <s>"
     (tmp_path / "chat_template.jinja").write_text("new")
-    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "new"
-    assert ChatTemplate.load(str(tmp_path), override="mine").render(MESSAGES) == "mine"
+    assert ChatTemplate.load(str(tmp_path)).render(JSON) == "new"
+    assert ChatTemplate.load(str(tmp_path), override="mine").render(JSON) == "mine"
 
 
 def test_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert ChatTemplate.load(str(tmp_path)).render(MESSAGES) == "plain"
+    assert ChatTemplate.load(str(tmp_path)).render(JSON) == "plain"
 
 
 def test_without_a_template_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ChatTemplateError, match=r"no chat template \(the checkpoint has none\): send text_input, or set chat_template"
     ):
-        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+        ChatTemplate.load(str(tmp_path)).render(JSON)
 
 
 def test_a_template_may_reject_the_messages() -> None:
     with pytest.raises(ChatTemplateError, match="rejected the messages: roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(JSON)
     with pytest.raises(ChatTemplateError, match="rejected the messages"):
-        ChatTemplate("{{ messages[0].content + 1 }}").render(MESSAGES)
+        ChatTemplate("{{ messages[0].content + 1 }}").render(JSON)
 
 
 def test_bad_syntax_fails_the_load_in_model_json_and_only_messages_in_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="not valid Jinja: line 2"):
-        ChatTemplate.load(str(tmp_path), override="\n{% if %}")
+        ChatTemplate.load(str(tmp_path), override="\n{% if %}").check()
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    chat = ChatTemplate.load(str(tmp_path))
+    chat.check()
     with pytest.raises(ChatTemplateError, match=r"no chat template \(the chat template is not valid Jinja: line 1"):
-        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+        chat.render(JSON)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_bad_syntax_fails_the_load_in_model_json_and_only_messages_in_a_checkpoi
 def test_an_unusable_template_does_not_affect_plain_prompts(tmp_path: Path, settings: dict, says: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": {"x": 1}}))
     with pytest.raises(ChatTemplateError, match=says):
-        ChatTemplate.load(str(tmp_path)).render(MESSAGES)
+        ChatTemplate.load(str(tmp_path)).render(JSON)
 
 
 @pytest.mark.parametrize(
@@ -101,4 +104,4 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
 
 def test_templates_are_sandboxed() -> None:
     with pytest.raises(ChatTemplateError, match="rejected"):
-        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(MESSAGES)
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(JSON)

@@ -504,7 +504,7 @@ def test_truncation_to_what_fits() -> None:
     ids = sent({"truncate_prompt_tokens": 2}, text_input=None, input_ids=[5, 6, 7]).prompt_token_ids
     assert ids == [6, 7], "ids are taken as they are"
     messages = json.dumps([{"role": "user", "content": WORDS}])
-    rendered = TOKENIZER.encode(CHAT.render(json.loads(messages)), add_special_tokens=False)
+    rendered = TOKENIZER.encode(CHAT.render(messages), add_special_tokens=False)
     ids = sent({"truncate_prompt_tokens": 30}, text_input=None, messages=messages).prompt_token_ids
     assert ids == rendered[-30:]
 

@@ -61,18 +61,19 @@ class Rig:
             assert self.go.wait(20)
         return wire.request_id  # type: ignore[return-value]
 
-    def take(self, name: str, num_bytes: int, received: float = 0.0) -> Client:
+    def take(self, name: str, num_bytes: int, received: float = 0.0, prompt: str = "text_input") -> Client:
         text = np.array([b"x" * num_bytes], dtype=np.object_)
         client = Client(name)
         with self.intake.errors_to(client):
-            self.intake.take(WireRequest({"text_input": text}, request_id=name, received=received), client)
+            self.intake.take(WireRequest({prompt: text}, request_id=name, received=received), client)
         return client
 
     def block(self) -> None:
-        """Keep all threads reading."""
-        for k, _ in enumerate(self.intake._threads):
+        """Keep all threads that read texts reading."""
+        num_threads = len(self.intake._readers) - 1
+        for k in range(num_threads):
             self.take(f"wait {k}", DIRECT_BYTES + 1)
-        for _ in self.intake._threads:
+        for _ in range(num_threads):
             assert self.reading.acquire(timeout=20)
 
     def stop(self) -> None:
@@ -94,6 +95,21 @@ def test_a_short_text_passes_long_ones_that_are_being_read(rig: Rig) -> None:
     assert rig.streams.names == ["short"], "opened before `take` returned"
     rig.go.set()
     rig.streams.wait(opened=4)
+
+
+def test_only_chats_wait_for_a_chat(rig: Rig) -> None:
+    """Its template may take seconds, in a process of its own."""
+    rig.take("wait", 1, prompt="messages")
+    assert rig.reading.acquire(timeout=20)
+    rig.take("chat", 1, prompt="messages")
+    rig.take("short", 1)
+    assert rig.streams.names == ["short"]
+    rig.take("long", 10 * DIRECT_BYTES)
+    rig.streams.wait(opened=2)
+    assert rig.streams.names == ["short", "long"]
+    rig.go.set()
+    rig.streams.wait(opened=4)
+    assert rig.streams.names[2:] == ["wait", "chat"]
 
 
 def test_texts_wait_by_when_they_came_and_how_long_they_are() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend import metrics as module
 from inflight.frontend.counting import CountedHistogram, TokenGaps
 from inflight.frontend.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5
@@ -258,7 +259,7 @@ class TestTokenGaps:
     def test_a_delta_without_tokens_is_no_gap(self) -> None:
         gaps = TokenGaps()
         gaps.take(StepMessage([first(1)], stats()), 1.0, {1})
-        assert gaps.take(StepMessage([SequenceDelta(1, 0, [], prompt_logprobs=[[]])], stats()), 2.0, {1}) == []
+        assert gaps.take(StepMessage([SequenceDelta(1, 0, [], prompt_logprobs=Logprobs([0]))], stats()), 2.0, {1}) == []
 
 
 def test_a_bound_includes_what_is_equal_to_it() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.messages import SequenceDelta
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.outputs import SequenceOutput
 
 TOKENIZER = demo_tokenizer()
@@ -21,7 +22,10 @@ STOPS = [["好 😀 l"], ["names", "end of it"], ["👩‍👧"], [" of names!",
 
 def sequence(tokens: list[int] | None = (), logprob: float = 0.0, prepend: str = "", **params) -> SequenceOutput:
     fields = {"output_token_ids": [None if tokens is None else list(tokens)]}
-    request = make_request(PROMPT, prepend_text=prepend, fields=fields, cumulative_logprobs=[logprob], **params)
+    returns = ["return_logprobs"]
+    request = make_request(
+        PROMPT, returns=returns, prepend_text=prepend, fields=fields, cumulative_logprobs=[logprob], **params
+    )
     return SequenceOutput(request, TOKENIZER)
 
 
@@ -31,7 +35,7 @@ def feed(output: SequenceOutput, ids: list[int], runs: Iterator[int] | None = No
     while start < len(ids):
         end = start + (next(runs, 1) if runs else 1)
         run = ids[start:end]
-        logprobs = [[(token, -1.0, 1)] for token in run]
+        logprobs = Logprobs.of([(token, -1.0, 1)] for token in run)
         output.advance(SequenceDelta(1, 0, run, "length" if end >= len(ids) else None, None, logprobs))
         start = end
 
@@ -55,7 +59,7 @@ def check_every_cut(ids: list[int], **params) -> None:
         assert before.new_token_ids + rest.new_token_ids == whole.new_token_ids
         assert before.new_logprobs + rest.new_logprobs == whole.new_logprobs
         assert state(rest) == state(whole)
-        before.advance(SequenceDelta(1, 0, [ids[cut]], None, None, [[(ids[cut], -1.0, 1)]]))
+        before.advance(SequenceDelta(1, 0, [ids[cut]], None, None, Logprobs.of([[(ids[cut], -1.0, 1)]])))
 
 
 @pytest.mark.parametrize("include", [False, True])

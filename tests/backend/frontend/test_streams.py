@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import OpenStream
 from inflight.frontend.pacing import Pacing
@@ -45,12 +47,15 @@ class EngineStub:
     def abort(self, request_id: int, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
 
-    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False) -> None:
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
         self.resubmitted += requests
         self.holds_new = hold_new
 
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
+
+    def ask(self, question: Any) -> Future[Any]:
+        raise NotImplementedError
 
 
 class Rig:
@@ -266,7 +271,7 @@ def test_the_chosen_tokens_log_probabilities_as_tensorrt_llm_sends_them(rig: Rig
     client = rig.open("return_log_probs", n=2, logprobs=0, stream=False)
     for index, count in ((0, 3), (1, 2)):
         entries = [[(token, -1.0 - k, 1)] for k, token in enumerate(IDS[:count])]
-        rig.step(SequenceDelta(1, index, IDS[:count], "length", None, entries))
+        rig.step(SequenceDelta(1, index, IDS[:count], "length", None, Logprobs.of(entries)))
     (response,) = client.wait().responses
     assert response["cum_log_probs"].tolist() == [-6.0, -3.0]
     assert response["output_log_probs"].tolist() == [[-1.0, -2.0, -3.0], [-1.0, -2.0, 0.0]]
@@ -277,7 +282,7 @@ def test_cumulative_responses_repeat_what_came_before(rig: Rig) -> None:
     client = rig.open("return_token_ids", "return_num_output_tokens", "return_logprobs", logprobs=0, cumulative=True)
     for position, token in enumerate(IDS):
         last = position == len(IDS) - 1
-        rig.step(SequenceDelta(1, 0, [token], "length" if last else None, None, [[(token, -1.0, 1)]]))
+        rig.step(SequenceDelta(1, 0, [token], "length" if last else None, None, Logprobs.of([[(token, -1.0, 1)]])))
         rig.settle()
     client.wait()
     for response in client.responses:
@@ -299,9 +304,9 @@ def test_cumulative_responses_include_the_output_that_a_request_begins_with(rig:
 
 def test_without_detokenization_there_are_tokens_and_no_text(rig: Rig) -> None:
     client = rig.open("return_logprobs", "return_num_output_tokens", logprobs=0, detokenize=False)
-    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, [[(IDS[0], -1.0, 1)]]))
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, Logprobs.of([[(IDS[0], -1.0, 1)]])))
     assert client.arrived.wait(5), "a token is worth a response"
-    rig.step(SequenceDelta(1, 0, IDS[1:], "length", None, [[(token, -1.0, 1)] for token in IDS[1:]]))
+    rig.step(SequenceDelta(1, 0, IDS[1:], "length", None, Logprobs.of([(token, -1.0, 1)] for token in IDS[1:])))
     client.wait()
     assert client.texts() == [""]
     assert sum(int(response["num_output_tokens"][0]) for response in client.responses) == len(IDS)
@@ -312,8 +317,8 @@ def test_without_detokenization_there_are_tokens_and_no_text(rig: Rig) -> None:
 def test_logprobs_have_vllm_backends_format(rig: Rig) -> None:
     client = rig.open("return_logprobs", "return_cumulative_logprob", logprobs=1)
     entry = [(IDS[0], -1.5, 2), (7, -0.25, 1)]
-    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, [entry]))
-    rig.step(SequenceDelta(1, 0, [IDS[1]], "length", None, [[(IDS[1], float("-inf"), 1)]]))
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, Logprobs.of([entry])))
+    rig.step(SequenceDelta(1, 0, [IDS[1]], "length", None, Logprobs.of([[(IDS[1], float("-inf"), 1)]])))
     client.wait()
     rows = [row for response in client.responses for row in json.loads(response["logprobs"][0])]
     assert rows[0] == {
@@ -333,8 +338,8 @@ def test_logprobs_are_null_unless_requested(rig: Rig) -> None:
 def test_prompt_logprobs_come_complete_with_the_first_response_only(rig: Rig) -> None:
     client = rig.open("return_prompt_logprobs", prompt_logprobs=0)
     rest = [[(token, -1.0, 1)] for token in PROMPT[1:]]
-    rig.step(SequenceDelta(1, 0, [], None, None, None, [[]]))
-    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, None, rest))
+    rig.step(SequenceDelta(1, 0, [], None, None, None, Logprobs([0])))
+    rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, None, Logprobs.of(rest)))
     assert client.arrived.wait(5)
     rig.feed(IDS[1:])
     client.wait()
@@ -562,7 +567,7 @@ def test_a_run_of_tokens_counts_as_one_step(rig: Rig) -> None:
     """Accepted drafts come as several tokens at once: a response for the run, one first token, logprobs for each."""
     client = rig.open("return_token_ids", "return_logprobs", "return_cumulative_logprob", logprobs=0)
     for run, finish in ((IDS[:3], None), (IDS[3:], "length")):
-        rig.step(SequenceDelta(1, 0, run, finish, None, [[(token, -0.5, 1)] for token in run]))
+        rig.step(SequenceDelta(1, 0, run, finish, None, Logprobs.of([(token, -0.5, 1)] for token in run)))
     client.wait()
     assert client.texts() == [TEXT]
     assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS
@@ -577,7 +582,7 @@ def test_a_run_of_tokens_counts_as_one_step(rig: Rig) -> None:
 def test_a_stop_string_inside_a_run_cuts_its_tokens_and_logprobs(rig: Rig) -> None:
     wanted = ("return_token_ids", "return_logprobs", "return_cumulative_logprob")
     client = rig.open(*wanted, stop=["st of"], logprobs=0)
-    rig.step(SequenceDelta(1, 0, IDS, None, None, [[(token, -0.5, 1)] for token in IDS]))
+    rig.step(SequenceDelta(1, 0, IDS, None, None, Logprobs.of([(token, -0.5, 1)] for token in IDS)))
     (response,) = client.wait().responses
     assert client.texts() == [" the li"]
     kept = response["token_ids"].tolist()
@@ -604,10 +609,10 @@ def test_a_stream_that_begins_with_output_sends_only_what_comes_after_it(rig: Ri
     wanted = ("return_token_ids", "return_cumulative_logprob", "return_finish_reason", "return_num_output_tokens")
     client = rig.open(*wanted, n=2, logprobs=0, fields=given, cumulative_logprobs=[-7.0, -2.0])
     assert rig.engine.submitted[1].output_token_ids == [IDS[:3], None]
-    rig.step(SequenceDelta(1, 0, [IDS[3]], None, None, [[(IDS[3], -1.0, 1)]]))
+    rig.step(SequenceDelta(1, 0, [IDS[3]], None, None, Logprobs.of([[(IDS[3], -1.0, 1)]])))
     rig.settle()
     assert len(rig.stats.first_tokens) == 1
-    rig.step(SequenceDelta(1, 0, IDS[4:], "length", None, [[(token, -1.0, 1)] for token in IDS[4:]]))
+    rig.step(SequenceDelta(1, 0, IDS[4:], "length", None, Logprobs.of([(token, -1.0, 1)] for token in IDS[4:])))
     client.wait()
     assert client.texts() == [TEXT.removeprefix(TOKENIZER.decode(IDS[:3])), ""]
     assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[3:]
@@ -703,6 +708,30 @@ def test_eight_tokens_are_sent_at_once(paced: Rig) -> None:
         paced.step(SequenceDelta(1, 0, [next(tokens)]))
         paced.settle()
     assert counts(client) == [1, 8, 8]
+
+
+def test_what_is_held_is_sent_before_all_streams_are_ended(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    paced.step(SequenceDelta(1, 0, IDS[1:2]))
+    paced.settle()
+    paced.step(SequenceDelta(1, 0, IDS[2:3]))
+    paced.streams.end_all(RequestError("UNAVAILABLE", "draining"))
+    assert client.wait().error == ("UNAVAILABLE", "draining")
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS[:3]
+
+
+def test_a_stop_string_is_found_at_once_while_responses_wait(paced: Rig) -> None:
+    client = paced.open(stop=["st of"])
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+    assert client.wait().texts() == [" the li"]
+    assert paced.engine.aborted == [(1, 0)]
 
 
 def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:

@@ -22,6 +22,7 @@ from frontend_rig import FAKE_ENGINE, RecordingClient
 from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, alive, tokens, wait_for
 
 from inflight.config import EngineConfig
+from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.control import relay
 from inflight.frontend.engine_process import EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
@@ -378,6 +379,7 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
     for part in ("_drain", "_status", "_intake", "_departure", "_page"):
         setattr(triton_model, part, nothing)
+    triton_model._chat = ChatTemplate(None)
     triton_model._group = None
     rig.order(answer="never")
     client = RecordingClient()
@@ -386,6 +388,28 @@ def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> N
     triton_model.finalize()
     for one in (client, open_request):
         assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
+
+
+def test_triton_is_told_that_a_model_is_ready_while_it_serves(tmp_path: Path, triton_model: Any) -> None:
+    """Triton 24.10 does not ask; later releases call `is_ready` and insist on a bool."""
+    rig = SupervisorRig(tmp_path / "control.json").start()
+    drain = types.SimpleNamespace(draining=False)
+    triton_model._supervisor, triton_model._drain = rig.supervisor, drain
+    assert triton_model.is_ready() is True
+    drain.draining = True
+    assert triton_model.is_ready() is False
+    drain.draining = False
+    rig.order(start="exit")
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: rig.supervisor.refusal)
+    assert triton_model.is_ready() is False, "no engine can be started"
+    rig.control.unlink()
+    wait_for(lambda: rig.supervisor.pid)
+    wait_for(lambda: triton_model.is_ready() is True)
+    rig.stop()
+    assert triton_model.is_ready() is False, "the model is being unloaded"
 
 
 def test_callbacks_of_a_question_may_ask_again(rig: SupervisorRig) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logprobs_of import logprobs_of
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SamplingTable
@@ -48,7 +49,7 @@ def check_alone(params, prompt, seed, tokens, position, logits, edited, chosen, 
     assert torch.equal(edit_logits(logits, metadata)[0], edited)
     output = sample(logits, metadata)
     assert output.token_ids.tolist() == [chosen]
-    assert output.logprobs.get(0) == logprobs
+    assert logprobs_of(output).get(0) == logprobs
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -74,7 +75,7 @@ def test_rows_with_drafts_equal_separate_calls_with_the_same_tokens(drawn, steps
         for i, (slot, position) in enumerate(rows):
             check_alone(
                 *drawn[slot], slot, tokens[slot], position,
-                logits[i : i + 1], edited[i], int(output.token_ids[i]), output.logprobs.get(i),
+                logits[i : i + 1], edited[i], int(output.token_ids[i]), logprobs_of(output).get(i),
             )  # fmt: skip
         for slot, (drafts, accepted, following, garbage) in step.items():
             num_tokens[slot] += min(accepted, len(drafts)) + 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from logprobs_of import logprobs_of
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
@@ -44,12 +45,13 @@ def test_prompt_logprobs_in_chunks(monkeypatch):
     whole = prompt_logprobs(logits, torch.arange(9), 3)
     monkeypatch.setattr(logprobs, "_CHUNK", 4 * V)
     assert prompt_logprobs(logits, torch.arange(9), 3) == whole
-    assert prompt_logprobs(logits[:0], torch.arange(0), 3) == []
+    assert len(prompt_logprobs(logits[:0], torch.arange(0), 3)) == 0
 
 
 def test_int32_tokens():
     logits, expected = logits_and_logprobs(2)
-    check_entry(prompt_logprobs(logits, torch.tensor([3, 4], dtype=torch.int32), 2)[1], expected[1], 4, 2)
+    _, entry = prompt_logprobs(logits, torch.tensor([3, 4], dtype=torch.int32), 2)
+    check_entry(entry, expected[1], 4, 2)
 
 
 def test_sampled_token_comes_first_then_the_top_of_the_raw_logits():
@@ -61,10 +63,11 @@ def test_sampled_token_comes_first_then_the_top_of_the_raw_logits():
     table.set_row(2, SamplingParams(), 0, [], 1)
     table.set_row(3, SamplingParams(top_k=4, repetition_penalty=1.5, logprobs=7), 0, [], 1)
     output = Sampler()(logits, table.select(range(4), [2] * 4, np.zeros((4, 8), dtype=np.int32)))
-    assert list(output.logprobs) == [0, 1, 3]
+    logprobs = logprobs_of(output)
+    assert list(logprobs) == [0, 1, 3]
     for row, top in ((0, 3), (1, 0), (3, 7)):
-        check_entry(output.logprobs[row], expected[row], int(output.token_ids[row]), top)
-    assert output.logprobs[1][0][2] == V  # chosen because of its bias, but ranked by the raw logits
+        check_entry(logprobs[row], expected[row], int(output.token_ids[row]), top)
+    assert logprobs[1][0][2] == V  # chosen because of its bias, but ranked by the raw logits
 
 
 def test_equal_logits_share_a_rank():
@@ -101,4 +104,4 @@ def test_minus_one_asks_for_the_whole_vocabulary_of_its_row_alone():
     table.set_row(1, SamplingParams(temperature=0.0, logprobs=1), 0, [], 1)
     output = Sampler()(logits, table.select(range(2), [2] * 2, np.zeros((2, 8), dtype=np.int32)))
     for row, top in ((0, V), (1, 1)):
-        check_entry(output.logprobs[row], expected[row], int(output.token_ids[row]), top)
+        check_entry(logprobs_of(output)[row], expected[row], int(output.token_ids[row]), top)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from logprobs_of import logprobs_of
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
+from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling import UNUSABLE_LOGITS, Sampler, SamplingTable, candidates, fail_unusable_rows
 from inflight.sampling.candidates import top_candidates
 from inflight.sampling.unusable import NO_TOKEN
@@ -35,7 +37,7 @@ def choose(logits: Tensor, params: list[SamplingParams]) -> tuple[list[int], dic
         table.set_row(slot, sampling, slot, [9], 1)
     tokens = np.zeros((len(params), 2), dtype=np.int32)
     output = Sampler()(logits, table.select(np.arange(len(params)), np.ones(len(params), dtype=np.int64), tokens))
-    return output.token_ids.tolist(), output.logprobs
+    return output.token_ids.tolist(), logprobs_of(output)
 
 
 def random_logits(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +109,7 @@ def test_rows_with_drafts_fail_only_where_their_own_run_ends_so() -> None:
     step = StepOutput(
         token_ids=[5, -1, -1, -1, -1],
         token_runs={1: [6], 2: [7, NO_TOKEN]},
-        logprobs={1: [[(6, -0.5, 1)]], 2: [[(7, -0.5, 1)]], 4: [[(0, NAN, 1)]]},
+        logprobs={1: Logprobs.of([[(6, -0.5, 1)]]), 2: Logprobs.of([[(7, -0.5, 1)]]), 4: Logprobs.of([[(0, NAN, 1)]])},
     )
     fail_unusable_rows(step, sampled, rows)
     assert step.row_failures == {2: UNUSABLE_LOGITS, 4: UNUSABLE_LOGITS}

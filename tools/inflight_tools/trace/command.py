@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from inflight.engine.step_trace import TraceError
+from inflight_tools.admin import ENVIRONMENT
 from inflight_tools.trace.files import FORMATS, TraceServerError, fetch_trace, format_of, read_trace, render
 
 __all__ = ["trace"]
@@ -24,12 +25,15 @@ def trace(
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Keep only this many of the last steps.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Keep only the last seconds of the trace.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar=ENVIRONMENT, help="What the server printed at its start.")
+    ] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json file instead of asking.")] = None,
 ) -> None:
     """Export what the engine did last.  A timeline (HTML), a file for ui.perfetto.dev, or raw JSON."""
     try:
         formats = [_checked(format_) if format_ else format_of(path) for path in output]
-        found = read_trace(input_) if input_ else fetch_trace(url, model)
+        found = read_trace(input_) if input_ else fetch_trace(url, model, admin_key=admin_key)
         if last is not None:
             found = found.last(last)
         if seconds is not None and found.steps:

@@ -32,12 +32,13 @@ class TraceServerError(RuntimeError):
         self.status = status
 
 
-def fetch_trace(url: str, model: str, timeout: float = 60.0) -> Trace:
+def fetch_trace(url: str, model: str, timeout: float = 60.0, admin_key: str | None = None) -> Trace:
     """Ask a running server for a model's step trace.
 
     Args:
         url: gRPC or HTTP address of Triton, with or without a scheme.
         timeout: seconds to wait for the trace.
+        admin_key: the server's, if it has one.
 
     Raises:
         TraceServerError: no server there, no such model, or `step_trace` is off.
@@ -47,7 +48,7 @@ def fetch_trace(url: str, model: str, timeout: float = 60.0) -> Trace:
     try:
         protocol, url = find_endpoint(url)
         with Client(url, protocol=protocol) as client:
-            return Trace.from_json(client.control("step_trace", model, timeout))
+            return Trace.from_json(client.control("step_trace", model, timeout, admin_key))
     except ServerUnreachableError as error:
         raise TraceServerError(error.message, 2) from None
     except InflightError as error:

@@ -1,5 +1,7 @@
 """Weighted fair queueing across tenants, by tokens served, with caps.  Pure Python, no torch.
 
+A tenant here is an account (`engine/tenant_accounts.py`): names that clients may have made up share one.
+
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token as the unit of service, as in
 the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each tenant has a tag:
 
@@ -28,13 +30,14 @@ the rest bounds how far apart the two may have been at t1.)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
 
 from inflight.config import TenantOptions
 from inflight.engine.policies.order import DueOrder
 from inflight.engine.request import Request
+from inflight.engine.tenant_accounts import TenantAccounts
 
 __all__ = ["FairQueue"]
 
@@ -82,13 +85,13 @@ class FairQueue:
 
     Args:
         make_queue: an empty queue for one more tenant.
-        tenants: options by name; "*" stands for every tenant that is not named.
+        accounts: which one a request counts against, and the options of each.
     """
 
-    def __init__(self, make_queue: Callable[[], DueOrder], tenants: Mapping[str, TenantOptions]) -> None:
+    def __init__(self, make_queue: Callable[[], DueOrder], accounts: TenantAccounts) -> None:
         self.preempts = make_queue().preempts
         self._make_queue = make_queue
-        self._options = dict(tenants)
+        self._accounts = accounts
         self._tenants: dict[str, _Tenant] = {}
         self._idle: dict[str, None] = {}  # least recently busy first
         self._line: list[_Entry] = []  # sorted
@@ -103,7 +106,7 @@ class FairQueue:
             yield from tenant.queue
 
     def __contains__(self, request: object) -> bool:
-        tenant = self._tenants.get(request.tenant) if isinstance(request, Request) else None
+        tenant = self._tenants.get(self._accounts.of(request.tenant)) if isinstance(request, Request) else None
         return tenant is not None and request in tenant.queue
 
     def add(self, request: Request) -> None:
@@ -162,8 +165,8 @@ class FairQueue:
         due = tenant.queue.due(request)
         if not tenant.running or tenant.queue.due(tenant.running[-1]) <= due:
             return len(running)
-        later = (i for i, other in enumerate(running) if other.tenant == tenant.name and tenant.queue.due(other) > due)
-        return next(later, len(running))
+        theirs = (i for i, other in enumerate(running) if self._accounts.of(other.tenant) == tenant.name)
+        return next((i for i in theirs if tenant.queue.due(running[i]) > due), len(running))
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         tenant = self._tenant(request)
@@ -185,16 +188,14 @@ class FairQueue:
         tenant.running.remove(request)
         self._line_up(tenant)
 
-    def _options_of(self, name: str) -> TenantOptions:
-        return self._options.get(name) or self._options.get("*") or TenantOptions()
-
     def _tenant(self, request: Request) -> _Tenant:
-        tenant = self._tenants.get(request.tenant)
+        name = self._accounts.of(request.tenant)
+        tenant = self._tenants.get(name)
         if tenant is None:
             self._num_tenants += 1
-            tenant = _Tenant(request.tenant, self._options_of(request.tenant), self._num_tenants, self._make_queue())
-            self._tenants[request.tenant] = tenant
-            self._idle[request.tenant] = None
+            tenant = _Tenant(name, self._accounts.options(name), self._num_tenants, self._make_queue())
+            self._tenants[name] = tenant
+            self._idle[name] = None
         return tenant
 
     def _line_up(self, tenant: _Tenant) -> None:

@@ -13,6 +13,7 @@ from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.in_time import InTimeAdmission
 from inflight.engine.policies.order import DueOrder, make_patience
 from inflight.engine.policies.victims import make_victim
+from inflight.engine.tenant_accounts import TenantAccounts
 
 __all__ = ["make_policies"]
 
@@ -32,5 +33,5 @@ def _make_order(config: EngineConfig) -> OrderPolicy:
         return FcfsOrder()
     patience, preempts = make_patience(config), config.scheduling_policy == "priority"
     if config.tenants:
-        return FairQueue(lambda: DueOrder(patience, preempts=preempts), config.tenants)
+        return FairQueue(lambda: DueOrder(patience, preempts=preempts), TenantAccounts(config))
     return DueOrder(patience, preempts=preempts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
+from inflight.sampling.rules.remembered import Remembered
 
 __all__ = ["AllowedTokens"]
 
@@ -26,14 +27,18 @@ class AllowedTokens:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._allowed = RaggedRows(max_num_seqs, np.int64)
+        self._ids = Remembered(self._checked_ids)
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
         if params.allowed_token_ids is None:
             return False
-        ids = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
-        check_token_ids("allowed_token_ids", ids, self._vocab_size)
-        self._allowed.set(slot, ids)
+        self._allowed.set(slot, self._ids(params.allowed_token_ids))
         return True
+
+    def _checked_ids(self, token_ids: list[int]) -> np.ndarray:
+        ids = np.unique(np.array(token_ids, dtype=np.int64))
+        check_token_ids("allowed_token_ids", ids, self._vocab_size)
+        return ids
 
     def prepare(self, batch: RowBatch) -> KeptTokens:
         places, owners = self._allowed.places(batch.slots)

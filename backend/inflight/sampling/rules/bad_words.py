@@ -12,6 +12,7 @@ import torch
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import BannedTokens, RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows, flatten_ranges
+from inflight.sampling.rules.remembered import Remembered
 
 __all__ = ["BadWords"]
 
@@ -36,24 +37,29 @@ class BadWords:
         # Later requests have larger keys, so that rows appended to `_words` leave it sorted.
         self._first_key = np.zeros(max_num_seqs, dtype=np.int64)
         self._next_key = 0
+        self._sorted_words = Remembered(self._checked_words)
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
-        words = [word for word in params.bad_words_ids if word]
-        if not words:
+        if not any(params.bad_words_ids):
             return False
+        tokens, (offsets, *columns) = self._sorted_words(params.bad_words_ids)
+        self._words.set(slot, self._next_key + offsets, *columns)
+        self._tokens.set(slot, tokens)
+        self._first_key[slot] = self._next_key
+        self._next_key += self._vocab_size + 1
+        return True
+
+    def _checked_words(self, bad_words_ids: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The tokens of all words, and the columns of `_words` with keys that start at 0, in their order."""
+        words = [word for word in bad_words_ids if word]
         sizes = np.fromiter(map(len, words), np.int64, len(words))
         tokens = np.fromiter(chain.from_iterable(words), np.int64)
         check_token_ids("bad_words_ids", tokens, self._vocab_size)
         ends = np.cumsum(sizes)
         offsets = np.where(sizes > 1, 1 + tokens[ends - 2], 0)
         order = np.argsort(offsets, kind="stable")
-        keys = self._next_key + offsets
-        self._first_key[slot] = self._next_key
-        self._next_key += self._vocab_size + 1
-        columns = keys, tokens[ends - 1], sizes - 1, ends - sizes
-        self._words.set(slot, *(column[order] for column in columns))
-        self._tokens.set(slot, tokens)
-        return True
+        columns = offsets, tokens[ends - 1], sizes - 1, ends - sizes
+        return tokens, [column[order] for column in columns]
 
     def prepare(self, batch: RowBatch) -> BannedTokens | None:
         words, owners = self._candidates(batch)

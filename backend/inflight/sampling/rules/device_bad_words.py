@@ -15,6 +15,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
+from inflight.sampling.rules.remembered import Remembered
 
 __all__ = ["DeviceBadWords", "MatchedWords", "WordRow", "WordTable"]
 
@@ -49,20 +50,26 @@ class DeviceBadWords:
         self._tokens = RaggedRows(max_num_seqs, np.int32)
         self._longest = np.zeros(max_num_seqs, dtype=np.int64)  # head of each slot
         self._version = 0
+        self._columns = Remembered(self._checked_words)
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
-        words = [word for word in params.bad_words_ids if word]
-        if not words:
+        if not any(params.bad_words_ids):
             return False
+        tokens, last_tokens, head_sizes, ends = self._columns(params.bad_words_ids)
+        self._words.set(slot, last_tokens, head_sizes, ends)
+        self._tokens.set(slot, tokens)
+        self._longest[slot] = head_sizes.max()
+        self._version += 1
+        return True
+
+    def _checked_words(self, bad_words_ids: list[list[int]]) -> tuple[np.ndarray, ...]:
+        """The tokens of all words, and the columns of `_words`."""
+        words = [word for word in bad_words_ids if word]
         sizes = np.fromiter(map(len, words), np.int64, len(words))
         tokens = np.fromiter(chain.from_iterable(words), np.int64)
         check_token_ids("bad_words_ids", tokens, self._vocab_size)
         last = np.cumsum(sizes) - 1
-        self._words.set(slot, tokens[last], sizes - 1, last)
-        self._tokens.set(slot, tokens)
-        self._longest[slot] = sizes.max() - 1
-        self._version += 1
-        return True
+        return tokens, tokens[last], sizes - 1, last
 
     def prepare(self, batch: RowBatch) -> MatchedWords:
         assert batch.history is not None, "the caller keeps no tokens on the device"

@@ -13,6 +13,7 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
+from inflight.sampling.rules.remembered import Remembered
 
 __all__ = ["LogitBias"]
 
@@ -29,17 +30,21 @@ class LogitBias:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._bias = RaggedRows(max_num_seqs, np.int64, np.float32)  # token ids, values
+        self._columns = Remembered(self._checked_columns)
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
         bias = params.logit_bias
         if not bias:
             return False
+        self._bias.set(slot, *self._columns(bias))
+        return True
+
+    def _checked_columns(self, bias: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and values."""
         ids = np.fromiter(bias, np.int64, len(bias))
         check_token_ids("logit_bias", ids, self._vocab_size)
         values = np.fromiter(bias.values(), np.float64, len(bias))
-        values = np.where(values < -_MAX_BIAS, -np.inf, np.minimum(np.nan_to_num(values), _MAX_BIAS))
-        self._bias.set(slot, ids, values)
-        return True
+        return ids, np.where(values < -_MAX_BIAS, -np.inf, np.minimum(np.nan_to_num(values), _MAX_BIAS))
 
     def prepare(self, batch: RowBatch) -> AddedBias:
         places, owners = self._bias.places(batch.slots)

@@ -63,7 +63,7 @@ def test_tokens_are_shared_by_weight_whatever_the_requests_look_like():
 
 
 def test_unused_max_tokens_cost_a_tenant_nothing():
-    rig = Tenants({"*": {}}, max_num_seqs=8)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=8)
     for _ in range(1200):
         keep_busy(rig, "declares", 4, 59, stop=True)  # ends at its first token
         keep_busy(rig, "exact", 4, 10)
@@ -72,7 +72,7 @@ def test_unused_max_tokens_cost_a_tenant_nothing():
 
 
 def test_an_idle_tenant_saves_up_no_credit():
-    rig = Tenants({"*": {}}, max_num_seqs=4)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=4)
     for _ in range(400):
         keep_busy(rig, "steady", 4, 8)
         rig.step()
@@ -85,7 +85,7 @@ def test_an_idle_tenant_saves_up_no_credit():
 
 
 def test_a_tenant_served_alone_runs_up_no_debt():
-    rig = Tenants({"*": {}}, max_num_seqs=4)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=4)
     for _ in range(400):
         keep_busy(rig, "early", 4, 8)
         rig.step()
@@ -188,7 +188,7 @@ def test_a_tenant_at_its_cap_leaves_its_place_to_others():
 
 
 def test_star_stands_for_every_tenant_that_is_not_named():
-    rig = Tenants({"named": {"max_queued": 3}, "*": {"max_queued": 1}}, max_num_seqs=1)
+    rig = Tenants({"named": {"max_queued": 3}, "*": {"max_queued": 1, "per_name": True}}, max_num_seqs=1)
     rig.add(2, 9, tenant="named")
     rig.step()
     for _ in range(3):
@@ -202,8 +202,52 @@ def test_star_stands_for_every_tenant_that_is_not_named():
         assert "max_queued=1" in refused.message
 
 
+def test_names_that_clients_make_up_share_the_limits_of_star():
+    rig = Tenants({"*": {"max_running": 2, "max_queued": 1}}, max_num_seqs=8)
+    for name in ("x", "y", "z"):
+        rig.add(2, 9, tenant=name)
+    rig.step()
+    assert rig.running_of("x") + rig.running_of("y") + rig.running_of("z") == 2
+    refused = rig.try_add(2, 9, tenant="made up")
+    assert refused.code == "UNAVAILABLE"
+    assert "the queue of all tenants without limits of their own is full: 1 sequences" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("options", "own"), [({}, False), ({"tenant_header": "x-tenant"}, True), ({"star": {"per_name": True}}, True)]
+)
+def test_a_name_has_its_own_account_only_if_it_cannot_be_made_up_or_the_operator_says_so(options, own):
+    star = options.pop("star", {})
+    rig = Tenants({"*": {"max_running": 1, **star}}, max_num_seqs=8, **options)
+    for name in ("x", "y", "z"):
+        rig.add(2, 9, tenant=name)
+    rig.step()
+    assert len(rig.scheduler.running) == (3 if own else 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    num_names=st.integers(1, 60),
+    weights=st.tuples(st.sampled_from([0.5, 1, 3]), st.sampled_from([0.5, 1, 3])),
+    prompt=st.integers(1, 12),
+    output=st.integers(1, 12),
+)
+def test_made_up_names_buy_no_share(num_names, weights, prompt, output):
+    """However many names one client uses, all of them together get what "*" is worth beside a named tenant."""
+    gold, star = weights
+    rig = Tenants({"gold": {"weight": gold}, "*": {"weight": star}}, max_num_seqs=4)
+    for turn in range(400):
+        while len([request for request in rig.waiting if request.tenant != "gold"]) < 6:
+            rig.add(prompt, output, tenant=f"made up {(turn + len(rig.sequences)) % num_names}")
+        keep_busy(rig, "gold", 6, 6)
+        rig.step()
+    made_up = sum(count for name, count in rig.served.items() if name != "gold")
+    longest = max(prompt + output, 12)
+    assert made_up / star - rig.served["gold"] / gold <= longest * ((1 + 2 * 4) / star + (1 + 4) / gold)
+
+
 def test_priority_classes_count_within_a_tenant():
-    rig = Tenants({"*": {}}, max_num_seqs=4, scheduling_policy="priority")
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=4, scheduling_policy="priority")
     for _ in range(2):
         rig.add(2, 30, tenant="a", priority=2)
         rig.add(2, 30, tenant="b", priority=2)
@@ -218,7 +262,7 @@ def test_priority_classes_count_within_a_tenant():
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "edf", "priority"])
 def test_within_a_tenant_the_policy_sets_the_order(policy):
-    rig = Tenants({"*": {}}, max_num_seqs=1, scheduling_policy=policy)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=1, scheduling_policy=policy)
     rig.add(2, 9, tenant="t", priority=-1, timeout=1)
     rig.add(2, 8, tenant="t", priority=1, timeout=30)
     rig.add(2, 6, tenant="t", priority=0, timeout=50)
@@ -229,7 +273,7 @@ def test_within_a_tenant_the_policy_sets_the_order(policy):
 
 
 def test_an_aborted_tenant_leaves_the_line():
-    rig = Tenants({"*": {}}, max_num_seqs=1)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=1)
     rig.add(2, 5, tenant="a")
     rig.step()
     waiting = [rig.add(2, 5, tenant=name) for name in ("b", "c", "b")]
@@ -241,7 +285,7 @@ def test_an_aborted_tenant_leaves_the_line():
 
 
 def test_tenants_without_requests_are_forgotten():
-    rig = Tenants({"*": {}}, max_num_seqs=4)
+    rig = Tenants({"*": {"per_name": True}}, max_num_seqs=4)
     for number in range(1100):
         rig.add(1, 1, tenant=f"client {number}")
         rig.step()

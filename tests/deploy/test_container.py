@@ -1,0 +1,87 @@
+"""The container: unprivileged, with an admin key, and a tag that was looked at."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from inflight_tools import admin
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+START = ROOT / "deploy" / "container" / "inflight-tritonserver"
+KEY = "chosen-by-0perator"
+
+
+def test_the_image_runs_unprivileged_and_starts_with_an_admin_key() -> None:
+    image = DOCKERFILE.split("\nFROM nvcr.io")[1]
+    assert re.search(r"(?m)^USER 1000:1000$", image)
+    command = json.loads(re.search(r"(?m)^CMD (.+)$", image)[1])  # type: ignore[index]
+    assert command[0] == START.name
+    assert f"COPY --chmod=755 {START.relative_to(ROOT)} /usr/local/bin/" in image
+    assert "!deploy/container" in (ROOT / ".dockerignore").read_text().splitlines()
+    published = re.findall(r"docker run .* -p (\S+)", DOCKERFILE)
+    assert published and all(address.startswith("127.0.0.1:") for address in published)
+
+
+def test_the_tag_is_one_whose_flaws_are_listed() -> None:
+    """A newer tag is for whoever has read its sources, and brings the table up to date."""
+    tag = re.search(r"(?m)^ARG TAG=(\d\d\.\d\d)-py3$", DOCKERFILE)[1]  # type: ignore[index]
+    operations = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert f"open at {tag}" in operations.split("## Triton's flaws, by release")[1]
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Run the script with a tritonserver that prints its environment's key and its arguments."""
+    (tmp_path / "tritonserver").write_text('#!/bin/sh\nprintf "%s\\n" "key=$INFLIGHT_ADMIN_KEY" "$@"\n')
+    (tmp_path / "tritonserver").chmod(0o755)
+
+    def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [START, *arguments],
+            env={"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    return start
+
+
+def test_the_script_restricts_what_serve_restricts(start) -> None:
+    ended = start("--model-repository=/a b", "--load-model=demo", INFLIGHT_ADMIN_KEY=KEY)
+    assert ended.stdout.splitlines() == [
+        f"key={KEY}", "--model-repository=/a b", "--load-model=demo", *admin.restrictions(KEY)
+    ]  # fmt: skip
+
+
+def test_the_script_makes_a_key_and_prints_it_once(start) -> None:
+    keys = set()
+    for _ in range(3):
+        said, environment, *arguments = start().stdout.splitlines()
+        key = said.split(": ")[1]
+        admin.check_key(key)
+        assert said.startswith("admin key, ")
+        assert environment == f"key={key}"
+        assert arguments == admin.restrictions(key)
+        keys.add(key)
+    assert len(keys) == 3
+
+
+def test_the_script_restricts_nothing_if_asked(start) -> None:
+    ended = start("--load-model=demo", INFLIGHT_UNRESTRICTED="1", INFLIGHT_ADMIN_KEY=KEY)
+    assert ended.stdout.splitlines() == ["key=", "--load-model=demo"]
+
+
+@pytest.mark.parametrize(
+    "key", ["short", "k" * 257, "a:key,with=others", "a key with spaces", "k" * 16 + "\n", "$(id)" * 4]
+)
+def test_a_key_that_triton_cannot_take_is_refused(start, key: str) -> None:
+    ended = start(INFLIGHT_ADMIN_KEY=key)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "16 to 256 characters" in ended.stderr

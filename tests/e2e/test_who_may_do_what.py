@@ -1,0 +1,259 @@
+"""A server with an admin key, as `inflight serve` starts it: what is open, what needs the key, what no key allows."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+from wire import post, tensor
+
+from inflight_client import Client, InflightError
+from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import session_members
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+KEY = "a-key-of-the-tests-0123"
+HEADER = "x-tenant-8f21"
+BOMB = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+OPTIONS = {
+    "dtype": "float32",
+    "kv_cache_memory": "16MiB",
+    "cpu_threads": 1,
+    "step_trace": 8,
+    "tenant_header": HEADER,
+    "chat_template": "{% if messages[0].role == 'bomb' %}" + BOMB + "{% endif %}{{ messages[0].content }}",
+    "chat_template_timeout": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def guarded(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server that lets only callers with the key manage models, and whose model takes the tenant from a header."""
+    repository = tmp_path_factory.mktemp("guarded")
+    version = repository / "mine" / "1"
+    version.mkdir(parents=True)
+    (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), **OPTIONS}))
+    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    with TritonServer(
+        repository, model_control_mode="explicit", load_models=["mine"], exit_timeout=5, admin_key=KEY
+    ) as server:
+        yield server
+
+
+def request(server: TritonServer, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    wanted = urllib.request.Request(f"http://{server.http_address}{path}", body, headers, method=method)
+    try:
+        with urllib.request.urlopen(wanted, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+OPEN = [
+    "/v2",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/v2/models/mine",
+    "/v2/models/mine/ready",
+    "/v2/models/mine/config",
+]
+GUARDED = [
+    ("POST", "/v2/repository/index"),
+    ("POST", "/v2/repository/models/none/load"),
+    ("POST", "/v2/repository/models/none/unload"),
+    ("GET", "/v2/systemsharedmemory/status"),
+    ("POST", "/v2/systemsharedmemory/region/none/register"),
+    ("POST", "/v2/systemsharedmemory/unregister"),
+    ("GET", "/v2/cudasharedmemory/status"),
+    ("GET", "/v2/models/stats"),
+    ("GET", "/v2/models/mine/stats"),
+    ("GET", "/v2/trace/setting"),
+    ("POST", "/v2/models/mine/trace/setting"),
+    ("GET", "/v2/logging"),
+    ("POST", "/v2/logging"),
+]
+
+
+def test_clients_need_no_key(guarded: TritonServer) -> None:
+    assert {path: request(guarded, "GET", path)[0] for path in OPEN} == dict.fromkeys(OPEN, 200)
+    with urllib.request.urlopen(f"http://{guarded.metrics_address}/metrics") as response:
+        assert b"inflight_requests_running" in response.read()
+    status, answer = post(
+        f"http://{guarded.http_address}/v2/models/mine/generate", {"text_input": "Return", "max_tokens": 2}
+    )
+    assert status == 200, answer
+    with Client(guarded.grpc_address, model="mine") as client:
+        assert client.ready()
+        assert client.metadata()["name"] == "mine"
+        assert client.generate("Return", max_tokens=2).text
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+def test_http_management_needs_the_key(guarded: TritonServer, method: str, path: str) -> None:
+    body = b"{}" if method == "POST" else None
+    refused = request(guarded, method, path, body)
+    assert refused[0] == 403, refused
+    assert "inflight-admin-key" in refused[1]
+    assert request(guarded, method, path, body, **{"inflight-admin-key": KEY + "x"})[0] == 403
+    taken = request(guarded, method, path, body, **guarded.admin_headers)
+    assert taken[0] != 403, taken
+
+
+CALLS: list[Callable[[grpc.InferenceServerClient, dict[str, str]], Any]] = [
+    lambda client, headers: client.get_model_repository_index(headers=headers),
+    lambda client, headers: client.load_model("none", headers=headers),
+    lambda client, headers: client.unload_model("none", headers=headers),
+    lambda client, headers: client.get_system_shared_memory_status(headers=headers),
+    lambda client, headers: client.register_system_shared_memory("none", "/none", 8, headers=headers),
+    lambda client, headers: client.get_cuda_shared_memory_status(headers=headers),
+    lambda client, headers: client.get_inference_statistics(headers=headers),
+    lambda client, headers: client.get_trace_settings(headers=headers),
+    lambda client, headers: client.update_log_settings({}, headers=headers),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_grpc_management_needs_the_key(guarded: TritonServer, call: Callable[..., Any]) -> None:
+    with grpc.InferenceServerClient(guarded.grpc_address) as client:
+        with pytest.raises(InferenceServerException, match="This protocol is restricted"):
+            call(client, {})
+        try:
+            call(client, guarded.admin_metadata)
+        except InferenceServerException as error:
+            assert "restricted" not in str(error)
+
+
+# -- a load request that brings its own model.json ------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A program that leaves a file behind if it is run."""
+    path = tmp_path / "script"
+    path.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_web_page_cannot_load_a_model(guarded: TritonServer, script: Path) -> None:
+    """A page may POST text/plain to any address without asking, but adds no header of its own."""
+    model_json = {"model": str(CHECKPOINT), "python_executable": str(script)}
+    files = {"file:1/model.json": base64.b64encode(json.dumps(model_json).encode()).decode()}
+    body = json.dumps({"parameters": {"config": '{"backend": "inflight"}', **files}}).encode()
+    path = "/v2/repository/models/evil/load"
+    assert request(guarded, "POST", path, body, **{"Content-Type": "text/plain"})[0] == 403
+    status, answer = request(guarded, "POST", path, body, **guarded.admin_headers)
+    assert status == 400
+    assert "python_executable may not come from a load request" in answer
+    assert not (script.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["new", "mine"])  # one that the repository does not have, and one that it has
+def test_no_key_lets_a_load_request_name_code(guarded: TritonServer, name: str) -> None:
+    keys = {"python_executable": "python3", "trust_remote_code": True, "download_dir": "/tmp/none"}
+    model_json = json.dumps({"model": str(CHECKPOINT), **keys}).encode()
+    # Without a change in its configuration, Triton keeps a loaded model as it is, and reads none of the files.
+    config = json.dumps({"backend": "inflight", "parameters": {"changed": {"string_value": "yes"}}})
+    with grpc.InferenceServerClient(guarded.grpc_address) as client:
+        with pytest.raises(InferenceServerException, match="and download_dir may not come from a load request"):
+            client.load_model(
+                name, headers=guarded.admin_metadata, config=config, files={"file:1/model.json": model_json}
+            )
+        assert client.is_model_ready("mine")
+
+
+# -- control requests -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_control_request_needs_the_key(guarded: TritonServer, protocol: str) -> None:
+    address = guarded.grpc_address if protocol == "grpc" else guarded.http_address
+    with Client(address, protocol=protocol, model="mine") as client:  # type: ignore[arg-type]
+        for key in (None, KEY[:-1], ""):
+            with pytest.raises(InflightError, match=r"control='step_trace': the admin key is (missing|wrong)"):
+                client.control("step_trace", admin_key=key)
+        assert "steps" in json.loads(client.control("step_trace", admin_key=KEY))
+
+
+# -- the tenant that a proxy names ----------------------------------------------------------------
+
+
+def ask(
+    server: TritonServer, claim: str | None, headers: dict[str, str] | None = None, **parameters: Any
+) -> str | None:
+    """The error of a request over gRPC, None if it is served."""
+    inputs = [tensor("text_input", "Return"), *([] if claim is None else [tensor("tenant", claim)])]
+    client, found = grpc.InferenceServerClient(server.grpc_address), []
+    try:
+        client.start_stream(lambda result, error: found.append(error), headers=headers)
+        client.async_stream_infer("mine", inputs, parameters=parameters)
+        client.stop_stream()
+    finally:
+        client.close()
+    return None if found[0] is None else str(found[0])
+
+
+def test_the_tenant_is_what_the_proxy_says(guarded: TritonServer) -> None:
+    proxy = {HEADER: "free"}
+    assert ask(guarded, None, proxy) is None
+    assert ask(guarded, "free", proxy) is None
+    assert ask(guarded, "", proxy) is None
+    for claim in ("gold", "FREE"):
+        assert "a proxy in front of this model names the tenant" in str(ask(guarded, claim, proxy))
+    assert "a proxy in front of this model names the tenant" in str(ask(guarded, "gold"))
+
+
+def test_a_parameter_like_the_header_does_not_replace_it(guarded: TritonServer) -> None:
+    proxy = {HEADER: "free"}
+    assert ask(guarded, "free", proxy, **{HEADER: "gold"}) is None  # so the header counts
+    assert "names the tenant" in str(ask(guarded, "gold", proxy, **{HEADER: "gold"}))
+    assert "must come once" in str(ask(guarded, None, proxy, **{HEADER.upper(): "gold"}))
+    assert "must come once" in str(ask(guarded, None, None, **{HEADER: 1}))
+
+
+# -- a chat template that takes its time --------------------------------------------------------------
+
+
+def renderer_of(server: TritonServer) -> int:
+    """Process id of what renders the chat templates."""
+    assert server.process is not None
+    (pid,) = [
+        pid
+        for pid in session_members(server.process.pid)
+        if b"inflight.frontend.template_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+def test_a_hostile_chat_template_ends_in_time(guarded: TritonServer) -> None:
+    with Client(guarded.grpc_address, model="mine") as client:
+        with pytest.raises(InflightError, match=r"messages: the chat template took more than 0.2 s"):
+            client.generate(messages=[{"role": "bomb", "content": "Return"}])
+        assert client.generate(messages=[{"role": "user", "content": "Return"}], max_tokens=2).text
+
+
+def test_a_chat_that_is_being_rendered_keeps_no_other_request_waiting(guarded: TritonServer) -> None:
+    renderer = renderer_of(guarded)
+    with Client(guarded.grpc_address, model="mine") as client:
+        os.kill(renderer, signal.SIGSTOP)
+        try:
+            chat = client.stream(messages=[{"role": "user", "content": "Return"}], max_tokens=2)
+            reading = threading.Thread(target=lambda: list(chat))
+            reading.start()
+            assert client.generate("Return", max_tokens=2).text
+            assert reading.is_alive()
+        finally:
+            os.kill(renderer, signal.SIGCONT)
+        reading.join(60)
+        assert chat.result().text

@@ -1,0 +1,13 @@
+"""Log probabilities as tests compare them."""
+
+from __future__ import annotations
+
+from inflight.engine.token_logprobs import TokenLogprobs
+from inflight.sampling import SamplerOutput
+
+__all__ = ["logprobs_of"]
+
+
+def logprobs_of(output: SamplerOutput) -> dict[int, TokenLogprobs]:
+    """Row -> its triples, for the rows that asked."""
+    return dict(zip(output.logprobs_rows, output.logprobs))

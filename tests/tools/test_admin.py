@@ -1,0 +1,113 @@
+"""The admin key of `serve` and `demo`: chosen, made or none; and the headers that Triton must pass on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from inflight_tools import admin, cli, launcher
+from inflight_tools.launcher import LauncherError, TritonServer
+from inflight_tools.tenant_headers import forward_arguments
+
+KEY = "k" * 16
+
+
+class Recorded(Exception):
+    """Ends a command where it would start a server."""
+
+    keys: ClassVar[list[str | None]] = []
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def record(*repositories: Path, admin_key: str | None, **options: Any) -> None:
+        Recorded.keys.append(admin_key)
+        raise Recorded
+
+    def run(*arguments: str, **environment: str) -> Result:
+        Recorded.keys = []
+        folder = ["--model-repository", str(tmp_path)]
+        return CliRunner().invoke(cli.app, [*arguments, *folder], env=environment)
+
+    monkeypatch.delenv(admin.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(launcher, "TritonServer", record)
+    return run
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_key_is_made_and_printed_once(run: Any, command: str) -> None:
+    first, second = run(command).output, run(command).output
+    (key,) = Recorded.keys
+    assert key is not None
+    assert len(key) == 32
+    assert second.count(key) == 1
+    assert re.search(rf"admin key, .*: {re.escape(key)}\n", second)
+    assert key not in first
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_key_may_be_chosen_and_is_not_printed(run: Any, command: str) -> None:
+    for result in (run(command, "--admin-key", KEY), run(command, INFLIGHT_ADMIN_KEY=KEY)):
+        assert Recorded.keys == [KEY]
+        assert KEY not in result.output
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_no_key_only_if_asked_for(run: Any, command: str) -> None:
+    run(command, "--unrestricted")
+    assert Recorded.keys == [None]
+    both = run(command, "--unrestricted", INFLIGHT_ADMIN_KEY=KEY)
+    assert both.exit_code == 2
+    assert "exclude each other" in both.output
+    assert Recorded.keys == []
+
+
+@pytest.mark.parametrize(
+    "key", ["short", "k" * 15, "k" * 257, "a key with some spaces", KEY + ",", KEY + "=", KEY + ":"]
+)
+def test_a_key_that_triton_cannot_take_is_refused(run: Any, key: str) -> None:
+    refused = run("serve", "--admin-key", key)
+    assert refused.exit_code == 2
+    assert "16 to 256 characters" in refused.output
+    with pytest.raises(LauncherError, match="16 to 256 characters"):
+        TritonServer(".", admin_key=key)
+
+
+def test_made_keys_are_taken() -> None:
+    for _ in range(100):
+        admin.check_key(admin.new_key())
+
+
+def test_the_servers_environment_has_its_key_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server without a key must not answer to one that this process happens to have."""
+    monkeypatch.setenv(admin.ENVIRONMENT, KEY)
+    monkeypatch.setattr(launcher, "lay_out_interpreter", lambda folder: folder)
+    for number, (key, expected) in enumerate([(None, None), (KEY[:-1] + "x", KEY[:-1] + "x")]):
+        server = TritonServer(tmp_path, admin_key=key)
+        server._runtime_dir = tmp_path / str(number)
+        server._runtime_dir.mkdir()
+        installation: Any = type("Installation", (), {"library_dirs": ()})
+        assert server._environment(installation, Path("libpython.so")).get(admin.ENVIRONMENT) == expected
+
+
+def test_headers_that_models_need_are_passed_on(tmp_path: Path) -> None:
+    for name, keys in {
+        "a": {"tenant_header": "x-b"},
+        "b": {"tenant_header": "X-A"},
+        "c": {},
+        "d": {"tenant_header": 3},
+    }.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "model.json").write_text(json.dumps({"model": "m", **keys}))
+    (tmp_path / "a" / "2").mkdir()
+    (tmp_path / "a" / "2" / "model.json").write_text("[")
+    assert forward_arguments([tmp_path, tmp_path / "none"]) == [
+        r"--http-header-forward-pattern=(?i)^(X\-A|x\-b)$",
+        r"--grpc-header-forward-pattern=(?i)^(X\-A|x\-b)$",
+    ]
+    assert forward_arguments([tmp_path / "c"]) == []
