@@ -28,7 +28,7 @@ PROMPT = "the list of names"
 
 @pytest.fixture(scope="module")
 def fake(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = write_repository(tmp_path_factory.mktemp("draining"), drain_timeout=1.0)
+    repository = write_repository(tmp_path_factory.mktemp("draining"), drain_timeout=3.0)
     with TritonServer(
         repository,
         model_control_mode="explicit",
@@ -108,23 +108,23 @@ def refused(server: TritonServer) -> str:
 
 
 def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) -> None:
-    short, long = Reading(loaded, "grpc", 8, 0.05), Reading(loaded, "http", 2000, 0.05)
+    short, long = Reading(loaded, "grpc", 8, 0.02), Reading(loaded, "http", 2000, 0.05)
     answer: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: answer.update(control_of(loaded, "drain")))
     asking.start()
     wait_for(lambda: states(loaded) == ["draining"])
-    assert "is draining: it takes no new requests; retry in 1.0 s" in refused(loaded)
+    assert "is draining: it takes no new requests; retry in " in refused(loaded)
     asking.join(30)
     assert (answer["finished"], answer["ended"]) == (1, 1)
     assert not short.wait().error
-    assert "did not finish within drain_timeout=1 s" in long.wait().error and long.text
+    assert "did not finish within drain_timeout=3 s" in long.wait().error and long.text
     assert control_of(loaded, "stats")["state"] == "drained"
 
 
 def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded: TritonServer) -> None:
     """As a service manager does that signals a whole control group."""
     assert loaded.process is not None
-    streams = [Reading(loaded, protocol, 12, 0.05) for protocol in ("grpc", "http")]
+    streams = [Reading(loaded, protocol, 12, 0.02) for protocol in ("grpc", "http")]
     for pid in session_members(loaded.process.pid):
         if pid != loaded.process.pid:
             os.kill(pid, signal.SIGTERM)
@@ -138,9 +138,8 @@ def test_an_unload_ends_what_runs_longer_than_the_drain_timeout(loaded: TritonSe
     assert loaded.process is not None
     stream = Reading(loaded, "http", 2000, 0.05)
     control = grpcclient.InferenceServerClient(loaded.grpc_address)
-    wait_for(lambda: len(stream.text) > 40)  # a second: the instance knows its server's address by then
     control.unload_model("fake")
-    assert "drain_timeout=1 s" in stream.wait().error
+    assert "drain_timeout=3 s" in stream.wait().error
     control.close()
     wait_for(lambda: session_members(loaded.process.pid) == [loaded.process.pid])  # type: ignore[union-attr]
 
@@ -157,7 +156,7 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: Tri
     control.load_model("fake", config=json.dumps(config))
     assert sorted(states(loaded)) == ["serving", "serving"] and not stream.error
     new = Reading(loaded, "grpc", 40, 0.05)  # the new instance notices that it serves
-    assert "drain_timeout=1 s" in stream.wait().error
+    assert "drain_timeout=3 s" in stream.wait().error
     assert not new.wait().error
     control.close()
     wait_for(lambda: states(loaded) == ["serving"])

@@ -37,7 +37,8 @@ class ServerProbe:
         """Whether the server takes requests for the model; None where that is unknown (no HTTP service, a timeout)."""
         if self._address is None:
             self._address = self._find()
-            return None if self._address is None else True
+        if self._address is None:
+            return None
         try:
             return _status(self._address, self._path) == 200
         except ConnectionError:  # a server that stops refuses or resets connections first of all
@@ -46,10 +47,10 @@ class ServerProbe:
             return None
 
     def _find(self) -> tuple[str, int] | None:
-        """The address that says now that the model is ready."""
+        """The address of its HTTP service."""
         for address in listening_addresses(self._server):
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if _status(address, self._path) == 200:
+                if _status(address, "/v2/health/live") == 200:
                     return address
         return None
 
