@@ -18,11 +18,13 @@ from fake_repository import write_repository
 
 from inflight.frontend.state_page import children_of, states_of
 from inflight_client import Client, RetryPolicy, UnavailableError
+from inflight_tools.admin import grpc_metadata
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
 
 ONCE = RetryPolicy(max_attempts=1)
-KEY = "a key of the test"
+KEY = "a-key-of-the-test"
+KEY_HEADERS = grpc_metadata(KEY)
 PROMPT = "the list of names"
 
 
@@ -44,9 +46,9 @@ def loaded(fake: TritonServer) -> Iterator[TritonServer]:
     """The server with a fresh instance of its model."""
     control = grpcclient.InferenceServerClient(fake.grpc_address)
     if states(fake) != ["serving"]:
-        control.unload_model("fake")
+        control.unload_model("fake", headers=KEY_HEADERS)
         wait_for(lambda: not states(fake))
-        control.load_model("fake")
+        control.load_model("fake", headers=KEY_HEADERS)
     yield fake
     control.close()
 
@@ -138,7 +140,7 @@ def test_an_unload_ends_what_runs_longer_than_the_drain_timeout(loaded: TritonSe
     assert loaded.process is not None
     stream = Reading(loaded, "http", 2000, 0.05)
     control = grpcclient.InferenceServerClient(loaded.grpc_address)
-    control.unload_model("fake")
+    control.unload_model("fake", headers=KEY_HEADERS)
     assert "drain_timeout=3 s" in stream.wait().error
     control.close()
     wait_for(lambda: session_members(loaded.process.pid) == [loaded.process.pid])  # type: ignore[union-attr]
@@ -153,7 +155,7 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: Tri
         "instance_group": [{"kind": "KIND_CPU"}],
         "parameters": {"x": {"string_value": "1"}},
     }
-    control.load_model("fake", config=json.dumps(config))
+    control.load_model("fake", headers=KEY_HEADERS, config=json.dumps(config))
     assert sorted(states(loaded)) == ["serving", "serving"] and not stream.error
     new = Reading(loaded, "grpc", 40, 0.05)  # the new instance notices that it serves
     assert "drain_timeout=3 s" in stream.wait().error
