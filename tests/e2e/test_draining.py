@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,8 +100,11 @@ class Reading:
 def control_of(server: TritonServer, question: str) -> dict[str, Any]:
     url = f"http://{server.http_address}/v2/models/fake/generate"
     body = json.dumps({"control": question, "admin_key": KEY}).encode()
-    with urllib.request.urlopen(url, body, timeout=30) as response:
-        return json.loads(json.loads(response.read())["text_output"])
+    try:
+        with urllib.request.urlopen(url, body, timeout=30) as response:
+            return json.loads(json.loads(response.read())["text_output"])
+    except urllib.error.HTTPError as error:
+        raise AssertionError(error.read()) from None
 
 
 def refused(server: TritonServer) -> str:
