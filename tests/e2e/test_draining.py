@@ -37,7 +37,7 @@ def fake(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> It
         model_control_mode="explicit",
         load_models=["fake"],
         exit_timeout=20,
-        env={"INFLIGHT_ADMIN_KEY": KEY},
+        admin_key=KEY,
     ) as server:
         yield server
 
