@@ -3,11 +3,12 @@
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
+# make soak     20 minutes of mixed load with killed engines and reloads, every answer checked; SOAK_MINUTES=5
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
 # make clean    remove the virtual environment and caches
 #
 # PYTHON=python3.12 selects the interpreter, VENV=dir the environment; ARGS="--http-port 9000 --exit" is passed
-# to `inflight demo`, pytest, `bench/profile_step.py` or `python -m loadtest run`.
+# to `inflight demo`, pytest, `bench/profile_step.py`, `python -m loadtest run` or `python -m loadtest.soak`.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test bench profile loadtest wheel clean
+.PHONY: run test bench profile loadtest soak wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -42,6 +43,9 @@ profile: $(VENV)/run.stamp
 
 loadtest: $(VENV)/loadtest.stamp
 	@$(BIN)/python -m loadtest run --scenario $(SCENARIO) $(ARGS)
+
+soak: $(VENV)/loadtest.stamp
+	@$(BIN)/python -m loadtest.soak $(ARGS)
 
 # auditwheel derives the oldest C library that the kernels run on from their symbols, and names the wheel after it.
 wheel: $(VENV)/wheel.stamp

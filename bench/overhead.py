@@ -2,6 +2,7 @@
 """The cost of serving through Triton: tokens/s over gRPC streaming compared with the engine in-process.
 
     python bench/overhead.py [--requests 64] [--rounds 3] [--output FILE]
+    python bench/overhead.py --frontends 1 2 4     the cost of a response against the number of stubs (frontends.py)
 
 Same checkpoint, requests and threads; all requests are submitted at once, 32 sequences per step.  The
 in-process side is nothing but `EngineCore.step()` in a loop: no text, no process boundary.  The other side
@@ -12,6 +13,7 @@ on the same machine, whose work counts against it: once with `stream_interval: 1
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 import time
@@ -140,5 +142,9 @@ SIDES = {
 }
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "--frontends" in sys.argv:
+    import frontends
+
+    frontends.main()
+elif __name__ == "__main__":
     common.compare(__file__, __doc__.splitlines()[0], SIDES)

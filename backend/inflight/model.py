@@ -50,6 +50,8 @@ from inflight.frontend.supervisor import Supervisor
 from inflight.frontend.tally import Tally
 from inflight.frontend.text import Tokenizer
 
+_DRAIN = "drain"  # what instances tell each other
+
 
 class TritonPythonModel:
     """One model instance: a frontend in this process, and an engine process, which instances on one device share."""
@@ -129,7 +131,7 @@ class TritonPythonModel:
         self._status = Status(
             identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
         )
-        self._control = Control(self._supervisor.ask, self._status, self._drain)
+        self._control = Control(self._supervisor.ask, self._status, self._drain, self._drain_others)
         self._metrics.start()
         self._streams.start()
         self._intake.start()
@@ -144,6 +146,8 @@ class TritonPythonModel:
         )
         self._departure.start()
         self._supervisor.connect(self._streams)
+        if self._group is not None:
+            self._group.hear(self._told)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests; the streams' sender thread sends every response.  Never raises."""
@@ -163,6 +167,15 @@ class TritonPythonModel:
     def is_ready(self) -> bool:
         """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
         return self._supervisor.can_serve and not self._drain.draining
+
+    def _drain_others(self) -> None:
+        if self._group is not None:
+            self._group.tell(_DRAIN)
+
+    def _told(self, text: str) -> None:
+        """Another instance that shares the engine was asked something that concerns this one, too."""
+        if text == _DRAIN:
+            self._drain.begin("a control request to another instance")
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.

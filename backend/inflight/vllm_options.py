@@ -35,7 +35,7 @@ _FIXED: dict[str, _Fixed] = {
     "convert": _Fixed(("auto", "none"), "this backend only generates"),
     "config_format": _Fixed(("auto", "hf"), "checkpoints are in the format of transformers"),
     "cpu_offload_gb": _Fixed((0,), "weights stay on the device; quantize them, or use a larger device"),
-    "data_parallel_size": _Fixed((1,), "raise `count` of `instance_group` in config.pbtxt"),
+    "data_parallel_size": _Fixed((1,), "list several `gpus` in `instance_group` of config.pbtxt"),
     "disable_sliding_window": _Fixed((False,), "lower max_model_len to the window instead"),
     "enable_chunked_prefill": _Fixed(
         (True,), "prompts are always computed in chunks of what max_num_batched_tokens leaves; raise it"

@@ -26,13 +26,20 @@ class Control:
 
     Args:
         ask_engine: puts a question to the engine.
+        drain_others: tells the instances that share the engine to drain, too.
     """
 
-    def __init__(self, ask_engine: Callable[[Question], Future[Any]], status: Status, drain: Drain) -> None:
+    def __init__(
+        self,
+        ask_engine: Callable[[Question], Future[Any]],
+        status: Status,
+        drain: Drain,
+        drain_others: Callable[[], None] = lambda: None,
+    ) -> None:
         self._answers: dict[str, Callable[[], Future[Any]]] = {
             "step_trace": partial(ask_engine, DumpTrace()),
             "stats": status.ask,
-            "drain": partial(_drained, drain),
+            "drain": partial(_drained, drain, drain_others),
         }
 
     def answer(self, wire: WireRequest) -> Future[Any] | None:
@@ -62,8 +69,9 @@ def control_of(wire: WireRequest) -> str | None:
     return control
 
 
-def _drained(drain: Drain) -> Future[Any]:
+def _drained(drain: Drain, drain_others: Callable[[], None]) -> Future[Any]:
     """Drains, and answers with JSON when nothing is open any more."""
+    drain_others()
     answer: Future[Any] = Future()
     drain.begin("a control request").add_done_callback(
         lambda done: answer.set_result(msgspec.json.encode({"state": "drained", **done.result()}))

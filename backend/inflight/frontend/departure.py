@@ -92,8 +92,10 @@ class Departure:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         # Newer servers ask the instance itself, whose own "no" while its engine is down is no reason to go.
-        refused = self._can_serve() and self._is_ready() is False and self._can_serve()
-        self._refusals = self._refusals + 1 if refused else 0
+        ready = self._is_ready() if self._can_serve() else True
+        if ready is None:
+            return  # no answer is no sign, of either
+        self._refusals = 0 if ready or not self._can_serve() else self._refusals + 1
         if self._refusals == _REFUSALS:
             self._begin("the server is unloading the model or stopping")
 

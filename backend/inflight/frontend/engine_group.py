@@ -72,7 +72,6 @@ def find_group(
     env: Mapping[str, str],
     args: Mapping[str, str],
     folder: Path,
-    told: Callable[[str], None] = lambda text: None,
 ) -> EngineGroup | None:
     """The group of a Triton model instance; None if it is alone on its device.
 
@@ -80,13 +79,12 @@ def find_group(
         config, env: as `placement` returns them.
         args: Triton's, of `initialize`.
         folder: of the model's version.
-        told: see `EngineGroup`.
     """
     model_config, device = json.loads(args["model_config"]), int(args["model_instance_device_id"])
     if num_sharing(model_config, args["model_instance_kind"], device) < 2:
         return None
     name = group_name(config, env, str(folder), args["model_name"], args["model_version"])
-    return EngineGroup(config, engine_command(config), env, name, args["model_instance_name"], told)
+    return EngineGroup(config, engine_command(config), env, name, args["model_instance_name"])
 
 
 class _Ended(NamedTuple):
@@ -111,7 +109,6 @@ class EngineGroup:
         env: environment variables for it, added to this process's.
         name: as `group_name` returns it.
         instance: Triton's name of this model instance.
-        told: takes what other stubs of the group tell, in a thread that must not block.
         turn_seconds: that a stub has after a death to try its requests again while the others wait.
     """
 
@@ -122,13 +119,12 @@ class EngineGroup:
         env: Mapping[str, str],
         name: str,
         instance: str,
-        told: Callable[[str], None] = lambda text: None,
         turn_seconds: float = 30.0,
     ) -> None:
         self._turn_seconds = turn_seconds
         self._config, self._command, self._env = config, list(command), dict(env)
         self._name, self._instance = name, instance
-        self._told = told
+        self._told: Callable[[str], None] = lambda text: None
         self._number: int | None = None
         self._process: subprocess.Popen[bytes] | None = None  # the keeper, if it is our child
         self._changed = threading.Condition()  # guards all below
@@ -164,6 +160,10 @@ class EngineGroup:
         if isinstance(grant, tuple):
             return SharedEngine(self, *grant)
         raise EngineStartError(grant or "the process that keeps the engine process died or hangs")
+
+    def hear(self, told: Callable[[str], None]) -> None:
+        """Set who takes what other stubs tell from now on, in a thread that must not block."""
+        self._told = told
 
     def tell(self, text: str) -> None:
         """Tell the other stubs of the group something; who does not run is not told."""
@@ -373,7 +373,7 @@ class SharedEngine:
             message = self.receive()
         if isinstance(message, EngineReady):
             return message
-        ended = self._group.wait_ended(self._number, _END_SECONDS)
+        ended = None if self._stopped else self._group.wait_ended(self._number, _END_SECONDS)
         if ended is not None and ended.failure is not None:
             raise EngineStartError(ended.failure.message, ended.failure.fatal)
         raise EngineStartError(f"the engine process exited while loading the model ({self.exit_text()})")

@@ -18,7 +18,7 @@ from urllib.parse import quote
 __all__ = ["ServerProbe", "listening_addresses"]
 
 _LISTEN = "0A"  # the state in /proc/net/tcp
-_SECONDS = 0.5
+_SECONDS = 2.0
 
 
 class ServerProbe:

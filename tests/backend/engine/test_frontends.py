@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
+from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.worker import _serve
 
@@ -52,6 +54,13 @@ LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 def request_id(number: int, count: int) -> int:
     return number * REQUESTS_PER_FRONTEND + count
+
+
+def make_pulse() -> Pulse:
+    page = Pulse.create(256)
+    pulse = Pulse(page, 256)
+    os.close(page)
+    return pulse
 
 
 class Recorder:
@@ -181,7 +190,7 @@ class Rig:
             return message
 
         self.core.step = step_and_look  # type: ignore[method-assign]
-        _serve(self.core, Frontends(self.core.live_ids, READY), self.inbox)
+        _serve(self.core, Frontends(self.core.live_ids, READY), self.inbox, make_pulse())
         self.core.check_integrity()
 
 
@@ -342,7 +351,9 @@ class Engine:
         owner, inbox = Frontend(0, self._connection), SimpleQueue()
         self.threads = [
             threading.Thread(target=accept_into, args=(inbox, owner, self._connection), daemon=True),
-            threading.Thread(target=_serve, args=(core, Frontends(core.live_ids, READY), inbox), daemon=True),
+            threading.Thread(
+                target=_serve, args=(core, Frontends(core.live_ids, READY), inbox, make_pulse()), daemon=True
+            ),
         ]
         for thread in self.threads:
             thread.start()
@@ -388,6 +399,13 @@ def test_frontends_come_and_go_through_the_owners_pipe():
     late = engine.connect(8)
     late.send_bytes(encode(AddRequest(request_id(8, 1), PROMPT, LONG)))
     assert stream(late, request_id(8, 1)) == expected
+    late.close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(9, 40):
+        engine.connect(number).close()
+    last = engine.connect(40)  # the one before has been seen off by now
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 8
+    last.close()
     engine.stop()
     assert not core.live_ids
 

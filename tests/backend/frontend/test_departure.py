@@ -81,7 +81,7 @@ def test_a_signal_drains_whatever_the_main_thread_does(rig: Rig, number: signal.
 
 
 def test_three_refusals_in_a_row_drain_and_fewer_do_not(rig: Rig) -> None:
-    rig.start(False, False, True, False, False, None, False, False)
+    rig.start(False, False, True, False, None, False, True, False, False)
     assert not rig.drain.draining
 
 

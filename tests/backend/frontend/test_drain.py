@@ -116,9 +116,10 @@ def test_an_idle_model_is_drained_at_once_and_a_second_drain_is_the_first(rigs: 
 def test_the_control_request_answers_when_nothing_is_open(rigs: list[Rig]) -> None:
     rig = make(rigs, 60.0)
     rig.open()
-    control = Control(Future, SimpleNamespace(ask=Future), rig.drain)  # type: ignore[arg-type]
+    told: list[str] = []
+    control = Control(Future, SimpleNamespace(ask=Future), rig.drain, lambda: told.append("drain"))  # type: ignore[arg-type]
     answer = control.answer(WireRequest({}, {"control": "drain"}))
-    assert answer is not None and not answer.done() and rig.drain.draining
+    assert answer is not None and not answer.done() and rig.drain.draining and told == ["drain"]
     rig.finish(1)
     assert json.loads(answer.result(10))["finished"] == 1
 

@@ -23,8 +23,9 @@ from frontend_rig import FAKE_ENGINE
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.engine_group import EngineGroup, SharedEngine, group_name
+from inflight.frontend.engine_group import EngineGroup, SharedEngine, find_group, group_name
 from inflight.frontend.engine_process import EngineStartError
+from inflight.frontend.placement import num_sharing
 
 CONFIG = EngineConfig(model="fake")
 
@@ -253,8 +254,9 @@ def test_the_keeper_of_another_user_is_passed_over(place: Place, monkeypatch: py
 
 def test_stubs_tell_each_other(place: Place) -> None:
     heard: list[tuple[int, str]] = []
-    groups = [place.group(f"m_{k}", told=lambda text, k=k: heard.append((k, text))) for k in range(3)]
-    for group in groups:
+    groups = [place.group(f"m_{k}") for k in range(3)]
+    for k, group in enumerate(groups):
+        group.hear(lambda text, k=k: heard.append((k, text)))
         start(group)
     groups[1].tell("drain")
     wait_for(lambda: len(heard) == 2)
@@ -428,3 +430,28 @@ def test_names_differ_by_server_model_and_configuration() -> None:
     ]
     assert len({name, *others}) == 4
     assert len(f"\0{name}-15".encode()) < 108, "the length of a socket's address"
+
+
+_GROUPS = [
+    {"kind": "KIND_CPU", "count": 2},
+    {"kind": "KIND_CPU", "count": 1},
+    {"kind": "KIND_MODEL", "count": 1},
+    {"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]},
+    {"kind": "KIND_GPU", "count": 1, "gpus": [1]},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "sharing"), [("CPU", 0, 3), ("MODEL", 0, 1), ("GPU", 0, 2), ("GPU", 1, 3), ("GPU", 2, 0)]
+)
+def test_instances_on_one_device_share(kind: str, device: int, sharing: int) -> None:
+    assert num_sharing({"instance_group": _GROUPS}, kind, device) == sharing
+    args = {
+        "model_config": json.dumps({"instance_group": _GROUPS}),
+        "model_instance_kind": kind,
+        "model_instance_device_id": str(device),
+        "model_name": "m",
+        "model_version": "1",
+        "model_instance_name": "m_0_0",
+    }
+    assert (find_group(CONFIG, {}, args, Path("/models/m/1")) is not None) == (sharing > 1)

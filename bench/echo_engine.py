@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""An engine process without a model, which makes a step each 30 ms: the scheduler and the pipes are the real ones.
+
+With 64 sequences that is 2,133 responses/s: few enough that each of them carries one token.
+
+Started as `python_executable` of `model.json`, with the arguments of the real engine process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import msgspec
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.frontends import Frontend, Frontends, Inbox, accept_into, read_into
+from inflight.engine.messages import EngineReady
+from inflight.engine.pulse import Pulse, PulsingRunner
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.worker import _serve, settle_garbage_collector
+
+TOKEN = 300  # of the demo model's vocabulary: a few letters
+
+STEP_SECONDS = 0.03
+
+
+class Info:
+    max_model_len = 2048
+    vocab_size = 2560
+    eos_token_ids = (0,)
+    num_blocks = 8192
+    num_host_blocks = 0
+    swap_seconds_per_block = 0.0
+    rope = None
+    grammars = None
+
+
+class IdleRunner:
+    info = Info()
+
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        now = time.monotonic()
+        return StepOutput(token_ids=[TOKEN] * len(out.slots), started=now, ended=now)
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        time.sleep(STEP_SECONDS)
+        return ticket
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--pulse-fd", type=int, required=True)
+    parser.add_argument("--shared", action="store_true")
+    args = parser.parse_known_args()[0]
+    connection = Connection(args.fd)
+    owner = Frontend(0, connection)
+    config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
+    pulse = Pulse(args.pulse_fd, config.max_num_seqs)
+    core = EngineCore(config, PulsingRunner(IdleRunner(), pulse))
+    info = Info()
+    ready = EngineReady(
+        info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", "cpu", "none", 0.0
+    )
+    if args.shared:
+        owner.send(ready)
+    settle_garbage_collector()
+    inbox: Inbox = SimpleQueue()
+    reads = accept_into if args.shared else read_into
+    threading.Thread(target=reads, args=(inbox, owner, connection), daemon=True).start()
+    _serve(core, Frontends(core.live_ids, ready), inbox, pulse)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
