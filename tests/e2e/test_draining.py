@@ -140,16 +140,6 @@ def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded:
     wait_for(lambda: states(loaded) == ["drained"])
 
 
-def test_an_unload_ends_what_runs_longer_than_the_drain_timeout(loaded: TritonServer) -> None:
-    assert loaded.process is not None
-    stream = Reading(loaded, "http", 2000, 0.05)
-    control = grpcclient.InferenceServerClient(loaded.grpc_address)
-    control.unload_model("fake", headers=KEY_HEADERS)
-    assert "drain_timeout=3 s" in stream.wait().error
-    control.close()
-    wait_for(lambda: session_members(loaded.process.pid) == [loaded.process.pid])  # type: ignore[union-attr]
-
-
 def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: TritonServer) -> None:
     assert loaded.process is not None
     stream = Reading(loaded, "grpc", 2000, 0.05)
