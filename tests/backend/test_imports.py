@@ -39,6 +39,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
+    "engine.policies.in_time": {"engine.policies.admission", *_POLICIES},
+    "engine.shedding": {
+        "config",
+        "engine.policies.admission",
+        "engine.policies.in_time",
+        "engine.scheduler",
+        *_STATE,
+    },
     "engine.policies.selection": {
         "config",
         "engine.drafting",
@@ -73,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.policies.selection",
         "engine.queue_caps",
         "engine.scheduler",
+        "engine.shedding",
         "engine.step_trace",
         "engine.swap",
         *_STATE,
