@@ -1,6 +1,7 @@
 """The program of the engine process: a pipe in, a step loop, a pipe out.
 
-Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`.
+Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`; with
+`--spare` a second one of any content follows when the checkpoint is to be loaded.
 The owner is the one frontend (`frontend/engine_process.py`), and `engine/messages.py` goes both ways; or, with
 `--shared`, it is the keeper (`frontend/keeper.py`), and the pipe brings the descriptors of the frontends' pipes.
 The process exits on `Shutdown`, when its owner's pipe closes, and when loading or a step fails.
@@ -9,6 +10,7 @@ The process exits on `Shutdown`, when its owner's pipe closes, and when loading 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
@@ -18,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    RequestFailed,
 )
 from inflight.engine.pulse import Pulse, PulsingRunner
 from inflight.runner.cpu_threads import available_cpus
@@ -116,7 +120,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 continue
             if isinstance(message, AddRequest):
                 pulse.taking(message.request_id)
-                failure = core.add_request(message)
+                failure = _add(core, message)
                 pulse.taking(None)
                 if failure is not None:
                     sender.send(failure)
@@ -132,6 +136,17 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 return
         pulse.beat(len(core.live_ids))
         _step(core, frontends)
+
+
+def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
+    """Queue a request; why it is not taken, if it is not.  One that cannot be queued does not end the engine."""
+    try:
+        return core.add_request(message)
+    except Exception as error:
+        traceback.print_exc()
+        core.abort(message.request_id)  # what of it was queued
+        text = f"internal error: the request cannot be queued: {type(error).__name__}: {error}"
+        return RequestFailed(message.request_id, "INTERNAL", text)
 
 
 def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:
@@ -163,11 +178,33 @@ def _answer(core: EngineCore, ask: Ask) -> Answer:
         return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
+def _wait_as_spare(connection: Connection, config: EngineConfig) -> None:
+    """Do what can be done for the checkpoint before its weights are read; return when it is to be loaded.
+
+    Raises:
+        EOFError: the owner is gone.
+    """
+    from inflight.runner.warm_up import warm_up
+
+    _name("inflight-spare")
+    warm_up(config)
+    gc.collect()
+    gc.freeze()  # the next collection need not look at it
+    connection.recv_bytes()
+
+
+def _name(name: str) -> None:
+    """What `ps` and `top` show of this process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
     parser.add_argument("--pulse-fd", type=int, help="shared memory in which to show what this process does")
+    parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then stops this process
@@ -186,6 +223,9 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
     gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
     try:
+        if args.spare:
+            _wait_as_spare(connection, config)
+        _name("inflight-engine")
         loaded = _load(owner, config, pulse)
         if loaded is None:
             return 1
@@ -197,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
         _serve(core, Frontends(core.live_ids, ready), inbox, pulse)
-    except (BrokenPipeError, ConnectionResetError):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone: there is nobody to tell
     except Exception as error:
         traceback.print_exc()

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
-    "engine.drafting": _STATE,
+    "engine.drafting": {"engine.drafting.base", *_STATE},
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.logprobs": _STATE,
     "engine.failed_step": {"engine.kv_pool", *_STATE},
     "engine.scheduler": {
+        "engine.drafting.guard",
         "engine.failed_step",
         "engine.holding",
         "engine.kv_pool",
@@ -105,6 +106,8 @@ ALLOWED: dict[str, set[str]] = {
     "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},
     "runner.step_output": {"sampling", *_DATA},
+    "runner.row_faults": {"runner", "attention.base", "sampling", *_DATA},
+    "runner.warm_up": {"runner", "loading.checkpoint", "config"},
     "runner.pipeline": {"runner", "loading.loader", "config", *_DATA},
     "loading": {
         "loading",

@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fake(triton_installed: None, root: Path) -> Iterator[TritonServer]:
     environment = {"FAKE_ENGINE_CONTROL": str(root / "control.json"), "FAKE_ENGINE_LOG": str(root / "aborts")}
-    repository = write_repository(root, max_num_seqs=8, max_queue_size=24)
+    repository = write_repository(root, max_num_seqs=31, max_queue_size=1)
     with TritonServer(
         repository, model_control_mode="explicit", load_models=["fake"], exit_timeout=5, env=environment
     ) as server:
@@ -385,14 +385,18 @@ def test_overload_is_unavailable_at_once(fake: TritonServer) -> None:
     wait_for(lambda: post(fake, "generate", {"text_input": PROMPT})[0] == 200)
 
 
-def test_a_request_that_kills_every_engine_fails_alone(fake: TritonServer) -> None:
+def test_a_request_that_kills_every_engine_is_found_while_30_others_complete(fake: TritonServer) -> None:
+    deaths = series(fake, "inflight_engine_deaths_total")
     bystander = Grpc(fake)
-    bystander.send(text(), *flags("stream"), **slow(tokens=40))
-    first = bystander.queues["r"].get(timeout=30)
+    names = [str(number) for number in range(30)]  # with it as many as run at once
+    for name in names:
+        bystander.send(text(), *flags("stream"), request_id=name, **slow(tokens=150))
+    firsts = {name: bystander.queues[name].get(timeout=30) for name in names}
     status, answer = post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
-    whole = joined([first, *bystander.take()])
+    texts = {joined([firsts[name], *bystander.take(name)]) for name in names}
     bystander.close()
-    assert whole == TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 40))
+    assert texts == {TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 150))}
+    assert series(fake, "inflight_engine_deaths_total") - deaths <= 7  # log2(32) + 2
     assert (status, "the engine process died while it ran this request, " in answer) == (BACKEND_ERROR, True)
     assert generate(fake)["text_output"] == PROMPT + ECHO
 

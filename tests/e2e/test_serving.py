@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
+from processes_of import command_line, engine_processes
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, Responses, gauges, post, server_sent_events
 
@@ -203,11 +204,6 @@ def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
         wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
 
 
-def engine_processes(server: TritonServer) -> list[psutil.Process]:
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    return [process for process in family if "inflight.worker" in command_line(process)]
-
-
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
     """Suspends the processes within the context."""
@@ -218,13 +214,6 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
     finally:
         for process in processes:
             process.resume()
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it ended meanwhile
-        return []
 
 
 def test_a_killed_engine_loses_no_token_of_any_stream(serving):

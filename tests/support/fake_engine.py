@@ -251,11 +251,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse-fd", type=int, required=True)
+    parser.add_argument("--spare", action="store_true")
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
     connection = Connection(args.fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
+        if args.spare:
+            connection.recv_bytes()
         start = control().get("start")
         if start == "exit":
             return 7

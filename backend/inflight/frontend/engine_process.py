@@ -28,9 +28,11 @@ from inflight.engine.messages import (
     encode,
 )
 from inflight.engine.pulse import Pulse
+from inflight.frontend.engine_handle import EngineHandle
 
 __all__ = [
     "TIED_TO_PARENT",
+    "EngineLauncher",
     "EngineProcess",
     "EngineStartError",
     "engine_command",
@@ -105,6 +107,7 @@ class EngineProcess:
     Args:
         command: as `engine_command` returns it.
         env: environment variables added to this process's.
+        spare: import what loading needs, then wait for `wake`.
 
     Attributes:
         failure: what the engine process reported before it exited, or why it was killed.
@@ -114,7 +117,9 @@ class EngineProcess:
         EngineStartError: the program cannot be run.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str], spare: bool = False
+    ) -> None:
         if shutil.which(command[0]) is None:
             raise EngineStartError(
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
@@ -124,7 +129,7 @@ class EngineProcess:
         wrapper = [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page)],
+                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page), *["--spare"] * spare],
                 pass_fds=[theirs.fileno(), page],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
@@ -146,6 +151,14 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def wake(self) -> None:
+        """Let a spare process load the checkpoint.  Raises OSError if it is gone."""
+        self.send(b"load")
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded.
@@ -234,3 +247,68 @@ class EngineProcess:
         with self._sending:
             self._connection.close()
         self._socket.close()
+
+
+class EngineLauncher:
+    """Starts one engine process after another, and keeps a spare one that has only the checkpoint to load.
+
+    Threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
+
+    Args:
+        command, env: see `EngineProcess`.
+        launch: starts a process in place of this object, which then keeps no spare one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        launch: Callable[[], EngineHandle] | None = None,
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._env = env
+        self._launch = launch
+        self._lock = threading.Lock()  # guards the two below
+        self._spare: EngineProcess | None = None
+        self._closed = False
+
+    def launch(self) -> EngineHandle:
+        """The spare process if there is one, else a new one.  Raises EngineStartError."""
+        if self._launch is not None:
+            return self._launch()
+        spare = self._take_spare()
+        if spare is not None:
+            with contextlib.suppress(OSError):
+                if not spare.has_ended:
+                    spare.wake()
+                    return spare
+            _discard(spare)
+        return EngineProcess(self._config, self._command, self._env)
+
+    def prepare(self) -> None:
+        """Start a spare process, unless there is one or the options say no."""
+        with self._lock:
+            if not self._config.spare_engine or self._spare is not None or self._launch is not None or self._closed:
+                return
+            with contextlib.suppress(EngineStartError):  # `launch` will say so, if it comes to that
+                self._spare = EngineProcess(self._config, self._command, self._env, spare=True)
+
+    def close(self) -> None:
+        """End the spare process; there will be no other."""
+        with self._lock:
+            self._closed = True
+        spare = self._take_spare()
+        if spare is not None:
+            _discard(spare)
+
+    def _take_spare(self) -> EngineProcess | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare
+
+
+def _discard(process: EngineProcess) -> None:
+    process.stop(polite=False)
+    process.close()

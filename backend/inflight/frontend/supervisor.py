@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol
 
 from inflight.config import EngineConfig
@@ -27,7 +26,7 @@ from inflight.engine.messages import (
     StepMessage,
 )
 from inflight.frontend.engine_handle import EngineHandle
-from inflight.frontend.engine_process import EngineProcess, EngineStartError, engine_command
+from inflight.frontend.engine_process import EngineLauncher, EngineStartError, engine_command
 from inflight.frontend.errors import RequestError
 from inflight.frontend.outbox import Outbox
 from inflight.frontend.questions import Questions
@@ -36,6 +35,7 @@ from inflight.frontend.watchdog import Watchdog
 
 __all__ = ["EngineEvents", "Supervisor"]
 
+_SPARE_AFTER = 3.0  # seconds that an engine process was up: starting a spare one takes a core for some seconds
 _UNLOADING = "the model is being unloaded"
 
 
@@ -54,7 +54,7 @@ class EngineEvents(Protocol):
             cause: how it ended, in a few words.
         """
 
-    def on_no_engine(self, reason: str) -> None:
+    def on_no_engine(self, error: RequestError) -> None:
         """The engine cannot be restarted for now: every request must end."""
 
 
@@ -71,7 +71,8 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
-        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`.
+        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`,
+            and keeps a spare one.
     """
 
     def __init__(
@@ -86,9 +87,8 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._log = log
-        self._launch = launch or partial(
-            EngineProcess, config, list(command or engine_command(config)), dict(env or {})
-        )
+        self._launcher = EngineLauncher(config, command or engine_command(config), env or {}, launch)
+        self._ended = threading.Event()  # no process is left that the watch thread started
         self._watchdog = Watchdog(config.engine_timeout)
         self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
@@ -96,9 +96,11 @@ class Supervisor:
         self._engine_process: EngineHandle | None = None
         self._settled = True  # nothing that an engine process died with may be the cause of another death
         self._up = False
+        self._up_since = 0.0  # `time.monotonic()`
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
+        self._retry_after = 1.0  # seconds, of whoever is refused
         self._outbox = Outbox()
         self._questions = Questions()
         self._threads = [
@@ -185,7 +187,7 @@ class Supervisor:
         if self._stopping:
             raise RequestError("UNAVAILABLE", _UNLOADING)
         if self._refusal is not None:
-            raise RequestError("UNAVAILABLE", self._refusal)
+            raise RequestError("UNAVAILABLE", self._refusal, self._retry_after)
         limit = self._config.max_queue_size
         queued = self._outbox.num_new + self._questions.num_queued
         waits = not self._up or self._outbox.holds_new
@@ -234,6 +236,8 @@ class Supervisor:
         self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
         if engine_process is not None:
             engine_process.stop(polite=was_up)  # while it loads it reads no messages
+        self._launcher.close()
+        self._ended.set()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
@@ -261,7 +265,7 @@ class Supervisor:
             self._pause(self._restarts.delay)
 
     def _start_process(self) -> tuple[EngineHandle, EngineReady]:
-        engine_process = self._launch()
+        engine_process = self._launcher.launch()
         engine_process.watch_turns(self._set_turn)
         with self._changed:
             self._engine_process = engine_process
@@ -279,7 +283,7 @@ class Supervisor:
             engine_process.close()
             raise
         with self._changed:
-            self._up, self._refusal = True, None
+            self._up, self._refusal, self._up_since = True, None, time.monotonic()
             self._changed.notify_all()
         return engine_process, ready
 
@@ -341,11 +345,12 @@ class Supervisor:
         if refusal is None:
             return
         with self._changed:
-            self._refusal = refusal
+            self._refusal, self._retry_after = refusal, max(1.0, self._restarts.delay)
             self._outbox.clear()
-        self._questions.fail_all(RequestError("UNAVAILABLE", refusal))
+        error = RequestError("UNAVAILABLE", refusal, self._retry_after)
+        self._questions.fail_all(error)
         assert self._events is not None
-        self._events.on_no_engine(refusal)
+        self._events.on_no_engine(error)
 
     def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
         with self._changed:
@@ -374,7 +379,7 @@ class Supervisor:
                 continue
             try:
                 engine_process.send(frame)
-            except OSError:  # it died: the supervisor thread will notice, and fail the request
+            except OSError:  # it died: the supervisor thread will notice, and have the request replayed
                 time.sleep(0.01)
 
     def _has_frames(self) -> bool:
@@ -387,11 +392,11 @@ class Supervisor:
     # -- watch thread ----------------------------------------------------------------------
 
     def _watch_loop(self) -> None:
-        """Kill an engine process that hangs: the supervisor's thread will notice."""
+        """Kill an engine process that hangs, which the supervisor's thread will notice; start a spare one."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
-                    return
+                    break
                 engine_process = self._engine_process if self._up else None
                 has_work = bool(self._outbox.in_engine or self._questions.num_sent)
             pulse = None if engine_process is None else engine_process.pulse
@@ -399,3 +404,6 @@ class Supervisor:
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
+            elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
+                self._launcher.prepare()
+        self._ended.wait()  # the processes that a thread has started end with it

@@ -90,3 +90,41 @@ def test_poison_is_found_among_many_while_the_others_and_new_ones_live(rig: Supe
     assert tokens(new.wait()) == echo(PROMPT, 5)
     assert rig.stats.deaths <= 18
     assert rig.stats.endings == ["poison"] * 2
+
+
+def test_deadlines_and_cancellations_hold_while_there_is_no_engine(rig: SupervisorRig) -> None:
+    late = rig.open(orders="delay=0.002", max_tokens=2000, timeout=1.0)
+    cancelled = rig.open(orders="delay=0.002", max_tokens=2000)
+    other = rig.open(orders="delay=0.002", max_tokens=100)
+    wait_for(lambda: late.responses and cancelled.responses and other.responses)
+    rig.order(start="hang")
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    hanging = wait_for(lambda: rig.supervisor.pid is None and rig.supervisor._engine_process)
+    cancelled.cancelled = True
+    assert cancelled.wait().error == ("CANCELLED", "Request was cancelled")
+    error = late.wait().error
+    assert error is not None and error[0] == "CANCELLED"
+    assert "deadline exceeded" in error[1]
+    rig.control.unlink()
+    hanging.kill("the test goes on")
+    assert tokens(other.wait()) == echo(PROMPT, 100)
+
+
+def test_if_no_engine_starts_open_streams_end_with_the_cause(rig: SupervisorRig) -> None:
+    clients = [rig.open(orders="delay=0.002", max_tokens=2000) for _ in range(4)]
+    wait_for(lambda: all(client.responses for client in clients))
+    rig.order(start="exit")
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for client in clients:
+        error = client.wait().error
+        assert error is not None and error[0] == "UNAVAILABLE"
+        assert "cannot be restarted (2 attempts failed): " in error[1]
+        assert "(exit status 7); retry in " in error[1]
+    assert not rig.supervisor.can_serve
+    rig.control.unlink()
+    wait_for(lambda: rig.supervisor.can_serve)
+    assert tokens(rig.open(max_tokens=2).wait()) == echo(PROMPT, 2)

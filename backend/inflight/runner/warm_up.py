@@ -1,0 +1,38 @@
+"""What can be done for a checkpoint before its weights are read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from inflight.config import EngineConfig
+
+__all__ = ["warm_up"]
+
+_LOWEST_PRIORITY = 19
+
+
+def warm_up(config: EngineConfig) -> None:
+    """Import what `make_runner` needs for this checkpoint, at the lowest priority.
+
+    Allocates no weights and touches no device.  Runs in a thread of its own, since a process cannot raise its
+    priority again.  Does nothing about what cannot be imported: loading will say so.
+    """
+    thread = threading.Thread(target=_import, args=(config,), name="warm-up")
+    thread.start()
+    thread.join()
+
+
+def _import(config: EngineConfig) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    with contextlib.suppress(Exception):
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        import inflight.runner.pipeline  # noqa: F401
+        from inflight.loading.checkpoint import read_config
+
+        model_config = read_config(config)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]  # imports the module of its class
+        get_checkpoint_conversion_mapping(model_config.model_type)  # compiles hundreds of patterns

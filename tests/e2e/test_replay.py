@@ -1,0 +1,250 @@
+"""Engine processes that die or hang under requests, in a real tritonserver: no stream loses or repeats a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from faulty_engine import RAISES, write_interpreter
+from frontend_rig import CHECKPOINT
+from processes_of import engine_processes
+from wire import GrpcStream, Responses, gauges, post
+
+from inflight_tools.launcher import TritonServer
+
+NUM_KILLS = int(os.environ.get("INFLIGHT_TEST_KILLS", "3"))  # more make the streams longer
+MAX_TOKENS = 40 + 12 * NUM_KILLS
+PROMPT = "def main(arguments): the list of names"
+
+# Each stream has one of these, and a seed and a length of its own.
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.0, "n": 2},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.7, "prompt_logprobs": 1, "logprobs": 0},
+    {"temperature": 0.8, "stop": ["e", "xyz"], "min_tokens": 30, "include_stop_str_in_output": True},
+    {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3, "top_k": 40},
+    {"temperature": 0.8, "bad_words": ["the", " list of"], "logit_bias": {"30": 2.0}, "min_p": 0.01},
+    {"temperature": 1.0, "detokenize": False},
+    {"temperature": 1.0, "n": 3, "ignore_eos": False, "stop_token_ids": [*range(5, 60)], "min_tokens": 3},
+]
+FLAGS = ("finish_reason", "token_ids", "logprobs", "cumulative_logprob", "prompt_logprobs", "num_output_tokens")
+
+
+def request(number: int) -> dict[str, Any]:
+    options = {"ignore_eos": True, "seed": number, "max_tokens": MAX_TOKENS - number % 7, **OPTIONS[number % 10]}
+    wanted = {f"return_{name}": True for name in FLAGS if name != "prompt_logprobs" or "prompt_logprobs" in options}
+    if "logprobs" not in options:
+        del wanted["return_logprobs"]
+    stream = number % 9 != 8
+    return {
+        "text_input": PROMPT[: 12 + number % 20],
+        "stream": stream,
+        "exclude_input_in_output": True,
+        "sampling_parameters": json.dumps(options),
+        **wanted,
+    }
+
+
+def whole(chunks: list[dict[str, Any]]) -> list[Any]:
+    """What a stream said of each of its sequences, however it was cut into responses."""
+    n = len(chunks[0]["token_counts"])
+    texts, ids, logprobs = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
+    for chunk in chunks:
+        rest = [int(token) for token in chunk["token_ids"]]
+        for index, count in enumerate(chunk["token_counts"]):
+            texts[index] += chunk["text_output"][index]
+            ids[index] += rest[: int(count)]
+            del rest[: int(count)]
+            if "logprobs" in chunk:
+                logprobs[index] += json.loads(chunk["logprobs"][index]) or []
+    ends = [
+        (str(reason), float(total))
+        for reason, total in zip(chunks[-1]["finish_reason"], chunks[-1]["cumulative_logprob"])
+    ]
+    return [
+        texts,
+        ids,
+        logprobs,
+        ends,
+        [chunk.get("prompt_logprobs") for chunk in chunks if "prompt_logprobs" in chunk],
+    ]
+
+
+class Storm:
+    """64 streams over gRPC and 16 over HTTP at the same time.
+
+    Attributes:
+        num_responses: so far, of all streams.
+        last: `time.monotonic()` of the latest.
+    """
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self.num_responses = 0
+        self.last = 0.0
+        self.threads = ThreadPoolExecutor(20)
+        self.answers = [self.threads.submit(self._grpc, first) for first in range(0, 64, 16)]
+        self.answers += [self.threads.submit(self._http, number) for number in range(64, 80)]
+
+    def _count(self, number: int) -> None:
+        with self._lock:
+            self.num_responses += number
+            self.last = time.monotonic()
+
+    def _grpc(self, first: int) -> list[Any]:
+        with GrpcStream(self._server.grpc_address, "faulty") as stream:
+            names = [str(number) for number in range(first, first + 16)]
+            for name in names:
+                stream.send(name, **request(int(name)))
+            while not all(stream.answers[name].finals or stream.answers[name].error for name in names):
+                stream.events.get(timeout=120)
+                self._count(1)
+            return [self._checked(stream.answers[name]) for name in names]
+
+    @staticmethod
+    def _checked(answer: Responses) -> list[Any]:
+        assert (answer.error, answer.finals) == (None, 1)
+        chunks = [{name: value.tolist() for name, value in chunk.items()} for chunk in answer.chunks]
+        for chunk in chunks:
+            for name in ("text_output", "finish_reason", "logprobs", "prompt_logprobs"):
+                if name in chunk:
+                    chunk[name] = [text.decode() for text in chunk[name]]
+        return whole(chunks)
+
+    def _http(self, number: int) -> list[Any]:
+        body = request(number)
+        url = f"http://{self._server.http_address}/v2/models/faulty/generate" + ("_stream" if body["stream"] else "")
+        chunks = []
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=120) as response:
+            for line in response:
+                if line.startswith((b"data:", b"{")):
+                    self._count(1)
+                    chunk = json.loads(line.removeprefix(b"data:"))
+                    assert "error" not in chunk, chunk
+                    chunks.append({key: value if isinstance(value, list) else [value] for key, value in chunk.items()})
+        return [whole(chunks)]
+
+    def results(self) -> list[Any]:
+        """What each stream said, by its number."""
+        found = [one for answer in self.answers for one in answer.result(timeout=240)]
+        self.threads.shutdown()
+        return found
+
+
+@pytest.fixture(scope="module")
+def faulty(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The demo's checkpoint in an engine process that poison can kill."""
+    root = tmp_path_factory.mktemp("faulty")
+    version = root / "repository" / "faulty" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+    options = {
+        "model": str(CHECKPOINT),
+        "python_executable": str(write_interpreter(root)),
+        "dtype": "float32",
+        "device": "cpu",
+        "cpu_threads": 1,
+        "kv_cache_memory": "64MiB",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "engine_timeout": 5,
+    }
+    (version / "model.json").write_text(json.dumps(options))
+    with TritonServer(root / "repository", exit_timeout=5) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(faulty: TritonServer) -> list[Any]:
+    return Storm(faulty).results()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+    return value
+
+
+def engine_of(server: TritonServer, *not_these: psutil.Process) -> psutil.Process:
+    """The engine process, once it is none of these."""
+    return wait_for(lambda: [process for process in engine_processes(server) if process not in not_these])[0]
+
+
+def count(server: TritonServer, name: str) -> float:
+    return gauges(server.metrics_address, "faulty").get(name, 0.0)
+
+
+def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, expected: list[Any]) -> None:
+    assert {reason for answer in expected for reason, _ in answer[3]} == {"length", "stop"}
+    moments = random.Random(NUM_KILLS)
+    waits = []
+    storm = Storm(faulty)
+    engine = engine_of(faulty)
+    for _ in range(NUM_KILLS):
+        seen = storm.num_responses
+        more = moments.randint(40, 400)
+        wait_for(lambda seen=seen, more=more: storm.num_responses >= seen + more)
+        engine.suspend()  # in the middle of whatever it does
+        os.kill(engine.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        last = engine
+        engine = engine_of(faulty, last)
+        wait_for(lambda killed=killed: storm.last > killed + 0.1)
+        waits.append(round(storm.last - killed, 2))
+    results = storm.results()
+    print(f"{NUM_KILLS} kills; seconds from a kill to the next response: {waits}")
+    for number, (found, wanted) in enumerate(zip(results, expected)):
+        assert found == wanted, f"stream {number}: {request(number)}"
+    wait_for(lambda: count(faulty, "inflight_requests_running") == count(faulty, "inflight_kv_blocks_used") == 0)
+    assert count(faulty, "inflight_requests_replayed_total") >= NUM_KILLS
+
+
+def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer) -> None:
+    def ask(stream: GrpcStream, name: str) -> None:
+        options = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
+        stream.send(name, text_input=PROMPT, stream=True, return_token_ids=True, sampling_parameters=options)
+
+    with GrpcStream(faulty.grpc_address, "faulty") as stream:
+        names = [str(number) for number in range(20)]
+        ask(stream, "alone")
+        stream.wait("alone")
+        for name in names:
+            ask(stream, name)
+        stream.wait_chunks("0", 2)
+        engine = engine_of(faulty)
+        engine.suspend()
+        stream.wait(*names)
+        assert {tuple(stream.answers[name].token_ids) for name in names} == {tuple(stream.answers["alone"].token_ids)}
+    assert engine_of(faulty) != engine
+
+
+def test_a_request_that_ends_the_engine_with_an_error_of_the_device_fails_alone(faulty: TritonServer) -> None:
+    deaths = count(faulty, "inflight_engine_deaths_total")
+    with GrpcStream(faulty.grpc_address, "faulty") as stream, ThreadPoolExecutor(1) as threads:
+        options = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+        stream.send("other", text_input=PROMPT, stream=True, return_token_ids=True, sampling_parameters=options)
+        stream.wait_chunks("other", 1)
+        body = {"input_ids": [RAISES, 5, 6], "parameters": {"max_tokens": 9, "ignore_eos": True}}
+        url = f"http://{faulty.http_address}/v2/models/faulty/generate"
+        status, answer = threads.submit(post, url, body, timeout=200).result()
+        stream.wait("other", timeout=100)
+        assert (stream.answers["other"].error, len(stream.answers["other"].token_ids)) == (None, 150)
+    assert status == 400
+    assert "the engine process died while it ran this request, 3 times in a row (engine step failed: Runtime" in answer
+    assert "CUDA error: device-side assert triggered); it is not replayed again (max_replays=2)" in answer
+    assert count(faulty, "inflight_engine_deaths_total") - deaths == 3
