@@ -207,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then stops this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(args.fd)
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
