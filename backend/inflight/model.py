@@ -33,6 +33,7 @@ from inflight.frontend.admin import AdminKey
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
 from inflight.frontend.control import Control, relay
+from inflight.frontend.departure import Departure
 from inflight.frontend.drain import Drain
 from inflight.frontend.engine_group import find_group
 from inflight.frontend.errors import RequestError
@@ -41,6 +42,8 @@ from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.origin import check_origin
 from inflight.frontend.pacing import pacing_for
 from inflight.frontend.placement import placement
+from inflight.frontend.server_probe import ServerProbe
+from inflight.frontend.state_page import StatePage
 from inflight.frontend.status import Identity, Status
 from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
@@ -122,8 +125,9 @@ class TritonPythonModel:
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._admin = AdminKey.from_environment(os.environ)
-        self._drain = Drain(self._streams, config.drain_timeout, bridge.log)
         identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
+        self._page = StatePage(f"{identity.model} {identity.version} {identity.instance}")
+        self._drain = Drain(self._streams, config.drain_timeout, bridge.log, self._page.set)
         self._status = Status(
             identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
         )
@@ -132,6 +136,15 @@ class TritonPythonModel:
         self._streams.start()
         self._intake.start()
         self._status.start()
+        probe = ServerProbe(identity.model, identity.version, os.getppid())
+        self._departure = Departure(
+            self._drain,
+            self._page,
+            lambda: self._streams.num_open,
+            lambda: self._supervisor.can_serve,
+            probe.is_ready,
+        )
+        self._departure.start()
         self._supervisor.connect(self._streams)
         if self._group is not None:
             self._group.hear(self._told)
@@ -179,6 +192,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the engine process and the threads."""
+        self._departure.stop()
         self._drain.stop()
         self._chat.close()  # first: the intake waits for what it renders
         self._intake.stop()
@@ -186,6 +200,7 @@ class TritonPythonModel:
         if self._group is not None:
             self._group.leave()
         self._status.stop()
+        self._page.close()
         self._streams.stop("the model is being unloaded")
         self._metrics.stop()
         # Response senders reach into the stub when they are collected: that must happen now, not at

@@ -39,6 +39,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    RequestFailed,
 )
 from inflight.engine.pulse import Pulse, PulsingRunner
 from inflight.runner.cpu_threads import available_cpus
@@ -119,7 +120,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 continue
             if isinstance(message, AddRequest):
                 pulse.taking(message.request_id)
-                failure = core.add_request(message)
+                failure = _add(core, message)
                 pulse.taking(None)
                 if failure is not None:
                     sender.send(failure)
@@ -135,6 +136,17 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 return
         pulse.beat(len(core.live_ids))
         _step(core, frontends)
+
+
+def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
+    """Queue a request; why it is not taken, if it is not.  One that cannot be queued does not end the engine."""
+    try:
+        return core.add_request(message)
+    except Exception as error:
+        traceback.print_exc()
+        core.abort(message.request_id)  # what of it was queued
+        text = f"internal error: the request cannot be queued: {type(error).__name__}: {error}"
+        return RequestFailed(message.request_id, "INTERNAL", text)
 
 
 def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:
@@ -195,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then stops this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(args.fd)
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)

@@ -31,7 +31,9 @@ def main(
     Every request must end with the right answer, or with the error that it asked for; at the end the server
     must hold what it held after the warm-up.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM stops what was started, like Ctrl-C, also where a shell has made Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     plan = Plan(seconds=minutes * 60, turns=turns, kills=kills, clients=clients, pause=pause, seed=seed)
     with one_line_errors():
         verdict = soak(plan, log_file, typer.echo)

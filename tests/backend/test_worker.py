@@ -36,7 +36,7 @@ from inflight.engine.messages import (
 from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
-from inflight.worker import _HANDLERS, _answer, _serve
+from inflight.worker import _HANDLERS, _add, _answer, _serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
@@ -202,3 +202,27 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     _serve(core, Frontends(core.live_ids, READY), inbox, Pulse(Pulse.create(8), 8))
     assert sent[0] == READY
     assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]
+
+
+def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):
+    """Whatever of it was queued is taken back, and the engine goes on."""
+    core = make_core(Info())
+    add = core.scheduler.add
+
+    def failing(request):
+        add(request)
+        if request.request_id == 2:
+            raise KeyError("a policy's fault")
+
+    monkeypatch.setattr(core.scheduler, "add", failing)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=0)
+    assert _add(core, AddRequest(1, [5, 6], params)) is None
+    failure = _add(core, AddRequest(2, [5, 6], params))
+    assert failure is not None
+    assert (failure.request_id, failure.code) == (2, "INTERNAL")
+    assert failure.message == 'internal error: the request cannot be queued: KeyError: "a policy\'s fault"'
+    ended = set()
+    while core.has_work:
+        ended |= {delta.request_id for delta in core.step().deltas if delta.finish_reason}
+        core.check_integrity()
+    assert ended == {1}

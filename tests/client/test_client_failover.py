@@ -49,6 +49,7 @@ class Cluster:
         self.endpoints = Endpoints(count)
         self.opened: list[int] = []
         self.requests: list[GenerationRequest] = []
+        self.timeouts: list[float | None] = []
         self.watched: list[Stream] = []
         self.is_well = True
         self.speaks_ids = True
@@ -56,6 +57,7 @@ class Cluster:
     def open(self, index: int, request: GenerationRequest, timeout: float | None) -> Call:
         self.opened.append(index)
         self.requests.append(request)
+        self.timeouts.append(timeout)
         return Call(self._responses(request, *(self.breaks.pop(0) if self.breaks else (-1, None))))
 
     def _responses(self, request: GenerationRequest, limit: int, ending: Any) -> Iterator[Any]:
@@ -252,6 +254,19 @@ def test_the_requests_own_fault_is_not_retried() -> None:
         answer(cluster)
     assert caught.value.partial is not None and caught.value.partial.token_ids == [7]
     assert len(cluster.opened) == 2
+
+
+def test_the_next_server_gets_the_time_that_is_left() -> None:
+    cluster = Cluster([[7, 8, 9]], [(1, LOST), (1, LOST)])
+    policy = RetryPolicy(initial_delay=0.05, multiplier=1, jitter=0)
+    stream = Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=5.0), policy, cluster)
+    list(stream)
+    first, second, third = (timeout or 0.0 for timeout in cluster.timeouts)
+    assert 5.0 >= first >= second + 0.05 >= third + 0.1
+    late = Cluster([[7, 8]], [(1, LOST)])
+    with pytest.raises(ServerUnreachableError):
+        list(Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=0.04), policy, late))
+    assert len(late.opened) == 1, "no attempt starts when the time is over"
 
 
 def test_attempts_are_bounded() -> None:

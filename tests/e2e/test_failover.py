@@ -22,7 +22,7 @@ from inflight_client import AsyncClient, Client, GenerationResult, RequestCancel
 from inflight_tools.launcher import TritonServer
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
-LENGTH = 300
+LENGTH = 400
 BASE = {"max_tokens": LENGTH, "ignore_eos": True}
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Return a list of", "temperature": 0, **BASE},
@@ -94,6 +94,7 @@ def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[Begu
         "http": f"{doomed.http_address},{server.http_address}",
     }
     begun = Begun(4 * len(REQUESTS))
+    engine_of(doomed).send_signal(signal.SIGSTOP)  # until `strike` lets it make a few steps
 
     async def use_async_clients() -> list[GenerationResult]:
         async with (
@@ -146,21 +147,23 @@ def test_streams_of_a_server_that_hangs_are_continued_on_the_next(
 
 
 def test_a_stream_can_be_cancelled_while_it_looks_for_another_server(doomed: TritonServer) -> None:
-    """Nobody listens at the other address, so that the wait between attempts is long."""
+    """Nobody listens at the other address, and the pause before the next attempt is long."""
     policy = RetryPolicy(initial_delay=60.0, max_delay=60.0, stall_timeout=0.2)
     engine = engine_of(doomed)
-    with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client:
+    engine.send_signal(signal.SIGSTOP)
+    begun = Begun(1)
+    with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream(**REQUESTS[0])
-        next(stream)
-        engine.send_signal(signal.SIGSTOP)
         try:
+            first = pool.submit(lambda: (next(stream), begun.one()))
+            step_until_all_have_begun(doomed, begun)
+            first.result(20)
             timer = threading.Timer(0.6, stream.cancel)
             timer.start()
             with pytest.raises(RequestCancelledError) as caught:
                 list(stream)
         finally:
             engine.send_signal(signal.SIGCONT)
-            timer.join()
     assert caught.value.partial is not None and caught.value.partial.token_ids
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -18,7 +17,8 @@ import fake_engine
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from frontend_rig import CHECKPOINT, demo_tokenizer
+from fake_repository import write_repository
+from frontend_rig import demo_tokenizer
 from tritonclient.utils import InferenceServerException
 
 from inflight_tools.launcher import TritonServer
@@ -29,19 +29,6 @@ PROMPT = "the list of names"
 ECHO = TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 16))
 BACKEND_ERROR = 400  # what Triton 24.10's `generate` returns for any error of a backend
 NUMPY = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
-
-
-def write_repository(root: Path, **model_json: Any) -> Path:
-    """A repository with the model `fake`, whose interpreter runs the fake engine."""
-    interpreter = root / "python"
-    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_engine.__file__} "$@"\n')
-    interpreter.chmod(0o755)
-    version = root / "repository" / "fake" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "inflight"\ninstance_group [ { kind: KIND_CPU } ]\n')
-    settings = {"model": str(CHECKPOINT), "python_executable": str(interpreter), **model_json}
-    (version / "model.json").write_text(json.dumps(settings))
-    return root / "repository"
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +445,7 @@ def test_a_scrape_right_after_an_answer_includes_it(fake: TritonServer) -> None:
 
 def test_requests_that_end_with_an_error_are_counted_by_the_kind_of_it(fake: TritonServer) -> None:
     def unsuccessful() -> dict[str, float]:
-        kinds = ("invalid", "refused", "failed", "poison", "cancelled", "timeout")
+        kinds = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancelled", "timeout")
         return {kind: series(fake, "inflight_requests_unsuccessful_total", reason=kind) for kind in kinds}
 
     wait_for_idle(fake)
@@ -476,6 +463,8 @@ def test_requests_that_end_with_an_error_are_counted_by_the_kind_of_it(fake: Tri
     assert {kind: now[kind] - before[kind] for kind in now} == {
         "invalid": 2,
         "refused": 1,
+        "shed": 0,
+        "draining": 0,
         "failed": 1,
         "poison": 0,
         "cancelled": 0,

@@ -202,3 +202,27 @@ def test_a_batch_of_prompts_is_refused(address: str) -> None:
         client.start_stream(lambda result, error: errors.put(error))
         client.async_stream_infer("ensemble", [text])
         assert "unexpected shape for input 'text_input'" in errors.get(timeout=30).message()
+
+
+def test_a_request_goes_on_from_the_output_of_each_sequence(server: TritonServer, address: str) -> None:
+    """One is in the middle, one complete, of which only the end is told, and one has ended elsewhere."""
+    url = f"http://{server.http_address}/v2/models/ensemble/generate_stream"
+    body = {"text_input": PROMPT, "max_tokens": LENGTH, "num_return_sequences": 3, "top_p": 0.9, "seed": 3}
+    body |= {"stream": True, "return_token_ids": True, "return_finish_reason": True, "ignore_eos": True}
+
+    def outputs(**resume: Any) -> dict[int, tuple[list[int], list[str]]]:
+        status, answer = post(url, {**body, **resume})
+        assert status == 200, answer
+        found: dict[int, tuple[list[int], list[str]]] = {}
+        for event in server_sent_events(answer):
+            ids, ends = found.setdefault(event["sequence_index"], ([], []))
+            tokens = event.get("token_ids", [])
+            ids += tokens if isinstance(tokens, list) else [tokens]
+            if event["finish_reason"] != "None":
+                ends.append(event["finish_reason"])
+        return found
+
+    whole = outputs()
+    given = whole[0][0][:5] + whole[1][0]
+    rest = outputs(resume_token_ids=given, resume_token_counts=[5, LENGTH, -1])
+    assert rest == {0: (whole[0][0][5:], ["length"]), 1: ([], ["length"])}

@@ -13,6 +13,7 @@ from frontend_rig import RecordingClient, RecordingStats
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta, StepMessage, StepStats
+from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.contract import RequestParser, WireRequest
 from inflight.frontend.streams import Streams
 from inflight.frontend.text import Tokenizer
@@ -88,7 +89,7 @@ class ScriptEngine(SteppedEngine):
             token = script[place]
             stops = token in params.stop_token_ids or (token == self.eos and not params.ignore_eos)
             ends = "stop" if stops else "length" if place + 1 == params.max_tokens else None
-            logprobs = None if params.logprobs is None else [[(token, -(2.0**-place), 1)]]
+            logprobs = None if params.logprobs is None else Logprobs.of([[(token, -(2.0**-place), 1)]])
             yield SequenceDelta(request.request_id, index, [token], ends, token if stops else None, logprobs)
             if ends:
                 return

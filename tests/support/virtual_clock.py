@@ -46,9 +46,9 @@ class Clocked:
     def __init__(self, num_blocks: int = 64, **options: Any) -> None:
         config = EngineConfig.from_dict({"model": "none", "block_size": 4, "enable_prefix_caching": False, **options})
         self.runner = RecordingRunner(Info(num_blocks=num_blocks))
-        self.core = EngineCore(config, self.runner)
-        self.scheduler = self.core.scheduler
         self.now = 0
+        self.core = EngineCore(config, self.runner, clock=lambda: 0.0)  # deadlines give an order, and never pass
+        self.scheduler = self.core.scheduler
         self.requests: dict[int, Request] = {}
         self.sequences: dict[tuple[int, int], Request] = {}
         self._slots = SlotOwners()

@@ -29,6 +29,7 @@ from types import TracebackType
 
 import inflight
 from inflight_tools import admin
+from inflight_tools.draining import drain_models
 from inflight_tools.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children, end_of, session_members
@@ -258,12 +259,13 @@ class TritonServer:
         return self._last_log
 
     def stop(self) -> None:
-        """Stop the server and everything it started: SIGTERM, wait, SIGKILL.  Safe to repeat."""
+        """Stop the server and everything it started: drain, SIGTERM, wait, SIGKILL.  Safe to repeat."""
         process = self.process
         if process is None:
             return
         try:
             if process.poll() is None:
+                drain_models(process.pid, self._exit_timeout)
                 process.send_signal(signal.SIGTERM)
                 self._wait_for_end(process)
             deadline = time.monotonic() + _GROUP_GRACE_SECONDS

@@ -22,6 +22,7 @@ from inflight.engine.policies.selection import make_policies
 from inflight.engine.queue_caps import QueueCaps
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
+from inflight.engine.shedding import Shedding
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import StepTrace
 from inflight.engine.swap import SwapSpace
@@ -79,8 +80,9 @@ class EngineCore:
             self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.pool, make_policies(config), self.swap, clock)
+        self.scheduler = Scheduler(limits, self.pool, make_policies(config, clock), self.swap, clock)
         self.caps = QueueCaps(config)
+        self.shedding = Shedding(config, self.scheduler, clock)
         self.trace = self._make_trace()
         self._live: dict[int, list[Request]] = {}
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
@@ -115,7 +117,7 @@ class EngineCore:
             return failure
         sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
         live = [request for request in sequences if request.status is Status.WAITING]
-        failure = self.caps.refusal(live, self.scheduler.running)
+        failure = self.shedding.refusal(live, self.caps.refusal(live, self.scheduler.running))
         if failure is not None and not message.replayed:
             return failure
         leader, *leader.children = live
@@ -174,6 +176,7 @@ class EngineCore:
             # Whoever waits for the step waits for making it, too.
             self.scheduler.policies.budget.observe(step.out, result.ended - start)
             self.swap.observe(step.out, result.ended - result.started)
+            self.shedding.observe(step.out, start)
         stats = self.stats(step.out, end - start)
         if self.trace is not None:
             self.trace.add(step.out, result, stats, (start, end))

@@ -127,8 +127,8 @@ def _serve_one(inbox: Inbox, frontend: Frontend, connection: Connection) -> None
 
 
 def _read(inbox: Inbox, frontend: Frontend, connection: Connection) -> None:
-    """Messages arrive while a step runs."""
-    with contextlib.suppress(EOFError, OSError):
+    """Messages arrive while a step runs.  A frame that cannot be read ends the frontend as a closed pipe does."""
+    with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):
         while True:
             inbox.put((frontend, decode_to_engine(connection.recv_bytes())))
 

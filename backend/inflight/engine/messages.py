@@ -172,13 +172,14 @@ class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
     """Engine -> frontend: the request was refused, or cannot go on.
 
     `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".  `retry_after` is the seconds after which another
-    attempt may succeed; None: unknown.
+    attempt may succeed; None: unknown.  `shed`: refused because it would have missed its deadline.
     """
 
     request_id: int
     code: str
     message: str
     retry_after: float | None = None
+    shed: bool = False
 
 
 class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):

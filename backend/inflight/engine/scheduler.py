@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.engine.drafting.guard import observed, proposed
 from inflight.engine.failed_step import lost_requests
 from inflight.engine.holding import HeldRequests
 from inflight.engine.kv_pool import KVPool
@@ -409,7 +410,7 @@ class Scheduler:
             limit = min(self.limits.max_num_batched_tokens - out.num_tokens, request.max_total_tokens - total)
             if limit <= 0 or not out.samples[row]:
                 continue
-            drafts = list(drafter.propose(request, total - 1 - request.num_tokens, limit))[:limit]
+            drafts = proposed(drafter, request, total - 1 - request.num_tokens, limit)
             computed = request.num_computed_tokens
             if computed + len(drafts) > request.num_computable_tokens:
                 blocks = self.pool.extend(request, computed + len(drafts))
@@ -449,7 +450,7 @@ class Scheduler:
             if self.pool.truncate(request, request.num_tokens):
                 self._num_kept_blocks[request.slot] = len(request.block_ids)
         assert self.policies.drafter is not None
-        self.policies.drafter.observe(request, num_drafts, len(tokens) - 1)
+        observed(self.policies.drafter, request, num_drafts, len(tokens) - 1)
         return self._full_delta(request, taken)
 
     def _full_delta(self, request: Request, tokens: list[int]) -> SequenceDelta:

@@ -39,16 +39,25 @@ class Drain:
     Args:
         timeout: seconds that open requests have to finish.
         log: takes (level, line).
+        show: takes the new state, "draining" or "drained".
     """
 
-    def __init__(self, streams: _Streams, timeout: float, log: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        streams: _Streams,
+        timeout: float,
+        log: Callable[[str, str], None],
+        show: Callable[[str], None] = lambda state: None,
+    ) -> None:
         self._streams = streams
         self._timeout = timeout
         self._log = log
+        self._show = show
         self._lock = threading.Lock()  # guards the one below
         self._result: Future[dict[str, Any]] | None = None
         self._deadline = 0.0
         self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @property
     def draining(self) -> bool:
@@ -75,17 +84,22 @@ class Drain:
             self._result = Future()
             self._deadline = time.monotonic() + self._timeout
             self._streams.close_intake(self._refusal)
-        count = self._streams.num_open
+            count = self._streams.num_open
+            self._thread = threading.Thread(target=self._run, args=(count,), name="drain", daemon=True)
+        self._show("draining")
         self._log("info", f"draining ({cause}): {count} open requests have {self._timeout:g} s to finish")
-        threading.Thread(target=self._run, args=(count,), name="drain", daemon=True).start()
+        self._thread.start()
         return self._result
 
     def stop(self) -> None:
         """The model is being unloaded: whoever ends its streams does not wait."""
         self._stopping.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
 
     def _refusal(self) -> RequestError:
-        return RequestError("UNAVAILABLE", "the model is draining: it takes no new requests", self._seconds_left())
+        text = "the model is draining: it takes no new requests"
+        return RequestError("UNAVAILABLE", text, self._seconds_left(), ending="draining")
 
     def _seconds_left(self) -> float:
         """Until this instance is surely gone or replaced, at least a second."""
@@ -112,4 +126,5 @@ class Drain:
         self._log(
             "info", f"drained in {seconds:.1f} s: {count - left} requests finished, {left} ended by drain_timeout"
         )
+        self._show("drained")
         self._result.set_result({"finished": count - left, "ended": left, "seconds": round(seconds, 3)})

@@ -43,7 +43,6 @@ __all__ = [
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 5.0
-_TERM_SECONDS = 2.0
 
 # Runs in the child, then becomes the engine process: prctl(PR_SET_PDEATHSIG, SIGKILL) survives
 # execve, so even a process that is loading, and reads no pipe, dies with its parent.  A preexec_fn
@@ -221,7 +220,7 @@ class EngineProcess:
         """Of no effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
-        """End it: close our side of the pipe, then SIGTERM, then SIGKILL.  Safe to repeat.
+        """End it: close our side of the pipe, then SIGKILL.  Safe to repeat.
 
         Half-closing the socket tells the engine to exit.  Unlike a `Shutdown` message it neither blocks
         on an engine that reads nothing nor needs the writer thread, which it also wakes up.
@@ -235,11 +234,7 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_EXIT_SECONDS)
         if self._popen.poll() is None:
-            self._popen.terminate()
-            try:
-                self._popen.wait(_TERM_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._popen.kill()
+            self._popen.kill()  # it ignores SIGTERM, which service managers send to every process of the server
         self._popen.wait()
 
     def close(self) -> None:

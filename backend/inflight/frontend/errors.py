@@ -22,15 +22,19 @@ class RequestError(Exception):
         code: name of the Triton error code.
         message: what came, what is allowed, how to fix it; with the hint, if there is one.
         retry_after: seconds after which another attempt may succeed; None: unknown.
+        ending: how the request ends, in the words of the metrics (`ENDINGS`), if the code does not tell.
     """
 
-    def __init__(self, code: ErrorCode, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, code: ErrorCode, message: str, retry_after: float | None = None, ending: str | None = None
+    ) -> None:
         if retry_after is not None:
             message = with_hint(message, retry_after)
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = message
         self.retry_after = retry_after
+        self.ending = ending
 
 
 def with_hint(message: str, seconds: float) -> str:
@@ -45,13 +49,14 @@ def with_hint(message: str, seconds: float) -> str:
 
 def error_of(failed: RequestFailed) -> RequestError:
     """The error of a request that the engine refused or gave up."""
-    return RequestError(failed.code, failed.message, failed.retry_after)  # type: ignore[arg-type]
+    ending = "shed" if failed.shed else None
+    return RequestError(failed.code, failed.message, failed.retry_after, ending)  # type: ignore[arg-type]
 
 
 def refusal_of(error: RequestError) -> str:
     """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
-    endings = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused", "CANCELLED": "cancelled"}
-    return endings.get(error.code, "failed")
+    by_code = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused", "CANCELLED": "cancelled"}
+    return error.ending or by_code.get(error.code, "failed")
 
 
 def shown(value: Any) -> str:

@@ -26,6 +26,7 @@ _NUM_THREADS = 2
 _MAX_WAITING_BYTES = 64 * 2**20
 # A text waits as if it had come later by the time that it takes: others pass it meanwhile, and it is not starved.
 _SECONDS_PER_BYTE = 1e-6
+_BYTES_PER_RESUMED_TOKEN = 16  # as much time as a text of that length takes
 
 
 @dataclass(order=True, slots=True)
@@ -150,5 +151,10 @@ _NOBODY = _Nobody()
 
 
 def _num_text_bytes(wire: WireRequest) -> int:
-    """Of all texts that the request has as inputs; numbers are read at once, whatever their number."""
-    return sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
+    """Of all texts that the request has as inputs, and of the output that it resumes, which is detokenised.
+
+    Other numbers are read at once, whatever their number.
+    """
+    texts = sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
+    resumed = wire.inputs.get("resume_token_ids")
+    return texts + (0 if resumed is None else _BYTES_PER_RESUMED_TOKEN * resumed.size)

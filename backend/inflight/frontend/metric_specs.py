@@ -23,7 +23,7 @@ COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
 COUNTED = "COUNTED"
 
 # How a request can end without its output.
-ENDINGS = ("invalid", "refused", "failed", "poison", "cancelled", "timeout")
+ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancelled", "timeout")
 # vLLM's: how a sequence ended.
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 

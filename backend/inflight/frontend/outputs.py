@@ -12,10 +12,13 @@ from inflight.engine.messages import SequenceDelta
 from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.logprobs_json import entry_texts, joined_texts
+from inflight.frontend.resume import Ended
 from inflight.frontend.stop_strings import StopChecker, StopStrings
 from inflight.frontend.text import IncrementalDetokenizer, Tokenizer
 
 __all__ = ["SequenceOutput", "response_outputs", "sequence_outputs", "spelling_tokenizer"]
+
+_RECENT_TOKENS = 64  # several times the tokens whose text waits for others (`IncrementalDetokenizer`)
 
 
 class SequenceOutput:
@@ -26,7 +29,7 @@ class SequenceOutput:
 
     Args:
         index: its place among the request's sequences.
-        stop: the request's stop strings, which its sequences share; made here if None.
+        shared: what the request's sequences share; made here if None.
 
     Attributes:
         ended: nothing more comes: it ended here, or before its request came here.
@@ -43,18 +46,14 @@ class SequenceOutput:
     """
 
     def __init__(
-        self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0, stop: StopStrings | None = None
+        self, request: ParsedRequest, tokenizer: Tokenizer, index: int = 0, shared: _Shared | None = None
     ) -> None:
         message = request.engine_request
         params = message.params
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
-            if params.detokenize
-            else _NoText()
-        )
-        self._stop = (
-            StopChecker(stop or StopStrings(params.stop), params.include_stop_str_in_output) if params.stop else None
-        )
+        shared = shared or _Shared(request, tokenizer)
+        self._detokenizer = shared.detokenizer.another()
+        include = params.include_stop_str_in_output
+        self._stop = None if shared.stop is None else StopChecker(shared.stop, include)
         self._stop_from = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
@@ -75,11 +74,7 @@ class SequenceOutput:
         self.index = index
 
         given = message.output_token_ids[index] if message.output_token_ids else []
-        end = request.ends[index] if request.ends else None
-        for place, token_id in enumerate(given or (), 1 - len(given or ())):
-            # One at a time, as most outputs come: what is shown of broken UTF-8 depends on it.
-            how = end if end is not None and place == 0 else ()
-            self.advance(SequenceDelta(message.request_id, index, [token_id], *how))
+        self._take_given(message.request_id, given or [], request.ends[index] if request.ends else None)
         self.num_generated_tokens = 0
         self.ended = self.ended or given is None
         self.end_sent = given is None
@@ -89,6 +84,20 @@ class SequenceOutput:
             self._sent.text, self._sent.token_ids = self.text, self.new_token_ids
         self.new_token_ids = []
         self.text = request.prepend_text
+
+    def _take_given(self, request_id: int, token_ids: list[int], end: Ended | None) -> None:
+        """Go through output from elsewhere, which ended as `end` says.
+
+        One token at a time, as most outputs come: what is shown of broken UTF-8 depends on it.  What is long ago does
+        not, and without stop strings is taken at once.
+        """
+        recent = 0 if self._stop is not None else max(0, len(token_ids) - _RECENT_TOKENS)
+        if recent:
+            self.advance(SequenceDelta(request_id, self.index, token_ids[:recent]))
+        for token_id in token_ids[recent:-1]:
+            self.advance(SequenceDelta(request_id, self.index, [token_id]))
+        if token_ids:
+            self.advance(SequenceDelta(request_id, self.index, token_ids[-1:], *(end or ())))
 
     @property
     def num_tokens(self) -> int:
@@ -192,9 +201,26 @@ class SequenceOutput:
 
 def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[SequenceOutput]:
     """The outputs of a request's n sequences."""
-    params = request.engine_request.params
-    stop = StopStrings(params.stop) if params.stop else None
-    return [SequenceOutput(request, tokenizer, index, stop) for index in range(params.n)]
+    shared = _Shared(request, tokenizer)
+    return [SequenceOutput(request, tokenizer, index, shared) for index in range(request.engine_request.params.n)]
+
+
+class _Shared:
+    """What takes a while for long lists and prompts, and is the same for all sequences of a request.
+
+    Attributes:
+        stop: None without stop strings.
+        detokenizer: has not begun.
+    """
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+        message, params = request.engine_request, request.engine_request.params
+        self.stop = StopStrings(params.stop) if params.stop else None
+        self.detokenizer: IncrementalDetokenizer | _NoText = (
+            IncrementalDetokenizer(tokenizer, message.prompt_token_ids, params.skip_special_tokens)
+            if params.detokenize
+            else _NoText()
+        )
 
 
 @dataclass(slots=True)
@@ -209,6 +235,9 @@ class _Sent:
 
 class _NoText:
     """Stands in for an `IncrementalDetokenizer` whose text nobody wants."""
+
+    def another(self) -> _NoText:
+        return self
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""

@@ -150,6 +150,9 @@ class Streams:
             self._engine.submit(stream.engine_request)
         except RequestError as error:
             self._fail_behind(stream.request_id, error, refusal_of(error))
+        except Exception as error:  # answered here: the caller would answer a stream that is open
+            message = f"internal error: {type(error).__name__}: {error}"
+            self._fail_behind(stream.request_id, RequestError("INTERNAL", message), "failed")
 
     @property
     def num_open(self) -> int:
@@ -227,10 +230,7 @@ class Streams:
     def _send_loop(self) -> None:
         """Take the events that came, then let one stream take its turn, and so on."""
         while (event := self._next_event()) is not None:
-            if isinstance(event, tuple):
-                self._take(*event)
-            else:
-                self._run_event(event)
+            self._run_event(partial(self._take, *event) if isinstance(event, tuple) else event)
 
     def _next_event(self) -> tuple[float, StepMessage] | Callable[[], None] | None:
         if self._queue.is_busy and self._events.empty():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -240,6 +241,12 @@ class IncrementalDetokenizer:
         self._skip = skip_special_tokens
         self._window, self._prefix = self._context(prompt_token_ids)
         self._pending: list[int] = []
+
+    def another(self) -> IncrementalDetokenizer:
+        """One for another output of the same prompt; call it before the first `push`."""
+        other = copy(self)
+        other._pending = []
+        return other
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """The shortest useful tail of the prompt and its text."""

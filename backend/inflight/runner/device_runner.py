@@ -30,6 +30,7 @@ from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.graphs import Padding, decode_graphs
 from inflight.runner.memory import attempt
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
+from inflight.runner.row_faults import RowFaults, fail_rows
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
 from inflight.runner.step_output import step_output
 from inflight.runner.step_rows import RowWriter, StepRows
@@ -102,6 +103,7 @@ class _Ticket:
         launched: seconds, when its launch began.
         admissions: int64 [N]; how many requests the slot of each logit had had.
         started, forward_end, ended: when the device came there; the forward pass has no end of its own in a graph.
+        row_failures: rows whose rules raised, and why.
         sampled, prompt_logprobs: what the device makes, once its work was launched.
         result: once the step was read.
     """
@@ -115,6 +117,7 @@ class _Ticket:
     forward_end: DeviceEvent
     ended: DeviceEvent
     failure: str = ""
+    row_failures: dict[int, str] = field(default_factory=dict)
     has_forward_end: bool = False
     sampled: SamplerOutput | None = None
     prompt_logprobs: PendingPromptLogprobs = field(default_factory=lambda: PendingPromptLogprobs({}, []))
@@ -150,6 +153,7 @@ class DeviceRunner:
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
         self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
+        self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
         self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
         self.forward = ForwardPass(self.model, slots)
@@ -260,10 +264,18 @@ class DeviceRunner:
         self.prompt_logprobs.fill_rows(out)
         for row in out.new_rows:
             self._admissions[row.slot] += 1
-            self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
+        self.faults.fill_rows(out.new_rows)
 
     def _launch(self, ticket: _Ticket) -> None:
-        step = self._stage(ticket.out, ticket.rows, self.size_of(ticket.rows, ticket.out), ticket.buffers.upload)
+        out, rows = ticket.out, ticket.rows
+        try:
+            step = self._stage(out, rows, self.size_of(rows, out), ticket.buffers.upload)
+        except BaseException:  # a rule's, perhaps
+            slots, positions, history = rows.slot_of_logits, rows.position_of_logits + 1, self.device_state.token_ids
+            if not self.faults.find(slots, positions, self.state.token_ids, history):
+                raise
+            step = self._stage(out, rows, self.size_of(rows, out), ticket.buffers.upload)
+        ticket.row_failures = self.faults.of(out.slots)
         self.queue.submit(lambda: self._run(step, ticket))
         self.rows.sent(ticket.rows)
 
@@ -362,6 +374,7 @@ class DeviceRunner:
         self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, np.maximum(token_ids[same], 0))
         step = step_output(ticket.out, rows.row_of_logits, token_ids, ticket.sampled)
         step.prompt_logprobs = ticket.prompt_logprobs.take()
+        fail_rows(step, ticket.row_failures)
         return step
 
     def _wait(self, ticket: _Ticket) -> tuple[float, float]:

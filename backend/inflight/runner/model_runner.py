@@ -17,6 +17,7 @@ from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.memory import Outcome, attempt
 from inflight.runner.prompt_logprobs import PromptLogprobs
+from inflight.runner.row_faults import RowFaults, fail_rows, run_without_faulty_rows
 from inflight.runner.step_output import step_output
 from inflight.runner.swap import HostCache
 from inflight.sampling import Sampler, SamplingTable
@@ -48,6 +49,7 @@ class ModelRunner:
         self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
+        self.faults = RowFaults(self.table, self.info.eos_token_ids)
         self.sampler = Sampler()
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
@@ -73,7 +75,7 @@ class ModelRunner:
         """Run a prepared step; its tokens are in the batch state when this returns.
 
         A step that runs out of memory fails alone: its copies are made, its rows are in their slots, its tokens are
-        missing, and the next step can run.
+        missing, and the next step can run.  A row that raises fails alone, too.
         """
         started = time.monotonic()
         if self.host_cache is not None:
@@ -82,13 +84,17 @@ class ModelRunner:
         inputs, failure = prepared
         step = None
         if inputs is not None:
-            step, failure = attempt(lambda: self._run(out, inputs), self.device)
+            step, failure = attempt(lambda: run_without_faulty_rows(self._run, out, inputs, self.device), self.device)
         if step is None:
             step = StepOutput(failure=failure)
+        else:
+            fail_rows(step, self.faults.of(out.slots))
         step.started, step.ended = started, time.monotonic()
         return step
 
     def _run(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
+        if self.rotary is not None:
+            self.rotary.step(out)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
         keep, ask = (upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices))
         with forward_context(inputs.metadata, self.backend):
@@ -102,10 +108,7 @@ class ModelRunner:
     def _fill_rows(self, out: SchedulerOutput) -> None:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
-        if self.rotary is not None:
-            self.rotary.step(out)
-        for row in out.new_rows:
-            self.table.set_row(row.slot, row.params, row.seed, self.info.eos_token_ids, row.num_prompt_tokens)
+        self.faults.fill_rows(out.new_rows)
 
     def _sample(self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor) -> StepOutput:
         """The target's own choice at each of the N logits."""

@@ -66,9 +66,13 @@ class PromptLogprobs:
     def __init__(self, state: BatchState) -> None:
         self._state = state
         self._tops: dict[int, int] = {}  # slot -> top entries
+        self._complete: list[int] = []  # slots whose prompt the step completes: a step may be made again
 
     def fill_rows(self, out: SchedulerOutput) -> None:
-        """Take the wishes of the rows that enter."""
+        """Take the wishes of the rows that enter; once a step."""
+        for slot in self._complete:
+            self._tops.pop(slot, None)
+        self._complete.clear()
         for row in out.new_rows:
             self._tops.pop(row.slot, None)
             if (top := row.params.prompt_logprobs) is not None:
@@ -89,7 +93,7 @@ class PromptLogprobs:
             first, num_prompt_tokens = out.num_computed_tokens[row], int(state.num_prompt_tokens[slot])
             end = first + out.num_scheduled_tokens[row]
             if end >= num_prompt_tokens:
-                del self._tops[slot]
+                self._complete.append(slot)
             if first >= num_prompt_tokens:
                 continue  # it came back with all of its prompt computed
             count = min(end, num_prompt_tokens - 1) - first

@@ -144,3 +144,24 @@ def test_no_draft_reaches_past_the_end_of_its_request(max_tokens):
     assert len(drafts) == max_tokens - 1, "with the target's sample that is all it may yield"
     core.scheduler.update(out, core.runner.launch(out))
     assert not core.has_work
+
+
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_a_drafter_that_raises_costs_no_request_anything(method, monkeypatch, caplog):
+    core = drafted("right")
+    params = {number: add(core, number, [1, 2, number], max_tokens=20, ignore_eos=True) for number in (3, 4)}
+    drafter = core.scheduler.policies.drafter
+    works = getattr(drafter, method)
+
+    def failing(request, *args):
+        if request.request_id == 4:
+            raise IndexError("no such suffix")
+        return works(request, *args)
+
+    monkeypatch.setattr(drafter, method, failing)
+    outputs, reasons = {}, {}
+    run_until_idle(core, outputs, reasons)
+    for number in (3, 4):
+        assert outputs[number, 0] == expected_output([1, 2, number], params[number], core.info)[0]
+    assert drafter.num_accepted > 0
+    assert caplog.text.count("HashDrafter raised") == 1

@@ -24,6 +24,7 @@ from inflight.engine.frontends import (
     Left,
     QueuedChannel,
     accept_into,
+    read_into,
     split_step,
 )
 from inflight.engine.messages import (
@@ -36,6 +37,7 @@ from inflight.engine.messages import (
     EngineReady,
     RequestFailed,
     SequenceDelta,
+    Shutdown,
     StepMessage,
     StepStats,
     TokenColumns,
@@ -421,3 +423,20 @@ def test_a_frontend_that_reads_nothing_does_not_stop_the_others():
         assert stream(pipe, request_id(1, count)) == expected_output([*PROMPT, count], LONG, core.info)[0]
     assert stream(stuck, 1) == expected_output(PROMPT, params, core.info)[0]
     engine.stop()
+
+
+def test_a_frame_that_cannot_be_read_ends_its_frontend_and_hangs_nobody():
+    ours, theirs = socket.socketpair()
+    inbox: SimpleQueue = SimpleQueue()
+    owner = Frontend(0, Recorder())
+    with ours, theirs:
+        sender = Connection(os.dup(ours.fileno()))
+        sender.send_bytes(encode(Shutdown()))
+        sender.send_bytes(b"nonsense")
+        read_into(inbox, owner, Connection(os.dup(theirs.fileno())))
+    messages = [inbox.get() for _ in range(3)]
+    assert [(sender, type(message)) for sender, message in messages] == [
+        (owner, Joined),
+        (owner, Shutdown),
+        (owner, Shutdown),
+    ]

@@ -6,7 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_engine import echo
@@ -41,6 +44,27 @@ def slow_down(rig: SupervisorRig, seconds: float) -> None:
 def paused(rig: SupervisorRig) -> bool:
     stream = rig.streams._streams.get(1)
     return stream is not None and stream.paused
+
+
+def test_nothing_is_submitted_again_before_the_engine_has_said_that_nothing_is_on_its_way() -> None:
+    answer: Future[bytes] = Future()
+    engine = SimpleNamespace(abort=lambda request_id: None, ask=lambda question: answer)
+    submitted: list[str] = []
+    backlog = Backlog(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
+    flags = dict.fromkeys(("paused", "stopped", "closed"), False)
+    stream: Any = SimpleNamespace(
+        inbox=[1, 2, 3], request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
+    )
+    backlog.took(stream)
+    stream.inbox.clear()
+    backlog.served(stream)
+    assert (stream.paused, submitted) == (True, []), "deltas may be on their way"
+    stream.inbox.append(4)
+    answer.set_result(b"")
+    assert submitted == [], "one came"
+    stream.inbox.clear()
+    backlog.served(stream)
+    assert (stream.paused, submitted) == (False, ["what is left"])
 
 
 @pytest.mark.parametrize("n", [1, 3])

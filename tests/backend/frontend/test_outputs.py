@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.engine.messages import SequenceDelta
 from inflight.engine.token_logprobs import Logprobs
-from inflight.frontend.outputs import SequenceOutput
+from inflight.frontend import outputs
+from inflight.frontend.outputs import SequenceOutput, sequence_outputs
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("Return 你", add_special_tokens=False)
@@ -115,3 +116,41 @@ def test_a_sequence_that_ended_before_takes_nothing() -> None:
     output.advance(SequenceDelta(1, 0, IDS))
     assert output.ended and output.finish_reason is None
     assert (output.text, output.num_tokens, output.cumulative_logprob) == ("", 0, -3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, TOKENIZER.size - 1), min_size=65, max_size=160),
+    rest=st.lists(st.integers(0, TOKENIZER.size - 1), max_size=9),
+    special=st.booleans(),
+)
+def test_what_a_long_given_output_leaves_behind_is_as_token_by_token(
+    ids: list[int], rest: list[int], special: bool
+) -> None:
+    options = {"skip_special_tokens": special, "max_tokens": 999}
+    at_once = sequence(ids, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "_RECENT_TOKENS", 10**6)
+        one_by_one = sequence(ids, **options)
+    for output in (at_once, one_by_one):
+        feed(output, rest)
+    assert (at_once.text, state(at_once)) == (one_by_one.text, state(one_by_one))
+    assert at_once.token_ids == one_by_one.token_ids
+
+
+def test_sequences_share_what_is_prepared_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of the prompt's end is decoded once, and the stop strings are compiled once, whatever n is."""
+    made: list[str] = []
+    for name in ("IncrementalDetokenizer", "StopStrings"):
+        wanted = getattr(outputs, name)
+        monkeypatch.setattr(outputs, name, lambda *args, wanted=wanted, name=name: made.append(name) or wanted(*args))
+    request = make_request(PROMPT, n=3, stop=[" of names!", "zz"], max_tokens=99)
+    one, two, three = sequence_outputs(request, TOKENIZER)
+    assert sorted(made) == ["IncrementalDetokenizer", "StopStrings"]
+    feed(one, IDS[:4])  # ends with "length"
+    feed(two, IDS)
+    feed(three, IDS[:-1])
+    alone = sequence(stop=[" of names!", "zz"], max_tokens=99)
+    feed(alone, IDS)
+    assert two.text == alone.text == TEXT.replace("\ufffd", "")
+    assert TEXT.startswith(one.text[:-1]) and one.text != three.text != two.text

@@ -229,3 +229,25 @@ def test_a_real_engine_goes_on_as_if_nothing_had_happened(
     )
     sampling = {**sampling, "n": n, "max_tokens": max_tokens, "logprobs": 1}
     check_every_cut(parser, lambda: CoreEngine(demo_core), sampling, cuts)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 60) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=values, counts=values, sums=values, n=st.integers(1, 3))
+def test_whatever_comes_is_taken_or_refused(ids: Any, counts: Any, sums: Any, n: int) -> None:
+    resume = {"resume_token_ids": ids, "resume_token_counts": counts, "resume_cumulative_logprob": sums}
+    try:
+        request = parse({"n": n, "max_tokens": 5}, resume, as_parameters=True)
+    except RequestError as error:
+        assert error.code == "INVALID_ARG"
+        assert len(error.message) < 500
+        return
+    outputs = request.engine_request.output_token_ids
+    assert not outputs or (len(outputs) == len(request.ends) == n and any(outputs))
+    assert all(0 <= token < VOCAB for output in outputs for token in output or ())

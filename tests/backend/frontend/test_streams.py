@@ -787,10 +787,10 @@ moves = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(moves=moves, stream=st.booleans(), stop=st.booleans())
-def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool) -> None:
+@given(moves=moves, stream=st.booleans(), stop=st.booleans(), paced=st.booleans())
+def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool, paced: bool) -> None:
     """Invariants 4 and 6 under random events; `Client` fails on anything after FINAL."""
-    rig = Rig(sweep_seconds=0.001)
+    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
     try:
         clients = {k: rig.open(stream=stream, stop=["st of"] if stop else []) for k in range(1, 6)}
         fed: dict[int, list[int]] = {k: [] for k in clients}
@@ -823,12 +823,12 @@ two_sequences = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans())
+@given(moves=two_sequences, stream=st.booleans(), stop=st.booleans(), cumulative=st.booleans(), paced=st.booleans())
 def test_separate_and_cumulative_responses_lose_nothing(
-    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool
+    moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool, paced: bool
 ) -> None:
     """Each of two sequences gets its tokens, in order, and its end at most once, however the steps are cut."""
-    rig = Rig(sweep_seconds=0.001)
+    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
     fed: list[list[int]] = [[], []]
     ended = [False, False]
     try:
@@ -858,3 +858,33 @@ def test_separate_and_cumulative_responses_lose_nothing(
             assert len(ends) == 1
             assert ends == [b"stop"] or got == fed[index]
     assert not rig.errors
+
+
+def test_statistics_that_raise_do_not_stop_the_streams(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = rig.open()
+
+    def broken(*_: Any) -> None:
+        raise KeyError("a metric")
+
+    monkeypatch.setattr(rig.stats, "step", broken)
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    assert client.wait().error is None
+    assert client.texts() == [TEXT]
+    assert rig.errors == ["in the sender thread: KeyError: 'a metric'"]
+
+
+def test_a_request_that_cannot_be_sent_to_the_engine_is_answered_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: AddRequest) -> None:
+        raise OverflowError("integers of 65 bits")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "submit", broken)
+        client = rig.open()
+        assert client.wait().error == ("INTERNAL", "internal error: OverflowError: integers of 65 bits")
+    other = rig.open()
+    rig.step(SequenceDelta(2, 0, IDS, "length"))
+    assert other.wait().error is None
+    wait_for(lambda: not rig.streams.num_open)
+    assert client.finals == 1

@@ -376,7 +376,9 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
     rig = SupervisorRig(tmp_path / "control.json").start()
     triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
-    triton_model._drain = triton_model._status = triton_model._intake = types.SimpleNamespace(stop=lambda: None)
+    nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
+    for part in ("_drain", "_status", "_intake", "_departure", "_page"):
+        setattr(triton_model, part, nothing)
     triton_model._chat = ChatTemplate(None)
     triton_model._group = None
     rig.order(answer="never")

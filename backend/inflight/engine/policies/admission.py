@@ -74,6 +74,22 @@ class OutputLengths:
         if len(self._recent) > self._window:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
 
+    def mean(self, limit: int) -> float:
+        """Mean output of those requests, each cut at `limit`; `limit` itself while nothing is known."""
+        shorter = bisect_right(self._sorted, limit)
+        total = sum(self._sorted[:shorter]) + (len(self._sorted) - shorter) * limit
+        return total / len(self._sorted) if self._sorted else limit
+
+    def likely(self, request: Request) -> int:
+        """As `expected`, but a guess only where nothing is known: for a sum over many requests."""
+        num_tokens = request.num_tokens - request.num_prompt_tokens
+        limit = request.max_total_tokens - request.num_prompt_tokens
+        longer = bisect_right(self._sorted, num_tokens)
+        if longer == len(self._sorted):
+            return min(max(1, 2 * num_tokens), limit)
+        draw = (request.request_id * _GOLDEN + request.index * _SILVER) % 1.0
+        return min(self._sorted[longer + int(draw * (len(self._sorted) - longer))], limit)
+
     def expected(self, request: Request) -> int:
         """Output tokens at which the request is expected to end; each number of tokens that it has draws anew."""
         num_tokens = request.num_tokens - request.num_prompt_tokens

@@ -59,6 +59,9 @@ class OrderPolicy(Protocol):
     def remove(self, request: Request) -> None:
         """Take a request out: it is admitted or aborted."""
 
+    def ahead(self, request: Request) -> list[Request]:
+        """Waiting requests that would be admitted before `request`, which is not queued, if nobody else came."""
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Where in `running` it goes: who stands there first has the first tokens of a step."""
 
@@ -167,6 +170,9 @@ class FcfsOrder:
             self._queue.popleft()
         else:
             self._queue.remove(request)
+
+    def ahead(self, request: Request) -> list[Request]:
+        return list(self._queue)
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)

@@ -143,6 +143,22 @@ class FairQueue:
         if not tenant.queue:
             self._line_up(tenant)
 
+    def ahead(self, request: Request) -> list[Request]:
+        """Those of its tenant that are due before it; of each other tenant, those whose turn comes at a smaller tag."""
+        tenant = self._tenant(request)
+        found = tenant.queue.ahead(request)
+        tag = tenant.tag if tenant.entry is not None else max(tenant.tag, self._virtual_time)
+        tag += sum(map(tenant.cost, found))
+        for other_tag, _, _, other in self._line:
+            if other is tenant or other_tag > tag:
+                continue
+            for index in range(other.startable):
+                if other_tag > tag:
+                    break
+                found.append(other.queue[index])
+                other_tag += other.cost(found[-1])
+        return found
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """In order of admission, but before those of its tenant that are due later."""
         tenant = self._tenant(request)

@@ -93,6 +93,10 @@ class DueOrder:
     def remove(self, request: Request) -> None:
         del self._queue[bisect_left(self._queue, self._entries.pop(request))]
 
+    def ahead(self, request: Request) -> list[Request]:
+        end = bisect_left(self._queue, (self.due(request), request.request_id, request.index))
+        return [entry[3] for entry in self._queue[:end]]
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Running requests stand in the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from inflight.config import EngineConfig
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import make_budget
 from inflight.engine.policies.fair_queue import FairQueue
+from inflight.engine.policies.in_time import InTimeAdmission
 from inflight.engine.policies.order import DueOrder, make_patience
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.tenant_accounts import TenantAccounts
@@ -14,12 +18,12 @@ from inflight.engine.tenant_accounts import TenantAccounts
 __all__ = ["make_policies"]
 
 
-def make_policies(config: EngineConfig) -> Policies:
-    """One answer to each of the scheduler's questions."""
+def make_policies(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Policies:
+    """One answer to each of the scheduler's questions; `clock` is that of the deadlines."""
     return Policies(
         order=_make_order(config),
         victim=make_victim(config),
-        admission=make_admission(config),
+        admission=InTimeAdmission(make_admission(config), clock),
         budget=make_budget(config),
     )
 

@@ -152,7 +152,7 @@ def test_the_forecast_covers_exactly_the_running_requests():
     """Whatever is shared, preempted, swapped or aborted; and it counts no block twice."""
     info = Info(num_blocks=40, num_host_blocks=5, max_model_len=100)
     core = make_core(info, block_size=4, admission="predicted_peak", watermark=0, scheduling_policy="priority")
-    admission, pool = core.scheduler.policies.admission, core.pool
+    admission, pool = core.scheduler.policies.admission.inner, core.pool
     rng = random.Random(0)
     for request_id in range(60):
         prompt = [1] * rng.randrange(1, 20) + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 8))]

@@ -1,0 +1,81 @@
+"""A few bytes that say how a model instance is, for other processes of the machine that look for it.
+
+They lie in an anonymous file that lives and dies with the process; others find it among the open files of Triton's
+stub processes (`/proc/PID/fd`).  Linux only, like Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["StatePage", "children_of", "states_of"]
+
+_PREFIX = "inflight-state-"
+_BYTES = 64
+
+
+class StatePage:
+    """This process's page.
+
+    Args:
+        instance: what distinguishes model instances of a server; a successor of this one has the same.
+    """
+
+    def __init__(self, instance: str) -> None:
+        self.name = _PREFIX + hashlib.sha256(instance.encode()).hexdigest()[:16]
+        self._started = time.monotonic()
+        self._lock = threading.Lock()  # guards the descriptor, whose number may be reused
+        self._fd = os.memfd_create(self.name)
+        self.set("serving")
+
+    def set(self, state: str) -> None:
+        """Publish the state: "serving", "draining" or "drained"; does nothing once closed."""
+        with self._lock:
+            if self._fd >= 0:
+                self._write(state)
+
+    def _write(self, state: str) -> None:
+        os.pwrite(self._fd, f"{self._started!r} {state}".ljust(_BYTES).encode(), 0)
+
+    def predecessors(self) -> list[int]:
+        """Process ids of this server's stubs that have an older page of this name and serve: a reload leaves them."""
+        own, server = os.getpid(), os.getppid()
+        return [
+            pid
+            for pid in children_of(server)
+            if pid != own
+            for name, started, state in states_of(pid)
+            if name == self.name and started < self._started and state == "serving"
+        ]
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def states_of(pid: int) -> Iterator[tuple[str, float, str]]:
+    """The pages of a process: their names, when they were made (`time.monotonic()`) and the states."""
+    with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                target = os.readlink(entry)
+                if target.startswith(f"/memfd:{_PREFIX}"):
+                    started, state = entry.read_text().split()
+                    yield target.removeprefix("/memfd:").split(" ")[0], float(started), state
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found

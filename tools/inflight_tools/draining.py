@@ -1,0 +1,42 @@
+"""Lets the models of a server on this machine finish what they have, before the server is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from inflight.frontend.state_page import children_of, states_of
+
+__all__ = ["drain_models"]
+
+_POLL_SECONDS = 0.05
+
+
+def drain_models(server: int, timeout: float) -> bool:
+    """Have every model of the `inflight` backend refuse new requests, and wait until the open ones have ended.
+
+    Triton itself stops its HTTP service at once when it is told to stop, and what streams there breaks.
+
+    Args:
+        server: process id of tritonserver.
+        timeout: seconds to wait; each model's `drain_timeout` bounds them, too.
+
+    Returns:
+        Whether all have drained.
+    """
+    deadline = time.monotonic() + timeout
+    for pid in _serving(server):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    while _serving(server):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _serving(server: int) -> list[int]:
+    """The stubs that have not drained."""
+    return [pid for pid in children_of(server) if any(state != "drained" for _, _, state in states_of(pid))]
