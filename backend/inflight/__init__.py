@@ -1,6 +1,6 @@
 """Inflight: continuous batching for Hugging Face language models on NVIDIA Triton.
 
-`LLM` and `SamplingParams` are the in-process API; importing the package alone loads no torch.
+`LLM`, `SamplingParams` and `grammar` are the in-process API; importing the package alone loads no torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight.engine.sampling_params import SamplingParams
+    from inflight.frontend.structured_outputs import grammar
     from inflight.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "grammar"]
 
 __version__ = "0.1.0"
 
-_MODULES = {"LLM": "inflight.llm", "SamplingParams": "inflight.engine.sampling_params"}
+_MODULES = {
+    "LLM": "inflight.llm",
+    "SamplingParams": "inflight.engine.sampling_params",
+    "grammar": "inflight.frontend.structured_outputs",
+}
 _BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers"}
 
 

@@ -232,6 +232,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         core, ready = loaded
         settle_garbage_collector()
+        if core.info.grammars is not None:
+            core.info.grammars.warm_up()
         if args.shared:
             owner.send(ready)
         inbox: Inbox = SimpleQueue()

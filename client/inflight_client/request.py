@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     import numpy as np
 
+from inflight_client.schemas import json_schema_of
+
 __all__ = ["GenerationRequest", "Message", "RequestOptions"]
 
 _MAX_TIMEOUT = 1e9  # seconds; ten times as many would overflow gRPC's nanoseconds
@@ -23,7 +25,7 @@ _SAMPLING = {
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "skip_special_tokens"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "structured_outputs"),
 }
 
 _TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
@@ -35,6 +37,8 @@ class RequestOptions(TypedDict, total=False):
     Options that are not given are not sent, so the server's defaults apply (`max_tokens` 16, temperature 1).
 
     Beyond sampling:
+        json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
+            for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.
         model: overrides the client's.
         request_id: appears in the server's traces; generated if not given.
@@ -73,6 +77,8 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: int
     skip_special_tokens: bool
     truncate_prompt_tokens: int
+    structured_outputs: Mapping[str, Any]
+    json_schema: Any
     extra_parameters: Mapping[str, Any]
     model: str
     request_id: str
@@ -153,6 +159,11 @@ class GenerationRequest:
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt, messages and input_ids, not {' and '.join(given) or 'none'}")
         sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
+        if (described := rest.pop("json_schema", None)) is not None:
+            sampling["structured_outputs"] = {
+                **sampling.get("structured_outputs", {}),
+                "json": json_schema_of(described),
+            }
         sampling |= rest.pop("extra_parameters", {})
         timeout = rest.pop("timeout", timeout)
         if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:

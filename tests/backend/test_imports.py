@@ -12,15 +12,16 @@ import pytest
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 
 # What a module of the backend may import of ours, by the longest matching prefix.  Anything else is a wrong turn.
-_DATA = {"engine.sampling_params", "engine.messages", "engine.step", "engine.token_logprobs"}
+_DATA = {"grammars.spec", "engine.sampling_params", "engine.messages", "engine.step", "engine.token_logprobs"}
 _STATE = {"engine.request", *_DATA}
-_POLICIES = {"config", "engine.policies.base", "engine.kv_pool", *_STATE}
+_POLICIES = {"config", "grammars.base", "engine.policies.base", "engine.kv_pool", *_STATE}
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
     "vllm_options": set(),
     "config": {"vllm_options"},
     "hub": set(),
-    "engine.sampling_params": set(),
+    "grammars": {"grammars"},
+    "engine.sampling_params": {"grammars.spec"},
     "engine.token_logprobs": set(),
     "engine.messages": {"engine.sampling_params", "engine.token_logprobs"},
     "engine.step": {"engine.sampling_params", "engine.token_logprobs"},
@@ -28,13 +29,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine.rope_choice": set(),
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
-    "engine.drafting": {"engine.drafting.base", *_STATE},
+    "engine.drafting": {"engine.drafting", "grammars.base", *_STATE},
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
     "engine.tenant_accounts": {"config"},
     "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request", "engine.tenant_accounts"},
     "engine.policies.victims": _POLICIES,
+    "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
     "engine.policies.in_time": {"engine.policies.admission", *_POLICIES},
@@ -45,7 +47,13 @@ ALLOWED: dict[str, set[str]] = {
         "engine.scheduler",
         *_STATE,
     },
-    "engine.policies.selection": {"config", "engine.policies", "engine.tenant_accounts"},
+    "engine.policies.selection": {
+        "config",
+        "engine.drafting",
+        "engine.policies",
+        "engine.tenant_accounts",
+        "grammars.base",
+    },
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},
     "engine.logprobs": _STATE,
@@ -63,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine.step_trace": _STATE,
     "engine.pulse": {"engine.core", *_DATA},
-    "engine.intake": {"engine.kv_pool", "engine.rope_choice", *_STATE},
+    "engine.intake": {"engine.kv_pool", "engine.rope_choice", "grammars.base", *_STATE},
     "engine.queue_caps": {"config", "engine.tenant_accounts", *_STATE},
     "engine.frontends": {"engine.messages"},
     "engine.core": {
@@ -105,7 +113,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention.selection": {"attention", "config", "kernels"},
     "ops": {"ops", "attention.base"},
     "ops.selection": {"ops", "kernels"},
-    "sampling": {"sampling", "kernels", *_DATA},
+    "sampling": {"sampling", "kernels", "grammars.base", *_DATA},
     # The runner takes plain data: other ranks will get the same.
     "runner": {"runner", "attention.base", *_DATA},
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
@@ -124,6 +132,7 @@ ALLOWED: dict[str, set[str]] = {
         "ops",
         "kernels.cpu",
         "config",
+        "grammars",
         "hub",
         "engine.rope_choice",
         *_BELOW_LOADING,
@@ -137,11 +146,12 @@ ALLOWED: dict[str, set[str]] = {
         "engine.pulse",
         "engine.sampling_params",
         "engine.token_logprobs",
+        "grammars.spec",
     },
     "model": {"frontend", "config"},
     "llm": {"config", "engine", "frontend", "runner"},
 }
-TORCH_FREE = ("config", "vllm_options", "hub", "engine", "frontend", "model")
+TORCH_FREE = ("config", "vllm_options", "hub", "grammars", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import ssl
 import subprocess
@@ -214,3 +215,24 @@ def test_the_client_needs_no_torch() -> None:
     code = f"import sys, inflight_client, inflight_client.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_schema_may_be_a_dict_json_text_a_pydantic_model_or_a_dataclass() -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Model(pydantic.BaseModel):
+        city: str
+
+    @dataclasses.dataclass
+    class Data:
+        city: str
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    assert build(json_schema=schema).sampling == {"structured_outputs": {"json": schema}}
+    assert build(json_schema="{}").sampling == {"structured_outputs": {"json": "{}"}}
+    for described in (Model, Data):
+        sent = build(json_schema=described, structured_outputs={"disable_any_whitespace": True}).sampling
+        found = sent["structured_outputs"]
+        assert found["disable_any_whitespace"] is True and found["json"]["required"] == ["city"]
+    with pytest.raises(TypeError, match="give a dict, JSON text, a pydantic model or a dataclass"):
+        build(json_schema=5)

@@ -19,6 +19,8 @@ class HashDrafter:
     """Drafts `length` tokens: "right" drafts what the model will choose, "wrong" never does, "half" at every other
     position; "eager" is right and drafts more than was asked for."""
 
+    active = True
+
     def __init__(self, kind: str, length: int = 4) -> None:
         assert kind in KINDS
         self.kind = kind

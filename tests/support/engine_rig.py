@@ -21,6 +21,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.grammars.base import Grammars
 
 VOCAB = 50
 
@@ -34,6 +35,7 @@ class Info:
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
     rope: RopeChoice | None = None
+    grammars: Grammars | None = None
 
 
 def next_token(token_ids: list[int]) -> int:

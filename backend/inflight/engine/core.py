@@ -80,7 +80,8 @@ class EngineCore:
             self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.pool, make_policies(config, clock), self.swap, clock)
+        policies = make_policies(config, clock, self.info.grammars)
+        self.scheduler = Scheduler(limits, self.pool, policies, self.swap, clock)
         self.caps = QueueCaps(config)
         self.shedding = Shedding(config, self.scheduler, clock)
         self.trace = self._make_trace()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.base import NotYet
 from inflight.engine.request import Request
 
@@ -41,24 +42,27 @@ class HeldRequests:
         if request.held_until is None:
             request.held_until = self._clock() + answer.seconds
 
-    def recall(self, admits: Callable[[Request], bool | NotYet]) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Let go of the requests that have another answer now, and of those past their deadline.
+    def recall(self, admits: Callable[[Request], bool | NotYet]) -> tuple[list[Request], list[RequestFailed]]:
+        """Let go of the requests that have another answer now, and of those that wait in vain or past their deadline.
 
         Returns:
-            The former, in the order in which they were held; the latter, each with what it waited for.
+            The former, in the order in which they were held; the latter, with the reason.
         """
         now = self._clock()
         ready: list[Request] = []
-        late: list[tuple[Request, str]] = []
+        failed: dict[Request, RequestFailed] = {}
         for request in self._requests:
             answer = admits(request)
             if not isinstance(answer, NotYet):
                 ready.append(request)
+            elif answer.failure:
+                failed[request] = RequestFailed(request.request_id, "INVALID_ARG", answer.failure)
             elif request.held_until is not None and now >= request.held_until:
-                late.append((request, answer.reason))
-        for request in [*ready, *(request for request, _ in late)]:
+                text = f"the request waited too long for {answer.reason}; try again later"
+                failed[request] = RequestFailed(request.request_id, "UNAVAILABLE", text)
+        for request in [*ready, *failed]:
             del self._requests[request]
-        return ready, late
+        return ready, list(failed.values())
 
     def remove(self, request: Request) -> None:
         """A held request ended."""

@@ -11,6 +11,8 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.rope_choice import RopeChoice
+from inflight.grammars.base import Grammars
+from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -27,6 +29,7 @@ class ModelInfo(Protocol):
     num_host_blocks: int
     swap_seconds_per_block: float
     rope: RopeChoice | None
+    grammars: Grammars | None
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -91,7 +94,9 @@ def make_sequences(
 
 
 def _stop_ids(message: AddRequest, info: ModelInfo) -> frozenset[int]:
-    return frozenset(message.params.stop_token_ids).union(() if message.params.ignore_eos else info.eos_token_ids)
+    params = message.params
+    ignores_eos = params.ignore_eos and params.grammar is None  # with a grammar it is masked while there is a choice
+    return frozenset(params.stop_token_ids).union(() if ignores_eos else info.eos_token_ids)
 
 
 def _max_total_tokens(message: AddRequest, info: ModelInfo) -> int:
@@ -110,6 +115,8 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
         )
     _check_ids("input_ids", message.prompt_token_ids, info)
     message.params.validate(vocab_size=info.vocab_size)
+    if message.params.grammar is not None:
+        _start_grammar(message.params.grammar, info.grammars)
     total = _max_total_tokens(message, info)
     if message.output_token_ids:
         _check_outputs(message, info, total - num_tokens)
@@ -120,6 +127,13 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
             f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
             "or the prompt, or raise kv_cache_memory"
         )
+
+
+def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
+    """Compile it while the request waits; admission asks for the outcome."""
+    if grammars is None:
+        raise ValueError("structured output is not supported by this engine")
+    grammars.start(spec)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 from inflight.engine.sampling_params import SamplingParams
 
@@ -62,6 +63,7 @@ class Request:
         full_delta_at: `num_tokens` at which the next full delta is due: the first token, then the last one;
             or every token, where log probabilities are asked for.
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
+        draft_state: what the drafter knows of it.
         held_until: when it fails, if what it waits for outside of the engine has not come; None: nothing.
     """
 
@@ -97,6 +99,7 @@ class Request:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     num_prompt_logprobs: int = 0
+    draft_state: Any = None
     held_until: float | None = None
 
     def __post_init__(self, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]) -> None:

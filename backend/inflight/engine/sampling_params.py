@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from inflight.grammars.spec import GrammarSpec
+
 __all__ = ["SamplingParams"]
 
 
@@ -22,6 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: subtracted once from tokens of the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id -> value added to its logit before everything else.
+        grammar: what the output must be; `None`: anything.  Its end ends the sequence.
         allowed_token_ids: the only token ids that may be chosen; `None`: all.
         bad_words_ids: token id sequences that must not appear in the output.
         stop: texts that end the request; matched by the frontend, which owns the text.
@@ -46,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    grammar: GrammarSpec | None = None
     allowed_token_ids: list[int] | None = None
     bad_words_ids: list[list[int]] = []
     stop: list[str] = []

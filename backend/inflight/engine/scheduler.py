@@ -127,7 +127,7 @@ class Scheduler:
             self.running.insert(self.waiting.position(request, self.running), request)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
-        if self.policies.drafter is not None:
+        if self.policies.drafter is not None and self.policies.drafter.active:
             self._add_drafts(out)
         self._close(out)
         return out
@@ -175,12 +175,10 @@ class Scheduler:
         def admits(request: Request) -> bool | NotYet:
             return self.policies.admission.admits(request, self.pool.find_prefix(request), self.running, self.pool)
 
-        ready, late = self.held.recall(admits)
+        ready, failed = self.held.recall(admits)
         for request in reversed(ready):  # each goes to the front of the queue
             self.waiting.add_first(request)
-        for request, reason in late:
-            text = f"the request waited too long for {reason}; try again later"
-            self.failed.append(RequestFailed(request.request_id, "UNAVAILABLE", text))
+        self.failed += failed
 
     def _hold(self, request: Request, answer: NotYet) -> bool:
         """Take a request out of the queue, so that others pass it; False where no more may be held."""

@@ -81,6 +81,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_STRING", _ANY, "stop", "stop_words", "bad_words"),
     *_specs("TYPE_INT64", _ANY, "stop_token_ids"),
     *_specs("TYPE_BOOL", _ONE, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *_specs("TYPE_STRING", _ONE, "guided_decoding_guide_type", "guided_decoding_guide"),
     *_specs("TYPE_INT32", _ONE, "end_id", "pad_id", "beam_width", "num_return_sequences"),
     *_specs("TYPE_FP32", _ONE, "length_penalty"),
     *_specs("TYPE_BOOL", _ONE, "return_context_logits", "return_generation_logits"),

@@ -16,7 +16,9 @@ from typing import Any
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.limits import Limits
+from inflight.frontend.structured_outputs import guided_by, structured_outputs
 from inflight.frontend.text import Tokenizer
+from inflight.grammars.spec import GrammarSpec
 
 __all__ = [
     "CUMULATIVE",
@@ -118,6 +120,8 @@ def to_logit_bias(value: Any) -> dict[int, float]:
 
 _TEXTS, _IDS = (to_texts, "a string or a list of strings"), (to_ids, "a list of token ids")
 _INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
+_TEXT = (to_text, "a string")
+_STRUCTURED = (lambda value: value, "an object")  # read by `structured_outputs.py`, whose errors are closer
 
 # Canonical key -> (conversion, what the value must be).
 SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -145,6 +149,10 @@ SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "skip_special_tokens": _BOOL,
     "detokenize": _BOOL,
     "truncate_prompt_tokens": _INT,
+    "structured_outputs": _STRUCTURED,
+    "guided_decoding": _STRUCTURED,
+    "guided_decoding_guide_type": _TEXT,
+    "guided_decoding_guide": _TEXT,
     "output_kind": (to_output_kind, "0 (cumulative), 1 (delta) or 2 (final only)"),
     "flat_logprobs": _BOOL,
 }
@@ -177,10 +185,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _UNSERVED = {
     "lora_name": "LoRA feature is not enabled.",  # vllm_backend's words
-    **{
-        key: f"{key} is not supported: nothing guides decoding; omit it"
-        for key in ("structured_outputs", "guided_decoding")
-    },
 }
 _IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
@@ -217,12 +221,30 @@ def request_keys(
             values["ignore_eos"] = True
         else:
             values["stop_token_ids"] = [*values.get("stop_token_ids", []), end_id]
+    if (grammar := _grammar(values)) is not None:
+        values["grammar"] = grammar
     if values.get("seed") == -1:  # vLLM: -1 means no seed
         del values["seed"]
     if is_tensorrt_llm:
         _apply_greedy_default(values)
     truncate, output_kind = values.pop("truncate_prompt_tokens", None), values.pop("output_kind", None)
     return RequestKeys(SamplingParams(**values), truncate, output_kind)
+
+
+def _grammar(values: dict[str, Any]) -> GrammarSpec | None:
+    """Take the keys that constrain the output out of `values`."""
+    found = {
+        key: structured_outputs(key, value)
+        for key in ("structured_outputs", "guided_decoding")
+        if (value := values.pop(key, None)) is not None
+    }
+    guide_type, guide = values.pop("guided_decoding_guide_type", None), values.pop("guided_decoding_guide", None)
+    if guide_type is not None or guide is not None:
+        found["guided_decoding_guide_type"] = guided_by(guide_type, guide)
+    given = {key: spec for key, spec in found.items() if spec is not None}
+    if len(given) > 1:
+        raise RequestError("INVALID_ARG", f"{' and '.join(given)} both constrain the output: give one of them")
+    return next(iter(given.values()), None)
 
 
 def _apply_greedy_default(values: dict[str, Any]) -> None:

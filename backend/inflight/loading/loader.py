@@ -26,12 +26,14 @@ from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.grammars.base import Grammars
 from inflight.loading.acceleration import CannotQuantize, accelerate
 from inflight.loading.check_cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checks import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.errors import LoadError, in_models_code
 from inflight.loading.fp8_linear import check_device
+from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.in_float32 import can_run_in_float32
 from inflight.loading.keeps_logits import KeepsLogits
 from inflight.loading.kv_scales import kv_scales
@@ -69,6 +71,7 @@ class CheckpointInfo:
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
         rope: how requests choose their rotary embedding, where it depends on their length.
+        grammars: of the checkpoint's vocabulary.
         graph_bytes: what captured CUDA graphs take.
     """
 
@@ -84,6 +87,7 @@ class CheckpointInfo:
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
     rope: RopeChoice | None = None
+    grammars: Grammars | None = None
     graph_bytes: int = 0
 
 
@@ -223,6 +227,7 @@ def load(config: EngineConfig) -> LoadedModel:
         device=str(device),
         attention_backend=backend.name,
     )
+    info.grammars = checkpoint_grammars(config, info.vocab_size, info.eos_token_ids)
     loaded = LoadedModel(config, model, backend, layers, info, device, dtype, start)
     limits = position_limits(text_config)
     found_cases = _cases(text_config, limits, length, [spec for _, spec in probed], model, device)

@@ -37,7 +37,7 @@ from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload, upload_bytes
 from inflight.sampling import Sampler, SamplerOutput, SamplingMetadata, SamplingTable
 from inflight.sampling.metadata import COLUMN_LINES
-from inflight.sampling.rules import DEVICE_RULES
+from inflight.sampling.rules import DEVICE_RULES, rules_of
 
 __all__ = ["DeviceRunner", "DeviceStep"]
 
@@ -152,10 +152,11 @@ class DeviceRunner:
         self.rotary = loaded.rotary
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
-        self.table = SamplingTable(slots, info.vocab_size, device, DEVICE_RULES)
+        rules = rules_of(info.grammars, DEVICE_RULES)
+        self.table = SamplingTable(slots, info.vocab_size, device, rules)
         self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, rules)
         self.forward = ForwardPass(self.model, slots)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rows = RowWriter(self.state, slots)
@@ -252,7 +253,7 @@ class DeviceRunner:
         if outputs is None:
             return None
         logits, token_ids = outputs
-        plain = not (step.sampling.edits or step.sampling.logprobs)
+        plain = not (step.sampling.masks or step.sampling.edits or step.sampling.logprobs)
         return logits, (), SamplerOutput(token_ids, [], None) if plain else None
 
     # -- launch --------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults, fail_rows, run_without_faulty_rows
 from inflight.runner.step_output import step_output
 from inflight.runner.swap import HostCache
-from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
+from inflight.sampling.rules import rules_of
 from inflight.sampling.upload import upload
 
 __all__ = ["ModelRunner"]
@@ -48,10 +49,11 @@ class ModelRunner:
         self.device = loaded.device
         self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
-        self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device)
+        rules = rules_of(self.info.grammars)
+        self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device, rules)
         self.faults = RowFaults(self.table, self.info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
+        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device, rules)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rotary = loaded.rotary
@@ -97,10 +99,13 @@ class ModelRunner:
             self.rotary.step(out)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
         keep, ask = (upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices))
+        input_ids, slots = self.state.input_ids(inputs), inputs.slot_of_token[inputs.logits_indices]
+        positions = inputs.position_of_token[inputs.logits_indices] + 1
+        sampling = self.table.select(slots, positions, self.state.token_ids)  # masks are made while the model runs
         with forward_context(inputs.metadata, self.backend):
-            logits, more = self.forward(self.state.input_ids(inputs), inputs.positions, keep, ask)
+            logits, more = self.forward(input_ids, inputs.positions, keep, ask)
         forward_end = time.monotonic()
-        step = self._sample(out, inputs, logits)
+        step = self._sample(out, inputs, logits, sampling)
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()
         step.forward_end = forward_end
         return step
@@ -110,14 +115,16 @@ class ModelRunner:
         self.prompt_logprobs.fill_rows(out)
         self.faults.fill_rows(out.new_rows)
 
-    def _sample(self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor) -> StepOutput:
+    def _sample(
+        self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor, sampling: SamplingMetadata
+    ) -> StepOutput:
         """The target's own choice at each of the N logits."""
         rows = inputs.row_of_logits
         if not len(rows):
             return step_output(out, rows, rows)
         slots = inputs.slot_of_token[inputs.logits_indices]
         positions = inputs.position_of_token[inputs.logits_indices] + 1
-        result = self.sampler(logits, self.table.select(slots, positions, self.state.token_ids))
+        result = self.sampler(logits, sampling)
         sampled = result.token_ids.cpu().numpy()
         self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them
         return step_output(out, rows, sampled, result)

@@ -19,8 +19,12 @@ def step_output(
     Args:
         row_of_logits: int64 [N]; a row with k drafts has k + 1 consecutive logits.
         sampled: int64 [N]; the target's choice at each, negative where its logits are not finite.
-        output: has the log probabilities of those of the N that asked.
+        output: has the log probabilities of those of the N that asked, and why a choice means nothing.
     """
+    failures = {} if output is None else output.failures
+    if failures:
+        sampled = sampled.copy()
+        sampled[list(failures)] = NO_TOKEN
     token_ids = np.full(len(out.slots), -1, dtype=np.int64)
     token_ids[row_of_logits] = sampled
     step = StepOutput()
@@ -31,7 +35,7 @@ def step_output(
     step.token_ids = token_ids.tolist()
     if output is not None and output.logprobs_rows:
         _add_logprobs(step, row_of_logits[output.logprobs_rows], output)
-    fail_unusable_rows(step, sampled, row_of_logits)
+    fail_unusable_rows(step, sampled, row_of_logits, failures)
     return step
 
 

@@ -55,9 +55,10 @@ from inflight.sampling.logprobs import prompt_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.sampler import Sampler
 from inflight.sampling.table import SamplingTable, sampling_metadata
-from inflight.sampling.unusable import UNUSABLE_LOGITS, fail_unusable_rows
+from inflight.sampling.unusable import NO_TOKEN, UNUSABLE_LOGITS, fail_unusable_rows
 
 __all__ = [
+    "NO_TOKEN",
     "UNUSABLE_LOGITS",
     "SampleRow",
     "Sampler",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling.logprobs import PendingLogprobs
-from inflight.sampling.rules import LogitsEdit
+from inflight.sampling.rules import LogitsEdit, LogitsMask
 
 __all__ = ["COLUMN_LINES", "Kind", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
 
@@ -53,13 +54,21 @@ class SamplerOutput:
     token_ids: int64[R] on the device of the logits; every entry is in [0, V), or `unusable.NO_TOKEN` where the
         row's logits are not finite.
     logprobs_rows: rows whose params ask for log probabilities, increasing.
+    failures: row -> why its token means nothing, where a mask knows.
     """
 
-    __slots__ = ("_pending", "logprobs_rows", "token_ids")
+    __slots__ = ("_pending", "failures", "logprobs_rows", "token_ids")
 
-    def __init__(self, token_ids: Tensor, rows: list[int], pending: PendingLogprobs | None) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        rows: list[int],
+        pending: PendingLogprobs | None,
+        failures: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.token_ids = token_ids
         self.logprobs_rows = rows
+        self.failures = failures
         self._pending = pending
 
     @property
@@ -112,7 +121,8 @@ class SamplingMetadata:
             if all rows are greedy.
         random_groups: the random rows once more, grouped by how they are drawn; empty where the
             GPU kernel draws all of them.
-        edits: changes to the logits, in order of application.
+        masks: changes to the logits that come first.  Log probabilities are those of what they leave.
+        edits: the other changes to the logits, in order of application.
         logprobs: row -> number of top entries, for the rows that return log probabilities.
         logprobs_rows: int64[len(logprobs)], these rows on the device.
     """
@@ -122,6 +132,7 @@ class SamplingMetadata:
     greedy_rows: Tensor | None = None
     columns: Tensor | None = None
     random_groups: list[RandomGroup] = field(default_factory=list)
+    masks: list[LogitsMask] = field(default_factory=list)
     edits: list[LogitsEdit] = field(default_factory=list)
     logprobs: dict[int, int] = field(default_factory=dict)
     logprobs_rows: Tensor | None = None

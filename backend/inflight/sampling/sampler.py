@@ -15,7 +15,7 @@ from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.rules import RULES, LogitsRule
+from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.unusable import are_finite, mark_unusable
 
@@ -40,13 +40,17 @@ class Sampler:
                 f"logits have shape {list(logits.shape)}, metadata is for {list(expected)}: "
                 "select the slots whose rows are passed, from a table with the vocabulary size of the logits"
             )
-        token_ids = _choose(logits, metadata)
+        of_model = logits
+        if metadata.masks:
+            logits = _edited(logits, metadata.masks)
+        failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
+        token_ids = _choose(logits, metadata, of_model)
         index = metadata.logprobs_rows
         if index is None:
-            return SamplerOutput(token_ids, [], None)
+            return SamplerOutput(token_ids, [], None, failures)
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
         chosen = token_ids[index].clamp_(min=0)
-        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops))
+        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops), failures)
 
     def warm_up(
         self, vocab_size: int, dtype: torch.dtype, device: torch.device, rules: Sequence[type[LogitsRule]] = RULES
@@ -60,29 +64,38 @@ class Sampler:
         logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
         metadata = sampling_metadata(rows, vocab_size, device, rules)
         self(logits, metadata)  # edits are made to a float32 copy
-        self(logits, replace(metadata, edits=[]))
+        self(logits, replace(metadata, masks=[], edits=[]))
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """float32[R, V]: a copy of `logits` with the edits of `metadata` applied in their order."""
+    """float32[R, V]: a copy of `logits` with the edits of `metadata` applied in their order.
+
+    Where they leave none of the tokens that the masks allow (`logits` are masked), the masks decide alone.
+    """
+    edited = _edited(logits, metadata.edits)
+    if not metadata.masks:
+        return edited
+    return torch.where(edited.amax(-1, keepdim=True) == -torch.inf, logits, edited)
+
+
+def _edited(logits: Tensor, edits: Sequence[LogitsEdit]) -> Tensor:
     edited = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    for edit in metadata.edits:
+    for edit in edits:
         edit.apply(edited)
     return edited
 
 
-def _choose(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Tensor:
     """int64[R].  A row is unusable by the model's own logits: a mask neither hides NaN nor is taken for it."""
-    of_model = logits
     if metadata.edits:
         logits = edit_logits(logits, metadata)
     if metadata.columns is not None and can_launch(logits.device):
         from inflight.kernels.gpu import gpu_sampler
 
-        if not metadata.edits:
+        if not (metadata.masks or metadata.edits):
             return gpu_sampler.choose(logits, metadata.columns)
         return mark_unusable(gpu_sampler.choose(logits, metadata.columns, marks=False), of_model.amax(-1))
-    greedy, suspect = metadata.greedy_rows, bool(metadata.edits)
+    greedy, suspect = metadata.greedy_rows, bool(metadata.masks or metadata.edits)
     if greedy is None:
         tops, token_ids = largest(logits)
         return mark_unusable(token_ids, largest(of_model)[0] if suspect else tops)

@@ -12,7 +12,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
-from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
+from inflight.sampling.rules import RULES, LogitsMask, LogitsRule, Put, RowBatch
 from inflight.sampling.upload import upload
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
@@ -242,7 +242,9 @@ class SamplingTable:
                     "pass the array that holds the tokens of all slots"
                 )
             edit = rule.prepare(batch.take(rows))
-            if edit is not None:
+            if isinstance(edit, LogitsMask):
+                metadata.masks.append(edit)
+            elif edit is not None:
                 metadata.edits.append(edit)
 
 

@@ -6,6 +6,9 @@ the way to the token in any case.  Masks are no reason: a row that they leave wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,7 +39,9 @@ def mark_unusable(token_ids: Tensor, tops: Tensor) -> Tensor:
     return torch.where(tops.isfinite(), token_ids, NO_TOKEN)
 
 
-def fail_unusable_rows(step: StepOutput, sampled: np.ndarray, rows: np.ndarray) -> None:
+def fail_unusable_rows(
+    step: StepOutput, sampled: np.ndarray, rows: np.ndarray, reasons: Mapping[int, str] = MappingProxyType({})
+) -> None:
     """Move the rows without a token from the sampled ones of `step` to its `row_failures`.
 
     A row with drafts fails only if its own run of tokens ends there; what follows a refused draft is nobody's.
@@ -44,11 +49,13 @@ def fail_unusable_rows(step: StepOutput, sampled: np.ndarray, rows: np.ndarray) 
     Args:
         sampled: int64[N], token ids on the host.
         rows: int64[N], the row of the step that each belongs to.
+        reasons: why some of the N have none; the model's logits are to blame for the others.
     """
     if not (sampled < 0).any():
         return
     for row in dict.fromkeys(rows[sampled < 0].tolist()):
         if step.token_runs.get(row, [NO_TOKEN])[-1] < 0:
-            step.row_failures[row] = UNUSABLE_LOGITS
+            first = int(np.flatnonzero((rows == row) & (sampled < 0))[0])
+            step.row_failures[row] = reasons.get(first, UNUSABLE_LOGITS)
             step.token_runs.pop(row, None)
             step.logprobs.pop(row, None)

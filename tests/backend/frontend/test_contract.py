@@ -358,7 +358,6 @@ def test_invalid_utf8_names_the_byte() -> None:
         ({"detokenize": False, "stop": "x"}, "stop needs the text: omit detokenize=False"),
         ({"output_kind": 3}, "output_kind=3: must be 0 (cumulative), 1 (delta) or 2 (final only)"),
         ({"output_kind": "delta"}, "output_kind='delta': must be 0"),
-        ({"structured_outputs": "{}"}, "structured_outputs is not supported: nothing guides decoding; omit it"),
         ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache=True is not supported"),
         ({"flat_logprobs": "maybe"}, "flat_logprobs='maybe': must be true or false"),
         ({"seed": 2**64}, "seed="),

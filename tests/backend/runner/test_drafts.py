@@ -28,6 +28,8 @@ class Replayer:
         self.outputs, self.wrong, self.length = outputs, wrong, length
         self.num_drafts = self.num_accepted = 0
 
+    active = True
+
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         output = self.outputs[request.request_id, request.index]
         first = request.num_output_tokens + num_unknown

@@ -12,6 +12,7 @@ from inflight.engine.policies.cost_model import StepLoad, step_load
 from inflight.engine.rope_choice import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.grammars.base import Grammars
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.workload.scenarios import Job
 
@@ -38,6 +39,7 @@ class SimulatedInfo:
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
     rope: RopeChoice | None = None
+    grammars: Grammars | None = None
 
 
 class _Ticket(NamedTuple):

@@ -11,7 +11,14 @@ __all__ = ["Drafter"]
 
 
 class Drafter(Protocol):
-    """Guesses tokens ahead (Leviathan et al., arXiv:2211.17192).  Called by the scheduler alone."""
+    """Guesses tokens ahead (Leviathan et al., arXiv:2211.17192).  Called by the scheduler alone.
+
+    What it remembers of a request is in `Request.draft_state`.
+    """
+
+    @property
+    def active(self) -> bool:
+        """Whether any running request may get a draft; asked once a step."""
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         """Guess up to `limit` tokens that follow; any number of them, none included.

@@ -89,10 +89,12 @@ class NotYet:
     Attributes:
         reason: what it waits for, for the message of its failure.
         seconds: how long it may wait before it fails.
+        failure: why it never will start, in words for the client (INVALID_ARG); "" while it may.
     """
 
     reason: str
     seconds: float
+    failure: str = ""
 
 
 class AdmissionPolicy(Protocol):

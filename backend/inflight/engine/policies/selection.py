@@ -6,25 +6,41 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
+from inflight.engine.drafting.forced import ForcedTokens
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import make_budget
 from inflight.engine.policies.fair_queue import FairQueue
+from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.in_time import InTimeAdmission
 from inflight.engine.policies.order import DueOrder, make_patience
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.tenant_accounts import TenantAccounts
+from inflight.grammars.base import Grammars
 
 __all__ = ["make_policies"]
 
 
-def make_policies(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Policies:
-    """One answer to each of the scheduler's questions; `clock` is that of the deadlines."""
+def make_policies(
+    config: EngineConfig, clock: Callable[[], float] = time.monotonic, grammars: Grammars | None = None
+) -> Policies:
+    """One answer to each of the scheduler's questions.
+
+    Args:
+        clock: that of the deadlines.
+        grammars: of the checkpoint; requests that have one wait until it is compiled.
+    """
+    admission = make_admission(config)
+    drafter = None
+    if grammars is not None:
+        drafter = ForcedTokens(grammars)
+        admission = GrammarAdmission(admission, grammars, drafter)
     return Policies(
         order=_make_order(config),
         victim=make_victim(config),
-        admission=InTimeAdmission(make_admission(config), clock),
+        admission=InTimeAdmission(admission, clock),
         budget=make_budget(config),
+        drafter=drafter,
     )
 
 

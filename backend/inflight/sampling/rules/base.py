@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 
-__all__ = ["BannedTokens", "LogitsEdit", "LogitsRule", "Put", "RowBatch", "check_token_ids"]
+__all__ = ["BannedTokens", "LogitsEdit", "LogitsMask", "LogitsRule", "Put", "RowBatch", "check_token_ids"]
 
 # Brings an array to the device, where it has its contents by the time that an edit is applied.
 Put = Callable[[np.ndarray], Tensor]
@@ -67,6 +67,17 @@ class LogitsEdit(Protocol):
 
     def apply(self, logits: Tensor) -> None:
         """Change float32 logits[R, V], contiguous, in place and without waiting for the device."""
+
+
+@runtime_checkable
+class LogitsMask(LogitsEdit, Protocol):
+    """An edit that other rules cannot undo, and that log probabilities follow.
+
+    Attributes:
+        failures: row of the logits -> why no token of it can be meant; complete once the edit was applied.
+    """
+
+    failures: dict[int, str]
 
 
 class LogitsRule(Protocol):

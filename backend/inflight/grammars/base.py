@@ -1,0 +1,76 @@
+"""The Protocols between engine, sampler and a grammar library.  No torch.
+
+What a request asks for is a `GrammarSpec`, plain data that crosses processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from inflight.grammars.spec import GrammarSpec
+
+__all__ = ["Grammar", "Grammars", "MaskJob", "mask_words"]
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask with one bit for each token, the first one in the lowest bit."""
+    return (vocab_size + 31) // 32
+
+
+class Grammar(Protocol):
+    """One sequence's way through a grammar.  Used by one thread at a time.
+
+    Attributes:
+        error: why it cannot go on: a token that the grammar does not allow, or a limit of the library; "" if it can.
+    """
+
+    error: str
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
+
+    def forced(self, limit: int) -> list[int]:
+        """Up to `limit` tokens that spell what must come next, as the tokenizer would; [] if there is a choice."""
+
+
+class MaskJob(NamedTuple):
+    """Masks for a sequence and its drafts.
+
+    Attributes:
+        row: of the first mask; one more for each draft follows.
+        draft_token_ids: tokens that may follow; the sequence stays where it is.
+    """
+
+    grammar: Grammar
+    row: int
+    draft_token_ids: Sequence[int]
+
+
+class Grammars(Protocol):
+    """The grammars of one checkpoint's vocabulary."""
+
+    def warm_up(self) -> None:
+        """Begin to read the vocabulary, which the first grammar would wait for.  Does not block."""
+
+    def start(self, spec: GrammarSpec) -> None:
+        """Compile in the background, unless that was done.  Does not block."""
+
+    def outcome(self, spec: GrammarSpec) -> str | None:
+        """ "" once it is compiled; why it is refused, in words for the client; None: not yet.  Does not block."""
+
+    def new(self, spec: GrammarSpec) -> Grammar:
+        """A sequence at the start.  Blocks until the grammar is compiled.
+
+        Raises:
+            ValueError: it is refused.
+        """
+
+    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray) -> None:
+        """Write the masks of all jobs to `bitmask` int32 [rows, mask_words(vocab_size)].
+
+        Rows behind a draft that the grammar refuses, and those of a sequence with an `error`, allow all.  Leaves
+        Python's lock alone while it works.
+        """

@@ -1,0 +1,52 @@
+"""From a `GrammarSpec` to the language of llguidance.  Runs where grammars are compiled, beside the steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.grammars.schemas import checked_schema
+from inflight.grammars.spec import GrammarSpec
+from inflight.grammars.structural_tag import literal, structural_tag_grammar
+
+__all__ = ["guidance_grammar"]
+
+# Between the tokens of JSON.  Any whitespace is valid, and a model that once began it may never end it: so there is a
+# bound, far above what indentation takes.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
+
+def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
+    """The text from which an `LLMatcher` is made.
+
+    Args:
+        special_tokens: token ids by name; where a literal contains a name, it means the token.
+
+    Raises:
+        ValueError: not what its kind says it is, or a demand that could not be enforced.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if spec.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(
+            checked_schema(json.loads(spec.text), spec.additional_properties), overrides=json_options(spec)
+        )
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(literal(text, special_tokens) for text in json.loads(spec.text))
+        )
+    if spec.kind == "structural_tag":
+        return structural_tag_grammar(
+            json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
+        )
+    return grammar_from("grammar", spec.text)
+
+
+def json_options(spec: GrammarSpec) -> Any:
+    """How llguidance writes JSON."""
+    if spec.whitespace == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": _WHITESPACE if spec.whitespace is None else spec.whitespace}

@@ -1,0 +1,222 @@
+"""Grammars by the library llguidance: an Earley parser over a lexer, walked with a trie of the vocabulary.
+
+Masks take microseconds, and no state is precomputed, so that a grammar is ready within milliseconds.  The library
+limits the work of every call; a grammar or sequence that hits a limit is refused alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.formats import guidance_grammar
+from inflight.grammars.spec import GrammarSpec
+from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
+
+__all__ = ["GuidanceGrammars"]
+
+_MAX_CACHED = 256  # compiled grammars
+_MAX_CACHED_BYTES = 16 * 2**20  # of their sources; compiled, they take some ten times that
+_COMPILE_SECONDS = 20.0
+_COMPILERS = 2  # threads: one slow grammar does not hold up the next
+# Tokens of a forced text that are looked up again for the end of the sequence behind them.
+_MAX_FORCED = 64
+
+
+@dataclass
+class _Entry:
+    """A grammar that is being compiled, or was.
+
+    Attributes:
+        compiled: an `LLMatcher` at the start, or the error text.
+        begun: seconds; a monotonic clock.
+    """
+
+    compiled: Future[Any]
+    begun: float
+
+
+class GuidanceGrammars:
+    """Implements `Grammars`.
+
+    Args:
+        read_tokenizer: returns the text of tokenizer.json; called in a thread.  A ValueError says why there are no
+            grammars.
+        vocab_size: tokens that logits have.
+        eos_token_ids: what ends a sequence where the grammar does.
+    """
+
+    def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()  # guards the entries
+        self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
+        self._num_bytes = 0
+        self._threads = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammars")
+        self._read_tokenizer = read_tokenizer
+        self._tokenizer: Future[Any] | None = None
+        self._executor: Any = None
+
+    def warm_up(self) -> None:
+        with self._lock:
+            self._begin_to_load()
+
+    def start(self, spec: GrammarSpec) -> None:
+        self._entry(spec)
+
+    def outcome(self, spec: GrammarSpec) -> str | None:
+        entry = self._entry(spec)
+        if entry.compiled.done():
+            compiled = entry.compiled.result()
+            return compiled if isinstance(compiled, str) else ""
+        if time.monotonic() - entry.begun > _COMPILE_SECONDS:
+            return f"the grammar was not compiled within {_COMPILE_SECONDS:g} s: simplify it"
+        return None
+
+    def new(self, spec: GrammarSpec) -> _Sequence:
+        compiled = self._entry(spec).compiled.result()
+        if isinstance(compiled, str):
+            raise ValueError(compiled)
+        return _Sequence(compiled.deep_copy(), self._eos_token_ids)
+
+    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray) -> None:
+        bitmask.fill(-1)
+        live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
+        masks, where = self._masks(), (bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask))
+        plain = [(_matcher(job), job.row) for job in live if not job.draft_token_ids]
+        drafted = [(_matcher(job), job.row, list(job.draft_token_ids)) for job in live if job.draft_token_ids]
+        if plain:
+            masks.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        for job in live:
+            assert isinstance(job.grammar, _Sequence)
+            job.grammar.check()
+
+    def _masks(self) -> Any:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
+        return self._executor
+
+    def _entry(self, spec: GrammarSpec) -> _Entry:
+        with self._lock:
+            tokenizer = self._begin_to_load()
+            entry = self._entries.get(spec)
+            if entry is None:
+                compiled = self._threads.submit(self._compile, spec, tokenizer)
+                entry = self._entries[spec] = _Entry(compiled, time.monotonic())
+                self._num_bytes += spec.size
+            self._entries.move_to_end(spec)
+            while len(self._entries) > 1 and (len(self._entries) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES):
+                oldest, _ = self._entries.popitem(last=False)  # sequences that use it have copies
+                self._num_bytes -= oldest.size
+            return entry
+
+    def _begin_to_load(self) -> Future[Any]:
+        if self._tokenizer is None:
+            self._tokenizer = self._threads.submit(self._load)
+        return self._tokenizer
+
+    def _load(self) -> Any:
+        """An `LLTokenizer` and the `Vocabulary`.  Raises ValueError: there can be no grammars, and why."""
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError:
+            raise ValueError("structured output needs the package llguidance: pip install llguidance") from None
+        if not self._eos_token_ids:
+            raise ValueError("structured output needs an end-of-sequence token, and this checkpoint has none")
+        vocabulary = read_vocabulary(self._read_tokenizer())
+        wrapped = TokenizerWrapper(_Wrapped(vocabulary, self._vocab_size, self._eos_token_ids))
+        try:
+            return LLTokenizer(wrapped, eos_token=self._eos_token_ids), vocabulary
+        except Exception as error:
+            raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
+
+    def _compile(self, spec: GrammarSpec, tokenizer: Future[Any]) -> Any:
+        """An `LLMatcher`, or the error text."""
+        try:
+            vocabulary, names = tokenizer.result()[0], tokenizer.result()[1].names
+            from llguidance import LLMatcher
+
+            matcher = LLMatcher(vocabulary, guidance_grammar(spec, names), log_level=0)
+            first = matcher.deep_copy()
+            mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
+            if not first.is_error():  # some grammars show only here that they are beyond a limit
+                first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        except Exception as error:
+            return _shown(str(error))
+        if first.is_error():
+            return _shown(first.get_error())
+        return matcher if mask.any() else "the grammar allows no text at all"
+
+
+class _Sequence:
+    """Implements `Grammar`."""
+
+    def __init__(self, matcher: Any, eos_token_ids: list[int]) -> None:
+        self.matcher = matcher
+        self.error = ""
+        self._eos_token_ids = eos_token_ids
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        if not token_ids or self.error:
+            return
+        rest = token_ids[self.matcher.try_consume_tokens(list(token_ids)) :]
+        if rest and not (self.matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
+            self.check()
+            self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
+
+    def check(self) -> None:
+        if not self.error and self.matcher.is_error():
+            self.error = f"the grammar cannot go on: {_shown(self.matcher.get_error())}"
+
+    def forced(self, limit: int) -> list[int]:
+        if self.error or self.matcher.is_stopped():
+            return []
+        tokens = self.matcher.compute_ff_tokens()
+        if not tokens or limit <= len(tokens) or len(tokens) > _MAX_FORCED:
+            return tokens[:limit]
+        taken = self.matcher.try_consume_tokens(tokens)
+        stopped = self.matcher.is_stopped() and taken == len(tokens)
+        self.matcher.rollback(taken)
+        return [*tokens, self._eos_token_ids[0]] if stopped else tokens
+
+
+class _Wrapped:
+    """What llguidance asks of a tokenizer, for V tokens; those that the tokenizer does not know are never allowed."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
+        missing = range(len(vocabulary.tokens), vocab_size)
+        self.tokens = [*vocabulary.tokens[:vocab_size], *(b"<missing %d>" % token for token in missing)]
+        self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids, *missing} & set(range(vocab_size)))
+        self.eos_token_id = eos_token_ids[0]
+        self._vocab_size = vocab_size
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        return [token for token in self._encode(text) if token < self._vocab_size]
+
+
+def _matcher(job: MaskJob) -> Any:
+    assert isinstance(job.grammar, _Sequence)
+    return job.grammar.matcher
+
+
+def _shown(error: str) -> str:
+    """What the library says, without the state of its parser."""
+    return " ".join(error.partition("\n<state>")[0].split())[:500] or "unknown error"

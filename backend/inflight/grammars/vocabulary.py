@@ -1,0 +1,113 @@
+"""The bytes of each token, read from tokenizer.json: what a grammar sees of a vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Vocabulary", "read_vocabulary"]
+
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders that give a token the same bytes wherever it stands, the start of a text excepted.
+_WITH_SPACES = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+
+
+@dataclass
+class Vocabulary:
+    """Attributes:
+    tokens: bytes of each token id; of a special one, its name.
+    special_ids: tokens that are never part of a text, but of their name alone.
+    names: of the special tokens.
+    encode: text -> token ids, as in the middle of a text.
+    """
+
+    tokens: list[bytes]
+    special_ids: list[int]
+    names: dict[str, int]
+    encode: Callable[[str], list[int]]
+
+
+def read_vocabulary(tokenizer_json: str) -> Vocabulary:
+    """
+    Args:
+        tokenizer_json: what the library `tokenizers` writes.
+
+    Raises:
+        ValueError: a token's bytes depend on its neighbours, or the decoder is not known here.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    to_bytes = _bytes_of(json.loads(tokenizer_json).get("decoder"))
+    tokens = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        tokens[token] = to_bytes(text)
+    special_ids, names = [], {}
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        tokens[token] = added.content.encode()
+        if added.special:
+            special_ids.append(token)
+            names[added.content] = token
+    # Some put a space before a text, and none before a text that goes on behind a letter.
+    anchor = tokenizer.encode("a", add_special_tokens=False).ids
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode("a" + text, add_special_tokens=False).ids
+        if ids[: len(anchor)] == anchor:
+            return ids[len(anchor) :]
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    return Vocabulary(tokens, special_ids, names, encode)
+
+
+def _bytes_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """From a token as the vocabulary writes it to its bytes."""
+    parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {part["type"] for part in parts}
+    if kinds == {"ByteLevel"}:
+        return _byte_level
+    strange = sorted(kinds - _WITH_SPACES)
+    if strange or not kinds:
+        raise ValueError(
+            f"structured output is not possible with this checkpoint's tokenizer: its decoder is "
+            f"{' and '.join(strange) or 'missing'}, and the bytes of a token must not depend on its neighbours"
+        )
+    replaced = [(part["pattern"].get("String"), part["content"]) for part in parts if part["type"] == "Replace"]
+    if "Metaspace" in kinds:
+        replaced.append((next(part["replacement"] for part in parts if part["type"] == "Metaspace"), " "))
+    if any(pattern is None for pattern, _ in replaced):
+        raise ValueError(
+            "structured output is not possible with this checkpoint's tokenizer: its decoder replaces by expression"
+        )
+    falls_back = "ByteFallback" in kinds
+
+    def with_spaces(token: str) -> bytes:
+        byte = _BYTE.fullmatch(token) if falls_back else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        for pattern, content in replaced:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    return with_spaces
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters of byte-level vocabularies: printable bytes stand for themselves, others begin at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_LETTERS = _byte_letters()
+
+
+def _byte_level(token: str) -> bytes:
+    if all(letter in _LETTERS for letter in token):
+        return bytes(_LETTERS[letter] for letter in token)
+    return token.encode()

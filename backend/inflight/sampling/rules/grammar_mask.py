@@ -1,0 +1,134 @@
+"""`grammar`: only tokens with which the output can still become what the grammar says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import Grammar, Grammars, MaskJob, mask_words
+from inflight.grammars.spec import GrammarSpec
+from inflight.kernels.gpu.launch import can_launch
+from inflight.sampling.rules.base import LogitsRule, RowBatch
+from inflight.sampling.upload import upload
+
+__all__ = ["GrammarMask", "Mask", "apply_bitmask", "grammar_rule"]
+
+
+def grammar_rule(grammars: Grammars) -> type[LogitsRule]:
+    """The rule for the vocabulary of one checkpoint."""
+    return type("CheckpointGrammarMask", (GrammarMask,), {"grammars": grammars})
+
+
+class GrammarMask:
+    """A `LogitsRule`.  Masks are made in a thread while the device computes the step's logits.
+
+    Attributes:
+        grammars: set by `grammar_rule`.
+    """
+
+    reads_tokens: ClassVar[bool] = True
+    warm_up_params: ClassVar[SamplingParams] = SamplingParams(grammar=GrammarSpec("regex", "(?s:.*)"))
+    grammars: ClassVar[Grammars]
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._sequences: list[Grammar | None] = [None] * max_num_seqs
+        self._ends = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each slot that its grammar has taken, or -1
+        self._ignores_eos = np.zeros(max_num_seqs, dtype=bool)
+        self._not_eos = np.full(mask_words(vocab_size), 2**32 - 1, dtype=np.uint32)
+        self._thread: ThreadPoolExecutor | None = None
+        self._filling: Future[None] | None = None
+
+    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+        self._sequences[slot] = None
+        if params.grammar is None:
+            return False
+        self._sequences[slot] = self.grammars.new(params.grammar)
+        self._ends[slot] = -1
+        self._ignores_eos[slot] = params.ignore_eos
+        for token in eos_token_ids:
+            self._not_eos[token // 32] &= np.uint32(2**32 - 1 - 2 ** (token % 32))
+        return True
+
+    def prepare(self, batch: RowBatch) -> Mask:
+        self._wait()  # a step that failed never came to its mask
+        jobs = []
+        firsts = np.flatnonzero(batch.positions == batch.first_positions)
+        ends = np.append(firsts[1:], len(batch.rows))
+        for row, end in zip(firsts.tolist(), ends.tolist()):
+            slot, first = int(batch.slots[row]), int(batch.first_positions[row])
+            sequence = self._sequences[slot]
+            assert sequence is not None
+            start = self._ends[slot] if self._ends[slot] >= 0 else batch.num_prompt_tokens[row]
+            tokens = batch.token_ids[slot]
+            sequence.advance(tokens[start:first].tolist())
+            self._ends[slot] = first
+            jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
+        bitmask = np.empty((len(batch.rows), mask_words(self._vocab_size)), dtype=np.int32)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
+        self._filling = self._thread.submit(self._fill, jobs, bitmask, self._ignores_eos[batch.slots])
+        return Mask(batch.rows, bitmask, self._vocab_size, jobs, self._filling)
+
+    def _fill(self, jobs: list[MaskJob], bitmask: np.ndarray, ignores_eos: np.ndarray) -> None:
+        self.grammars.fill(jobs, bitmask)
+        for row in np.flatnonzero(ignores_eos).tolist():
+            going_on = bitmask[row] & self._not_eos.view(np.int32)
+            if going_on.any():
+                bitmask[row] = going_on
+
+    def _wait(self) -> None:
+        if self._filling is not None:
+            self._filling.result()
+            self._filling = None
+
+
+@dataclass(slots=True)
+class Mask:
+    """A `LogitsEdit` of r rows.
+
+    Attributes:
+        rows: int64 [r], rows of the logits, increasing.
+        bitmask: int32 [r, mask_words(V)], on the host; complete once `filled` is done.
+        failures: row of the logits -> why its grammar cannot go on; known once the edit was applied.
+    """
+
+    rows: np.ndarray
+    bitmask: np.ndarray
+    vocab_size: int
+    jobs: list[MaskJob]
+    filled: Future[None]
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def apply(self, logits: Tensor) -> None:
+        self.filled.result()
+        for job in self.jobs:
+            if job.grammar.error:
+                self.failures[int(self.rows[job.row])] = job.grammar.error
+        apply_bitmask(logits, self.rows, self.bitmask)
+
+
+def apply_bitmask(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf.
+
+    Args:
+        logits: float32 [R, V], contiguous; changed in place.
+        rows: int64 [r], on the host, increasing.
+        bitmask: int32 [r, mask_words(V)], on the host.
+    """
+    if can_launch(logits.device):
+        from inflight.kernels.gpu import gpu_bitmask
+
+        gpu_bitmask.apply(logits, upload(rows, logits.device), upload(bitmask, logits.device))
+        return
+    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+    banned = torch.from_numpy(bits).logical_not()
+    for row, mask in zip(rows.tolist(), banned.to(logits.device)):
+        logits[row].masked_fill_(mask, float("-inf"))

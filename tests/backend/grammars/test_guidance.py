@@ -1,0 +1,313 @@
+"""Grammars of llguidance: compiled once, refused by name, masks that agree with the automaton."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from inflight.grammars import guidance
+from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.guidance import GuidanceGrammars
+from inflight.grammars.spec import GrammarSpec
+from inflight.grammars.vocabulary import read_vocabulary
+
+from .conftest import DEMO, EOS, VOCAB
+
+DIGITS = GrammarSpec("regex", "[0-9]{1,6}")
+SCHEMA = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}), "")
+
+
+def outcome(grammars: GuidanceGrammars, spec: GrammarSpec) -> str:
+    """Once it is known."""
+    deadline = time.monotonic() + 60
+    while (found := grammars.outcome(spec)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return found
+
+
+def allowed(grammars: GuidanceGrammars, *jobs: MaskJob, rows: int = 1) -> list[set[int]]:
+    bitmask = np.empty((rows, mask_words(VOCAB)), dtype=np.int32)
+    grammars.fill(jobs, bitmask)
+    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=VOCAB, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def refused(**schema: Any) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (GrammarSpec("regex", "(?=a)b"), "look-around"),
+        (GrammarSpec("regex", r"(a)\1"), "backreferences are not supported"),
+        (GrammarSpec("regex", "(a"), "unclosed group"),
+        (refused(type="strin"), "strin"),
+        (refused(**{"not": {"type": "string"}}), '"not"'),
+        (refused(type="array", uniqueItems=True), "uniqueItems"),
+        (refused(type="array", contains={"type": "integer"}), "contains"),
+        (refused(**{"if": {"type": "string"}, "then": {"minLength": 2}}), '"if"'),
+        (refused(type="object", propertyNames={"pattern": "^a"}), "propertyNames"),
+        (refused(type="object", dependentRequired={"a": ["b"]}), "dependentRequired"),
+        (refused(oneOf=[{"type": "integer"}, {"type": "number"}]), "oneOf"),
+        (refused(type="string", format="phone"), "phone"),
+        (refused(**{"$ref": "https://example.com/schema"}), "example.com"),
+        (refused(**{"x-guidance": {"lenient": True}, "not": {}}), "x-guidance is not supported"),
+        (refused(type="object", minProperties=3), "minProperties=3 is not supported"),
+        (refused(**{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), ""),
+        (GrammarSpec("json_schema", "false"), "must be an object, or true"),
+        (GrammarSpec("grammar", "start: nothing"), "nothing"),
+        (GrammarSpec("grammar", "root ::= missing"), "missing"),
+        (GrammarSpec("structural_tag", '{"type": "structural_tag"}'), "structural_tag: must be"),
+        (GrammarSpec("structural_tag", '{"format": {"type": "qwen_xml"}}'), "'qwen_xml' is not supported"),
+        (GrammarSpec("structural_tag", '{"structures": [], "triggers": ["<"]}'), "no tag begins with the trigger '<'"),
+    ],
+    ids=lambda value: value.text[:40] if isinstance(value, GrammarSpec) else value,
+)
+def test_what_cannot_be_enforced_is_refused_by_name(grammars: GuidanceGrammars, spec: GrammarSpec, reason: str) -> None:
+    found = outcome(grammars, spec)
+    assert found and reason in found
+    assert len(found) <= 600 and "<state>" not in found
+    with pytest.raises(ValueError):
+        grammars.new(spec)
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[GrammarSpec] = []
+    real = guidance.guidance_grammar
+
+    def counting(spec: GrammarSpec, names: dict[str, int]) -> str:
+        seen.append(spec)
+        return real(spec, names)
+
+    monkeypatch.setattr(guidance, "guidance_grammar", counting)
+    monkeypatch.setattr(guidance, "_MAX_CACHED", 3)
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
+    specs = [GrammarSpec("regex", f"a{{{count}}}") for count in range(1, 5)]
+    for spec in [*specs[:3], *specs[:3]]:
+        assert outcome(grammars, GrammarSpec(spec.kind, spec.text)) == ""
+    assert seen == specs[:3]
+    first = grammars.new(specs[0])  # the most recent one now
+    for spec in specs[3:]:
+        assert outcome(grammars, spec) == ""
+    first.advance([])
+    assert outcome(grammars, specs[0]) == "" and len(seen) == 4
+    assert outcome(grammars, specs[1]) == "" and len(seen) == 5, "the oldest was forgotten, and is compiled again"
+
+
+def test_sources_are_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "_MAX_CACHED_BYTES", 100)
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
+    for size in (60, 70, 300):
+        assert outcome(grammars, GrammarSpec("regex", "b" * size)) == ""
+    assert len(grammars._entries) == 1 and grammars._num_bytes == 300
+
+
+def test_one_that_takes_too_long_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    release, real = threading.Event(), guidance.guidance_grammar
+
+    def slow(spec: GrammarSpec, names: dict[str, int]) -> str:
+        if spec.text == "slow":
+            assert release.wait(60)
+        return real(spec, names)
+
+    monkeypatch.setattr(guidance, "guidance_grammar", slow)
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
+    spec = GrammarSpec("regex", "slow")
+    try:
+        assert grammars.outcome(spec) is None
+        assert outcome(grammars, DIGITS) == ""
+        assert grammars.outcome(spec) is None
+        monkeypatch.setattr(guidance, "_COMPILE_SECONDS", 0.0)
+        assert "was not compiled within" in (grammars.outcome(spec) or "")
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("regex", "((a{1,500}){1,500}){1,500}"),
+        GrammarSpec("regex", r"(\p{L}{1,1000}){1,1000}"),
+        GrammarSpec("regex", ".*a.{30}" * 20),
+        refused(enum=[f"value-{number}" for number in range(8000)]),
+        GrammarSpec("json_schema", '{"items":' * 500 + "{}" + "}" * 500),
+        refused(type="object", properties={f"p{number}": {"type": "string"} for number in range(1500)}),
+        refused(
+            allOf=[
+                {"anyOf": [{"properties": {f"x{one}{other}": {"type": "integer"}}} for other in range(6)]}
+                for one in range(8)
+            ]
+        ),
+        refused(type="array", minItems=100_000, items={"type": "array", "minItems": 100_000}),
+        GrammarSpec("grammar", 'start: x\nx: x x | "a" |'),
+        GrammarSpec("grammar", "start: " + '"a" ' * 20_000),
+        GrammarSpec("grammar", "root ::= " + "(" * 2000 + '"a"' + ")" * 2000),
+        GrammarSpec("choice", json.dumps(["x" * 100_000])),
+    ],
+    ids=lambda spec: f"{spec.kind} {spec.text[:20]}",
+)
+def test_a_hostile_grammar_is_refused_or_walked_within_bounds(grammars: GuidanceGrammars, spec: GrammarSpec) -> None:
+    if outcome(grammars, spec):
+        return
+    sequence = grammars.new(spec)
+    for _ in range(12):
+        (tokens,) = allowed(grammars, MaskJob(sequence, 0, []))
+        if sequence.error or tokens == {EOS}:
+            break
+        sequence.advance([max(tokens - {EOS})])
+    assert not sequence.error or "cannot go on" in sequence.error
+
+
+def test_masks_of_drafts_are_those_of_the_same_tokens_taken_one_by_one(
+    grammars: GuidanceGrammars, tokenizer: Tokenizer
+) -> None:
+    texts = ['{"a":-10}', '{"a":1', '{"a":"x"', "", '{"b":[1,{"c":null}]', "nothing like JSON", '{"a":1}']
+
+    @given(st.sampled_from(texts), st.integers(0, 6), st.sampled_from([SCHEMA, DIGITS]))
+    @settings(max_examples=80, deadline=None)
+    def check(text: str, cut: int, spec: GrammarSpec) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        taken, drafts = ids[:cut], ids[cut:]
+        sequence, one = grammars.new(spec), grammars.new(spec)
+        sequence.advance(taken)
+        one.advance(taken)
+        masks = allowed(grammars, MaskJob(sequence, 1, drafts), rows=len(drafts) + 2)
+        assert len(masks[0]) == VOCAB, "a row that is nobody's allows all"
+        everything = set(range(VOCAB))
+        for row, draft in enumerate([*drafts, None], 1):
+            expected = everything if one.error else allowed(grammars, MaskJob(one, 0, []))[0]
+            assert masks[row] == expected
+            if draft is None or one.error:
+                break
+            if draft not in expected:
+                assert all(mask == everything for mask in masks[row + 1 :])
+                break
+            one.advance([draft])
+        assert allowed(grammars, MaskJob(sequence, 0, []))[0] == masks[1], "drafts leave it where it is"
+
+    check()
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_the_sequence_with_a_reason(
+    grammars: GuidanceGrammars, tokenizer: Tokenizer
+) -> None:
+    sequence = grammars.new(DIGITS)
+    sequence.advance(tokenizer.encode("x", add_special_tokens=False).ids)
+    assert sequence.error.startswith("the grammar cannot go on")
+    assert allowed(grammars, MaskJob(sequence, 0, [])) == [set(range(VOCAB))]
+    assert sequence.forced(5) == []
+
+
+def test_what_is_forced_is_what_masks_allow_and_ends_with_the_grammar(
+    grammars: GuidanceGrammars, tokenizer: Tokenizer
+) -> None:
+    spec = GrammarSpec("choice", json.dumps(["one and only"]))
+    sequence = grammars.new(spec)
+    forced = sequence.forced(100)
+    assert tokenizer.decode(forced[:-1]) == "one and only" and forced[-1] == EOS
+    assert sequence.forced(2) == forced[:2]
+    for token in forced:
+        (tokens,) = allowed(grammars, MaskJob(sequence, 0, []))
+        assert token in tokens
+        sequence.advance([token])
+    assert not sequence.error
+    assert grammars.new(GrammarSpec("choice", '["a","b"]')).forced(9) == []
+
+
+CORPUS = ['the quick brown fox {"name": "x", "age": 12} jumps', "ünïcode ☃ text 日本"] * 3
+
+
+def byte_level() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
+    )
+    return made
+
+
+def byte_fallback() -> Tokenizer:
+    vocab = {"</s>": 0, "<unk>": 1}
+    vocab |= {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    for letter in '▁abcdefghijklmnopqrstuvwxyz{}":, 0123456789':
+        vocab.setdefault(letter, len(vocab))
+    for merged in ("th", "the", "▁the"):
+        vocab[merged] = len(vocab)
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens([AddedToken("</s>", special=True)])
+    return made
+
+
+def metaspace() -> Tokenizer:
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    specials = ["</s>", "<unk>"]
+    made.train_from_iterator(
+        CORPUS, trainers.UnigramTrainer(vocab_size=100, special_tokens=specials, unk_token="<unk>")
+    )
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+def test_the_bytes_of_a_token_are_those_that_the_tokenizer_decodes(make: Any) -> None:
+    made = make()
+    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    made.add_special_tokens([AddedToken("[CONTROL]", special=True)])
+    found = read_vocabulary(made.to_str())
+    specials = {made.token_to_id("</s>"), made.token_to_id("[CONTROL]"), made.token_to_id("<unk>")} - {None}
+    assert set(found.special_ids) <= specials and found.names["[CONTROL]"] == made.token_to_id("[CONTROL]")
+    assert found.tokens[made.token_to_id("<tool_call>")] == b"<tool_call>"
+    anchor = made.encode("a", add_special_tokens=False).ids
+    before = made.decode(anchor, skip_special_tokens=False)
+    for token, data in enumerate(found.tokens):
+        text = made.decode([*anchor, token], skip_special_tokens=False).removeprefix(before)
+        assert data.decode("utf-8", errors="replace") == text
+    for text in ('{"name": "x"}', " the fox", "ünï"):
+        assert b"".join(found.tokens[token] for token in found.encode(text)).decode() in (text, text.lstrip())
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (Tokenizer(models.WordPiece(unk_token="[UNK]", vocab={"[UNK]": 0, "a": 1})), "missing"),
+        (Tokenizer(models.WordLevel(vocab={"a": 0}, unk_token="a")), "missing"),
+    ],
+)
+def test_other_tokenizers_are_refused_by_name(made: Tokenizer, named: str) -> None:
+    if isinstance(made.model, models.WordPiece):
+        made.decoder, named = decoders.WordPiece(), "WordPiece"
+    grammars = GuidanceGrammars(made.to_str, 5, [0])
+    assert f"decoder is {named}" in outcome(grammars, DIGITS)
+
+
+def test_a_checkpoint_without_an_end_of_sequence_token_has_no_grammars() -> None:
+    assert "end-of-sequence" in outcome(GuidanceGrammars(DEMO.read_text, VOCAB, []), DIGITS)
+
+
+def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
+    for size in (VOCAB - 7, VOCAB + 70):
+        grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
+        assert outcome(grammars, DIGITS) == ""
+        bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
+        grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "(?s:.*)")), 0, [])], bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
+        assert bits[EOS] and bits[: min(size, VOCAB)].sum() > VOCAB / 2 and not bits[VOCAB:size].any()
