@@ -27,11 +27,11 @@ def tool_calls(
     """Keys of `structured_outputs` for an answer that may call some of `tools`.
 
     Args:
-        tools: as in OpenAI's API: `{"type": "function", "function": {"name", "parameters"}}`, or the inner object alone.
-            No `parameters` means no arguments.
+        tools: as in OpenAI's API: `{"type": "function", "function": {"name", "parameters"}}`, or the inner object
+            alone.  No `parameters` means no arguments.
         format: how the model writes calls.
-        choice: "auto": text, calls, or both; "required": at least one call and no text; or the name of the one tool that
-            must be called.
+        choice: "auto": text, calls, or both; "required": at least one call and no text; or the name of the one tool
+            that must be called.
         parallel: whether there may be several calls.
 
     Raises:
