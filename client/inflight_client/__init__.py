@@ -30,6 +30,7 @@ from inflight_client.results import (
 )
 from inflight_client.retry import RetryPolicy
 from inflight_client.stream import AsyncStream, Stream
+from inflight_client.tools import tool_calls
 
 __all__ = [
     "AsyncClient",
@@ -51,4 +52,5 @@ __all__ = [
     "Timings",
     "UnavailableError",
     "Usage",
+    "tool_calls",
 ]

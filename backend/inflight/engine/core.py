@@ -177,7 +177,7 @@ class EngineCore:
             # Whoever waits for the step waits for making it, too.
             self.scheduler.policies.budget.observe(step.out, result.ended - start)
             self.swap.observe(step.out, result.ended - result.started)
-            self.shedding.observe(step.out, start)
+            self.shedding.observe(step.out, start, end)
         stats = self.stats(step.out, end - start)
         if self.trace is not None:
             self.trace.add(step.out, result, stats, (start, end))

@@ -124,11 +124,11 @@ class Shedding:
 
     # -- what happens ----------------------------------------------------------------------
 
-    def observe(self, out: SchedulerOutput, start: float) -> None:
-        """A step has run, which began at `start`."""
-        scheduler, pool, now = self._scheduler, self._scheduler.pool, self._clock()
-        self._pace.observe(out.num_prompt_tokens, now - max(start, self._last))
-        self._last = now
+    def observe(self, out: SchedulerOutput, start: float, end: float) -> None:
+        """A step has run, from `start` to `end`."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        self._pace.observe(out.num_prompt_tokens, end - max(start, self._last))
+        self._last = end
         running = len(scheduler.running)
         if not scheduler.num_waiting:
             self._slots = scheduler.limits.max_num_seqs

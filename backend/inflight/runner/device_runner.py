@@ -156,7 +156,7 @@ class DeviceRunner:
         self.table = SamplingTable(slots, info.vocab_size, device, rules)
         self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, rules)
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
         self.forward = ForwardPass(self.model, slots)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rows = RowWriter(self.state, slots)

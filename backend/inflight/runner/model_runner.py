@@ -53,7 +53,7 @@ class ModelRunner:
         self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device, rules)
         self.faults = RowFaults(self.table, self.info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device, rules)
+        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rotary = loaded.rotary

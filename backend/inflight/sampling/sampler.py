@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import mask_words
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
+from inflight.sampling.rules.grammar_mask import apply_bitmask
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.unusable import are_finite, mark_unusable
 
@@ -64,7 +66,9 @@ class Sampler:
         logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
         metadata = sampling_metadata(rows, vocab_size, device, rules)
         self(logits, metadata)  # edits are made to a float32 copy
-        self(logits, replace(metadata, masks=[], edits=[]))
+        self(logits, replace(metadata, edits=[]))
+        bitmask = np.full((1, mask_words(vocab_size)), -1, dtype=np.int32)
+        apply_bitmask(logits.float(), np.zeros(1, dtype=np.int64), bitmask)  # not all vocabularies have grammars
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

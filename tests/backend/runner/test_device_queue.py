@@ -18,6 +18,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner import device_runner
 from inflight.runner.device_runner import DeviceRunner
+from inflight.runner.row_faults import RowFaults
 from inflight.sampling import SamplingTable
 from inflight.sampling.rules import RULES
 
@@ -155,6 +156,7 @@ def test_a_rule_that_reads_tokens_waits_for_the_step_before(checkpoint):
     expected = run(make_core(checkpoint), prompts, params)
     core = make_device_core(checkpoint, LazyQueue(random.Random(4), eagerness=0.0))
     core.runner.table = SamplingTable(core.config.max_num_seqs, VOCAB, "cpu", RULES)
+    core.runner.faults = RowFaults(core.runner.table, core.info.eos_token_ids)
     got = run(core, prompts, params)
     assert {key: tokens(deltas) for key, deltas in got.items()} == {k: tokens(d) for k, d in expected.items()}
     assert 10 <= core.runner.num_collected_first <= 12

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""What structured output costs: throughput, masks, and the first token of a schema that nobody sent before.
+
+    python bench/structured.py [--model demo|60m] [--rows 32] [--tokens 128] [--rounds 5] [--output FILE]
+
+`plain` and `constrained` generate the same number of tokens in as many rows, in one process and in turn: the
+constrained rows write JSON of a schema that does not end before `--tokens`.  `drafts off` is the same without forced
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+from inflight.config import EngineConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.holding import HELD_POLL_SECONDS
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.spec import GrammarSpec
+from inflight.runner.pipeline import make_runner
+
+DEMO = common.HERE.parent / "model_repository" / "demo" / "1" / "checkpoint"
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["book", "film", "play"]},
+        "year": {"type": "integer", "minimum": 1500, "maximum": 2100},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "year", "tags"],
+    "additionalProperties": False,
+}
+
+
+def schema(number: int = 0) -> GrammarSpec:
+    """An endless list; schemas with different numbers are different."""
+    text = json.dumps({"type": "array", "items": ITEM, "minItems": 500 + number})
+    return GrammarSpec("json_schema", text, "")
+
+
+class Bench:
+    def __init__(self, model: str, rows: int, tokens: int, dtype: str, threads: int) -> None:
+        path = str(DEMO) if model == "demo" else common.checkpoint(dtype)
+        self.rows, self.tokens = rows, tokens
+        config = EngineConfig(
+            model=path, device="cpu", dtype=dtype, max_num_seqs=rows, max_model_len=1024, cpu_threads=threads
+        )
+        self.core = EngineCore(config, make_runner(config))
+        self._drafter = self.core.scheduler.policies.drafter
+        self._next_id = 0
+
+    def _add(self, grammar: GrammarSpec | None, max_tokens: int, seed: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, temperature=1.0, grammar=grammar)
+        failure = self.core.add_request(AddRequest(self._next_id, [5, 6, 7, seed % 100 + 8], params))
+        assert failure is None, failure
+        self._next_id += 1
+
+    def throughput(self, grammar: GrammarSpec | None, drafts: bool = True) -> float:
+        """Tokens a second."""
+        self.core.scheduler.policies.drafter = self._drafter if drafts else None
+        for row in range(self.rows):
+            self._add(grammar, self.tokens, row)
+        start, count = time.perf_counter(), 0
+        while self.core.has_work:
+            message = self.core.step()
+            assert not message.failed, message.failed
+            count += sum(len(delta.token_ids) for delta in message.deltas)
+        assert count == self.rows * self.tokens
+        return count / (time.perf_counter() - start)
+
+    def first_token(self, grammar: GrammarSpec | None) -> float:
+        """Milliseconds from arrival to the first token of a lone request."""
+        start = time.perf_counter()
+        self._add(grammar, 1, 1)
+        while not self.core.step().deltas:
+            time.sleep(HELD_POLL_SECONDS)  # as the engine process does while a request is held
+        return 1e3 * (time.perf_counter() - start)
+
+    def masks(self) -> tuple[float, float]:
+        """Median and 99th percentile of a mask along seeded outputs, in microseconds."""
+        info, times = self.core.info, []
+        assert info.grammars is not None
+        bitmask = np.empty((1, mask_words(info.vocab_size)), dtype=np.int32)
+        rng = np.random.default_rng(0)
+        for _ in range(8):
+            sequence = info.grammars.new(schema())
+            for _ in range(60):
+                start = time.perf_counter()
+                info.grammars.fill([MaskJob(sequence, 0, [])], bitmask)
+                times.append(1e6 * (time.perf_counter() - start))
+                bits = np.unpackbits(bitmask.view(np.uint8), count=info.vocab_size, bitorder="little")
+                sequence.advance([int(rng.choice(np.flatnonzero(bits)))])
+        return float(np.median(times)), float(np.percentile(times, 99))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="demo", choices=["demo", "60m"])
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench(arguments.model, arguments.rows, arguments.tokens, arguments.dtype, arguments.threads)
+    sides: dict[str, list[float]] = {"plain": [], "constrained": [], "drafts off": []}
+    bench.throughput(None)
+    bench.throughput(schema())
+    for _ in range(arguments.rounds):
+        sides["plain"].append(bench.throughput(None))
+        sides["constrained"].append(bench.throughput(schema()))
+        sides["drafts off"].append(bench.throughput(schema(), drafts=False))
+    medians = {side: statistics.median(runs) for side, runs in sides.items()}
+    plain = [bench.first_token(None) for _ in range(20)]
+    new = [bench.first_token(schema(number)) for number in range(1, 21)]
+    mask, slowest = bench.masks()
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "rows": arguments.rows,
+        "tokens_per_second": {side: [round(run, 1) for run in runs] for side, runs in sides.items()},
+        "ratio": {side: round(medians[side] / medians["plain"], 3) for side in sides},
+        "mask_us": {"median": round(mask, 1), "p99": round(slowest, 1)},
+        "first_token_ms": {"plain": round(statistics.median(plain), 2), "new schema": round(statistics.median(new), 2)},
+        "schema_bytes": schema().size,
+    }
+    print(json.dumps(result, indent=1))
+    options = {key: value for key, value in vars(arguments).items() if key != "output"}
+    common.record(arguments.output, result.pop("tokens_per_second"), options, **result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What an answer may be that calls tools: free text, then calls whose arguments validate.
+
+The result goes into `structured_outputs`.  Formats are those that models were trained to write:
+
+    hermes (Qwen, too)   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
+    llama3               {"name": "f", "parameters": {...}}
+    mistral              [TOOL_CALLS] [{"name": "f", "arguments": {...}}]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+__all__ = ["ToolFormat", "tool_calls"]
+
+ToolFormat = Literal["hermes", "llama3", "mistral"]
+
+
+def tool_calls(
+    tools: Sequence[Mapping[str, Any]],
+    format: ToolFormat = "hermes",
+    choice: str = "auto",
+    parallel: bool = True,
+) -> dict[str, Any]:
+    """Keys of `structured_outputs` for an answer that may call some of `tools`.
+
+    Args:
+        tools: as in OpenAI's API: `{"type": "function", "function": {"name", "parameters"}}`, or the inner object
+            alone.  No `parameters` means no arguments.
+        format: how the model writes calls.
+        choice: "auto": text, calls, or both; "required": at least one call and no text; or the name of the one tool
+            that must be called.
+        parallel: whether there may be several calls.
+
+    Raises:
+        ValueError: no tools, a tool without a name, two of one name, or a choice or format that is not known.
+    """
+    functions = _functions(tools)
+    if choice not in ("auto", "required"):
+        if choice not in functions:
+            raise ValueError(f"choice={choice!r}: must be auto, required, or one of {', '.join(functions)}")
+        functions = {choice: functions[choice]}
+        parallel = False
+    if format not in _WRITERS:
+        raise ValueError(f"format={format!r}: must be one of {', '.join(_WRITERS)}")
+    described = _WRITERS[format](functions, choice != "auto", parallel)
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": described})}
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Schema of the arguments by name."""
+    found: dict[str, Any] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"tool {tool!r} has no name")
+        if name in found:
+            raise ValueError(f"two tools are named {name!r}")
+        found[name] = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    if not found:
+        raise ValueError("tools is empty: give at least one")
+    return found
+
+
+def _call(name: str, schema: Any, key: str, before: str = "", behind: str = "") -> dict[str, Any]:
+    begin = f'{before}{{"name": {json.dumps(name)}, "{key}": '
+    return {
+        "type": "tag",
+        "begin": begin,
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}" + behind,
+    }
+
+
+def _some(calls: list[dict[str, Any]], separator: str, parallel: bool) -> dict[str, Any]:
+    return {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _hermes(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
+    mark = "<tool_call>"
+    calls = [_call(n, s, "arguments", mark + "\n", "\n</tool_call>") for n, s in functions.items()]
+    if must:
+        return _some(calls, "\n", parallel)
+    return {"type": "triggered_tags", "triggers": [mark], "tags": calls, "stop_after_first": not parallel}
+
+
+def _llama3(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
+    calls = _some([_call(n, s, "parameters") for n, s in functions.items()], "; ", parallel)
+    if must:
+        return calls
+    return {"type": "or", "elements": [{"type": "regex", "pattern": r"([^{](?s:.*))?"}, calls]}
+
+
+def _mistral(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
+    mark, calls = "[TOOL_CALLS]", _some([_call(n, s, "arguments") for n, s in functions.items()], ", ", parallel)
+    opening, closing = ({"type": "const_string", "value": text} for text in (" [", "]"))
+    listed = {"type": "sequence", "elements": [opening, calls, closing]}
+    tag = {"type": "tag", "begin": mark, "content": listed, "end": ""}
+    if must:
+        return tag
+    return {"type": "triggered_tags", "triggers": [mark], "tags": [tag], "stop_after_first": True}
+
+
+_WRITERS = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral}
