@@ -34,9 +34,11 @@ The caller (the model runner) owns one `SamplingTable`, with a row per slot, and
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.
 
 Order and definitions are vLLM's.  All arithmetic is in float32; log probabilities are those of the
-raw logits.  In order of application:
+raw logits, except that grammars come before.  In order of application:
 
-1. The rules in `rules/`: logit_bias; EOS and stop token ids masked until min_tokens, ignore_eos or
+0. Grammars (`rules/grammar_mask.py`): what they do not allow is masked, log probabilities are those of what is left,
+   and where the other rules would leave nothing of it, they do not apply.
+1. The other rules in `rules/`: logit_bias; EOS and stop token ids masked until min_tokens, ignore_eos or
    not; bad words, matched against the output only; repetition penalty over prompt and output,
    frequency and presence penalties over the output.
 2. temperature (below 1e-5 the row is greedy).
