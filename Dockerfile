@@ -27,7 +27,7 @@ FROM nvcr.io/nvidia/tritonserver:${TAG}
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \
-        "huggingface-hub>=1.0" "jinja2>=3.1" "llguidance>=1.3,<2" "ahocorasick_rs>=1.0" "msgspec>=0.19" "numpy<2" \
+        "huggingface-hub>=1.0" "jinja2>=3.1" "llguidance>=1.3,<2" "ahocorasick-rs>=1.0" "msgspec>=0.19" "numpy<2" \
     && install -d -o 1000 -g 1000 /var/cache/inflight
 
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight
