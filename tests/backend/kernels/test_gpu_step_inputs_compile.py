@@ -20,7 +20,8 @@ import torch
 from gpu_target import target
 from random_steps import RandomSteps
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_step_inputs
+from inflight.grammars.base import mask_words
+from inflight.kernels.gpu import gpu_bad_words, gpu_bitmask, gpu_penalties, gpu_step_inputs
 from inflight.runner.batch_state import BatchState
 from inflight.runner.step_inputs import DeviceState, StepInputTensors, StepSize
 from inflight.runner.step_rows import RowWriter, StepRows
@@ -61,6 +62,8 @@ with target(arch) as compiled:
             gpu_bad_words.ban(torch.empty(count, 50257), matched)
             counted.table.grow(33)
             gpu_penalties.count_and_penalise(torch.empty(count, 50257), counted)
+            bitmask = torch.zeros(count, mask_words(50257), dtype=torch.int32)
+            gpu_bitmask.apply(torch.empty(count, 50257), torch.arange(count), bitmask)
             steps.take(out, np.zeros(count, dtype=np.int64))
 print(json.dumps([kernel.report(arch) for kernel in compiled]))
 """
@@ -75,6 +78,7 @@ def test_one_variant_for_all_steps(tmp_path: Path, arch: int) -> None:
     assert done.returncode == 0, done.stderr
     kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert sorted(kernel["kernel"] for kernel in kernels) == [
+        "apply_bitmask_kernel",
         "ban_words_kernel",
         "count_kernel",
         "penalise_counted_kernel",
