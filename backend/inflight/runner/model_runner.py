@@ -105,7 +105,7 @@ class ModelRunner:
         with forward_context(inputs.metadata, self.backend):
             logits, more = self.forward(input_ids, inputs.positions, keep, ask)
         forward_end = time.monotonic()
-        step = self._sample(out, inputs, logits, sampling)
+        step = self._sample(out, inputs, logits, sampling, slots, positions)
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()
         step.forward_end = forward_end
         return step
@@ -116,14 +116,18 @@ class ModelRunner:
         self.faults.fill_rows(out.new_rows)
 
     def _sample(
-        self, out: SchedulerOutput, inputs: StepInputs, logits: Tensor, sampling: SamplingMetadata
+        self,
+        out: SchedulerOutput,
+        inputs: StepInputs,
+        logits: Tensor,
+        sampling: SamplingMetadata,
+        slots: np.ndarray,
+        positions: np.ndarray,
     ) -> StepOutput:
-        """The target's own choice at each of the N logits."""
+        """The target's own choice at each of the N logits: of `slots` int64 [N], for `positions` int64 [N]."""
         rows = inputs.row_of_logits
         if not len(rows):
             return step_output(out, rows, rows)
-        slots = inputs.slot_of_token[inputs.logits_indices]
-        positions = inputs.position_of_token[inputs.logits_indices] + 1
         result = self.sampler(logits, sampling)
         sampled = result.token_ids.cpu().numpy()
         self.state.put_tokens(slots, positions, np.maximum(sampled, 0))  # a step launched ahead may embed any of them

@@ -75,7 +75,7 @@ class GrammarMask:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
         self._filling = self._thread.submit(self._fill, jobs, bitmask, self._ignores_eos[batch.slots])
-        return Mask(batch.rows, bitmask, self._vocab_size, jobs, self._filling)
+        return Mask(batch.rows, bitmask, jobs, self._filling)
 
     def _fill(self, jobs: list[MaskJob], bitmask: np.ndarray, ignores_eos: np.ndarray) -> None:
         self.grammars.fill(jobs, bitmask)
@@ -97,12 +97,12 @@ class Mask:
     Attributes:
         rows: int64 [r], rows of the logits, increasing.
         bitmask: int32 [r, mask_words(V)], on the host; complete once `filled` is done.
+        jobs: what it is made for; their `row` counts the rows of `bitmask`.
         failures: row of the logits -> why its grammar cannot go on; known once the edit was applied.
     """
 
     rows: np.ndarray
     bitmask: np.ndarray
-    vocab_size: int
     jobs: list[MaskJob]
     filled: Future[None]
     failures: dict[int, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def apply_bitmask(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None
         gpu_bitmask.apply(logits, upload(rows, logits.device), upload(bitmask, logits.device))
         return
     bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
-    # A minimum with plus and minus infinity: a fifth of the time of a masked fill.
+    # A minimum with plus or minus infinity takes a quarter of the time of torch's masked fill on a CPU.
     limits = torch.from_numpy(bits).to(logits.device, torch.float32).sub_(0.5).mul_(float("inf"))
     if rows[-1] - rows[0] == len(rows) - 1:
         masked = logits[rows[0] : rows[-1] + 1]
