@@ -52,6 +52,12 @@ class Idle:
     sequences: float
     counters: dict[str, float]
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way: no sequence, no process that still leaves, and the engine's spare has come."""
+        processes = {kind: held.processes for kind, held in self.by_kind.items()}
+        return not (self.blocks or self.sequences) and processes == {"server": 1, "stubs": 1, "engines": 2}
+
 
 def measure(server: TritonServer, model: str) -> Idle:
     """Measure now.  Raises OSError if the metrics cannot be read."""

@@ -37,7 +37,7 @@ _ENGINE = {
     "max_model_len": 1024,
     "kv_cache_memory": "2MiB",
 }
-_SETTLE_SECONDS = 20.0  # within which an idle server must hold nothing
+_SETTLE_SECONDS = 60.0  # within which an idle server must hold nothing; processes with low priority come and go slowly
 _LOAD_SECONDS = 300.0
 _NOTICE_SECONDS = 2.0  # within which a watch notices a death
 
@@ -215,7 +215,7 @@ class _Soak:
         while True:
             await asyncio.sleep(0.5)  # gauges are published twice a second
             idle = await asyncio.to_thread(measure, self._server, _MODEL)
-            if not (idle.blocks or idle.sequences) or time.monotonic() > deadline:
+            if idle.settled or time.monotonic() > deadline:
                 return idle
 
     # -- the server's death ----------------------------------------------------------------

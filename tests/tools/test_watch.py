@@ -22,6 +22,7 @@ from inflight_tools.causes import OutOfMemory, cause
 from inflight_tools.processes import end_of
 from inflight_tools.restart import Restarts
 from inflight_tools.server_log import LoadingModels
+from inflight_tools.terminal import stop_signals
 from inflight_tools.watch import Death, LiveChecks, Watch
 
 # Starts stubs and reaps them as it is told, like tritonserver.
@@ -102,6 +103,24 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_that_comes_in_a_finaliser_is_not_lost(
+    server: Server, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    watch = Watch(server, 600.0, LiveChecks("http://127.0.0.1:1", period=600))  # type: ignore[arg-type]
+    with stop_signals() as stop:
+        Dropped()
+        server.process.kill()  # the watch would return for this
+        server.process.wait()
+        pytest.fail(f"{watch.wait(stop.check)}: the watch went on")
+    assert capsys.readouterr().err == "stopped\n"
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["running when the watch starts", "dead before"])

@@ -178,13 +178,13 @@ def demo(
     from inflight_tools.demo import run_demo
     from inflight_tools.foreground import run_until_death
 
-    with stop_signals(), one_line_errors():
+    with stop_signals() as stop, one_line_errors():
         out_of_memory = OutOfMemory()
         with server:
             run_demo(server)
             if not exit_:
                 typer.echo("Press Ctrl-C to stop.")
-                run_until_death(server, _LOAD_TIMEOUT_SECONDS, out_of_memory)
+                run_until_death(server, _LOAD_TIMEOUT_SECONDS, out_of_memory, stop)
 
 
 def _chosen_key(given: str | None, unrestricted: bool) -> str | None:

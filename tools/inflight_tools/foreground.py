@@ -10,7 +10,7 @@ import typer
 from inflight_tools.causes import OutOfMemory, cause
 from inflight_tools.installation import LauncherError
 from inflight_tools.restart import Restarts
-from inflight_tools.terminal import echo_file, one_line_errors, stop_signals
+from inflight_tools.terminal import StopRequest, echo_file, one_line_errors, stop_signals
 from inflight_tools.watch import Watch
 
 if TYPE_CHECKING:
@@ -39,18 +39,19 @@ def run_in_foreground(server: TritonServer, timeout: float, restarts: Restarts |
         restarts: how often it may be started again; None for never.
     """
     restarts = restarts or Restarts(0)
-    with stop_signals(), one_line_errors():
+    with stop_signals() as stop, one_line_errors():
         while True:
-            error = _end_of(server, timeout)
+            error = _end_of(server, timeout, stop)
             if not isinstance(error, ServerDied) and not restarts.count:  # it has never been ready
                 raise error
             server = _next(server, restarts, error)
+            stop.check()
 
 
-def _end_of(server: TritonServer, timeout: float) -> LauncherError:
+def _end_of(server: TritonServer, timeout: float, stop: StopRequest) -> LauncherError:
     """Run a server until it dies; returns why it did or why it could not be started."""
     try:
-        _serve_once(server, timeout)
+        _serve_once(server, timeout, stop)
     except LauncherError as error:
         return error
 
@@ -67,29 +68,29 @@ def _next(server: TritonServer, restarts: Restarts, error: LauncherError) -> Tri
     return server.successor()
 
 
-def _serve_once(server: TritonServer, timeout: float) -> NoReturn:
+def _serve_once(server: TritonServer, timeout: float, stop: StopRequest) -> NoReturn:
     """Raises ServerDied, or a LauncherError if the server did not become ready."""
     try:
         out_of_memory = OutOfMemory()
         server.start()
         assert server.log_file is not None
         with echo_file(server.log_file, server.log_start):
-            server.wait_ready(timeout)
+            server.wait_ready(timeout, stop.check)
             typer.echo(
                 f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
                 f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
             )
-            run_until_death(server, timeout, out_of_memory)
+            run_until_death(server, timeout, out_of_memory, stop)
     finally:
         server.stop()
 
 
-def run_until_death(server: TritonServer, timeout: float, out_of_memory: OutOfMemory) -> NoReturn:
+def run_until_death(server: TritonServer, timeout: float, out_of_memory: OutOfMemory, stop: StopRequest) -> NoReturn:
     """Watch a server that is ready.  When it has died or hangs, end it at once, so that no client waits in vain.
 
     Raises:
         ServerDied: always.
     """
-    death = Watch(server, timeout).wait()
+    death = Watch(server, timeout).wait(stop.check)
     server.kill()
     raise ServerDied(cause(death, server.log_text()[-_LOG_BYTES:], out_of_memory))

@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -217,8 +217,8 @@ class TritonServer:
             self._remove_runtime_dir()
             raise
 
-    def wait_ready(self, timeout: float = 600.0) -> None:
-        """Block until every model is ready.
+    def wait_ready(self, timeout: float = 600.0, check: Callable[[], None] = lambda: None) -> None:
+        """Block until every model is ready, or until `check`, called at each look, raises.
 
         Raises:
             LauncherError: the server ended, a model failed to load (the message says why), or
@@ -226,6 +226,7 @@ class TritonServer:
         """
         deadline = time.monotonic() + timeout
         while not self._is_ready():
+            check()
             reason = load_failure(self.log_text())
             if reason is not None:
                 raise LauncherError(reason)

@@ -15,19 +15,38 @@ import typer
 
 from inflight_tools.installation import LauncherError
 
-__all__ = ["echo_file", "fail", "one_line_errors", "stop_signals"]
+__all__ = ["StopRequest", "echo_file", "fail", "one_line_errors", "stop_signals"]
+
+
+class StopRequest:
+    """Whether a stop signal has come.
+
+    Its handler raises KeyboardInterrupt wherever the main thread is.  In a finaliser that the garbage collector
+    runs Python drops the exception, so whoever waits in a loop asks `check`, too.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a stop signal has come."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self._came = True
+        self.check()
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
+def stop_signals() -> Iterator[StopRequest]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, and Ctrl-C as success once everything has stopped."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    stop = StopRequest()
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
-        yield
+        yield stop
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
     finally:

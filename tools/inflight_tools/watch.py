@@ -17,6 +17,7 @@ import select
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,12 +124,13 @@ class Watch:
         self._loading = LoadingModels(server.log_file, server.log_start, load_timeout)
         self._scanned = float("-inf")
 
-    def wait(self) -> Death:
-        """Block until the server has died or hangs."""
+    def wait(self, check: Callable[[], None] = lambda: None) -> Death:
+        """Block until the server has died or hangs, or until `check`, called before each look, raises."""
         with self._live:
             try:
                 self._follow(self._process.pid)
                 while True:
+                    check()
                     death = self._look()
                     if death is not None:
                         return death
