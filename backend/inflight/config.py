@@ -220,6 +220,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         spare_engine: keep a second engine process that has done its imports and only has the checkpoint to load: the
             next engine is there sooner. It takes no CPU time while it waits, but 300 MiB of memory.
         engine_start_timeout: seconds that the engine process may take to load the checkpoint.
+        shared_step_rows: sequences of one request that are in every step; beside other requests, more are only in it
+            up to twice the sequences of all narrower ones, in turns. `None`: all are in every step.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
             would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
         drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
@@ -293,6 +295,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_timeout: _Seconds = 60.0
     spare_engine: bool = True
     engine_start_timeout: _Seconds = 600.0
+    shared_step_rows: _PositiveInt | None = 16
     shed_on_predicted_wait: bool = True
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 

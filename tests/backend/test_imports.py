@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.tenant_accounts": {"config"},
     "engine.policies.fair_queue": {"config", "engine.policies.order", "engine.request", "engine.tenant_accounts"},
     "engine.policies.victims": _POLICIES,
+    "engine.policies.turns": _POLICIES,
     "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},

@@ -238,14 +238,14 @@ class Scheduler:
         return self.policies.admission.admits(request, prefix, ahead, rest) is True
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
-        """Give running requests their tokens, at least one to each that has one to compute.
+        """Give running requests whose turn it is their tokens, at least one to each that has one to compute.
 
         A request with more than one token to compute leaves one to each that runs behind it.
         """
         left = self.limits.max_num_batched_tokens - out.num_tokens
         decodes: list[Request] = []
         positions: list[int] = []
-        for request in self.running.copy():  # some may be preempted on the way
+        for request in self.policies.turns.take(self.running):  # some may be preempted on the way
             if left <= 0:
                 break
             computed = request.num_computed_tokens

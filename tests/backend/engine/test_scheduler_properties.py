@@ -18,6 +18,7 @@ memory_policies = st.fixed_dictionaries(
         "preemption_victim": st.sampled_from(["last", "lowest_priority", "longest", "least_preempted"]),
         "preemption_mode": st.sampled_from(["recompute", "swap"]),
         "swap_space": st.just("1MiB"),
+        "shared_step_rows": st.sampled_from([None, 1, 2, 4]),
     }
 )
 host_blocks = st.sampled_from([0, 1, 5, 1000])

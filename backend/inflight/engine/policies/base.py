@@ -1,4 +1,4 @@
-"""Where the scheduler has a choice: who is next, who gives way, who may start, how much at once, what to draft.
+"""Where the scheduler has a choice: who is next, gives way, may start, is in a step; how much at once, what to draft.
 
 `Scheduler.schedule()` asks these questions and nothing else; a new answer is a new class here or in a file
 of its own, never a branch there.  `Policies` holds one answer to each; `selection.py` builds what
@@ -21,12 +21,14 @@ from inflight.engine.step import SchedulerOutput
 __all__ = [
     "AdmissionPolicy",
     "BudgetPolicy",
+    "EveryStep",
     "FcfsOrder",
     "FreeBlocksAdmission",
     "NotYet",
     "OrderPolicy",
     "Policies",
     "StaticBudget",
+    "TurnPolicy",
     "VictimPolicy",
     "last_in_order",
 ]
@@ -144,6 +146,23 @@ class BudgetPolicy(Protocol):
         """The step took this long, from its start on the device to its tokens."""
 
 
+class TurnPolicy(Protocol):
+    """Which running requests are in the next step."""
+
+    def take(self, running: Sequence[Request]) -> list[Request]:
+        """Those in the next step, in the order of `running`; the others keep what they hold.
+
+        At least one of them, if any runs, and each within a bounded number of steps.
+        """
+
+
+class EveryStep:
+    """All of them."""
+
+    def take(self, running: Sequence[Request]) -> list[Request]:
+        return list(running)
+
+
 class FcfsOrder:
     """First come, first served."""
 
@@ -246,5 +265,6 @@ class Policies:
     order: OrderPolicy = field(default_factory=FcfsOrder)
     victim: VictimPolicy = last_in_order
     admission: AdmissionPolicy = field(default_factory=FreeBlocksAdmission)
+    turns: TurnPolicy = field(default_factory=EveryStep)
     budget: BudgetPolicy = field(default_factory=StaticBudget)
     drafter: Drafter | None = None

@@ -14,6 +14,7 @@ from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.in_time import InTimeAdmission
 from inflight.engine.policies.order import DueOrder, make_patience
+from inflight.engine.policies.turns import make_turns
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.tenant_accounts import TenantAccounts
 from inflight.grammars.base import Grammars
@@ -39,6 +40,7 @@ def make_policies(
         order=_make_order(config),
         victim=make_victim(config),
         admission=InTimeAdmission(admission, clock),
+        turns=make_turns(config),
         budget=make_budget(config),
         drafter=drafter,
     )
