@@ -267,6 +267,8 @@ class Memory:
 
 
 def _role(pid: int) -> str:
+    if Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-spare":
+        return "spare"  # a second engine process, which serves nobody
     command = Path(f"/proc/{pid}/cmdline").read_text()
     return "server" if "--model-repository" in command else "engine" if "inflight.worker" in command else "stub"
 
@@ -351,7 +353,7 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "peak_mib": peaks,
         "by_process": {
             role: max(run["peak_mib"].get(role, 0.0) for run in runs["expensive"])
-            for role in ("server", "stub", "engine")
+            for role in ("server", "stub", "engine", "spare")
         },
     }
 

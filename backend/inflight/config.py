@@ -295,7 +295,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_timeout: _Seconds = 60.0
     spare_engine: bool = True
     engine_start_timeout: _Seconds = 600.0
-    shared_step_rows: _PositiveInt | None = 16
+    shared_step_rows: _PositiveInt | None = 32
     shed_on_predicted_wait: bool = True
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
