@@ -45,7 +45,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
-        yield "messages", "BYTES", json.dumps([dict(message) for message in request.messages])
+        messages = [dict(message) for message in request.messages]
+        yield "messages", "BYTES", json.dumps({"messages": messages, **request.chat} if request.chat else messages)
     if request.input_ids is not None:
         yield "input_ids", "INT64", request.input_ids
     yield "stream", "BOOL", request.stream

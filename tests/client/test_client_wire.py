@@ -98,6 +98,16 @@ def test_without_token_ids_the_counts_are_requested() -> None:
     assert "return_token_ids" not in body and "timeout" not in body
 
 
+def test_messages_go_as_a_list_and_with_options_as_an_object() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    plain, rich = (
+        GenerationRequest(model="m", messages=chat, chat=options) for options in ({}, {"add_generation_prompt": False})
+    )
+    assert json.loads(http_body(plain, None)["messages"]) == chat
+    assert json.loads(http_body(rich, None)["messages"]) == {"messages": chat, "add_generation_prompt": False}
+    assert inputs_of(grpc_request(rich, None))["messages"][0].decode() == http_body(rich, None)["messages"]
+
+
 def test_a_timeout_is_never_rounded_to_none() -> None:
     assert grpc_request(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
 
