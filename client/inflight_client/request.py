@@ -57,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
         one_response: return the whole output in one response: fewer messages, but no TTFT.
         return_token_ids: False saves bytes if only text is needed.
         return_cumulative_logprob: makes the server compute log probabilities for every token.
+        return_num_cached_tokens: makes `Usage.cached_tokens` known.
         resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
             what comes after it.  For n > 1 one list per sequence, None for one that has ended.
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
@@ -100,6 +101,7 @@ class RequestOptions(TypedDict, total=False):
     one_response: bool
     return_token_ids: bool
     return_cumulative_logprob: bool
+    return_num_cached_tokens: bool
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
 
@@ -132,6 +134,7 @@ class GenerationRequest:
     stream: bool = True
     return_token_ids: bool = True
     return_cumulative_logprob: bool = False
+    return_num_cached_tokens: bool = False
     return_log_probs: bool = False
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,12 @@ def test_a_chat_becomes_the_prompt_that_transformers_makes(
     wanted = client.generate(input_ids=ids, max_tokens=3, temperature=0)
     result = client.generate(messages=CHAT, max_tokens=3, temperature=0, **options)
     assert (result.token_ids, result.usage.input_tokens) == (wanted.token_ids, len(ids))
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"one_response": True}])
+def test_cached_tokens_are_counted(client: Client, options: dict[str, Any]) -> None:
+    # Another salt, another cache: a prompt is new to it.
+    request = {"input_ids": list(range(100, 180)), "max_tokens": 2, "cache_salt": str(uuid.uuid4()), **options}
+    cached = [client.generate(**request, return_num_cached_tokens=True).usage.cached_tokens for _ in range(2)]
+    assert cached == [0, 64]
+    assert client.generate(**request).usage.cached_tokens is None
