@@ -61,7 +61,7 @@ class TestWheel:
         (wheel,) = (tree / "dist").iterdir()
         files = set(zipfile.ZipFile(wheel).namelist())
         assert {path.split("/")[0] for path in files if ".dist-info" not in path} == {
-            "inflight", "inflight_client", "inflight_tools"
+            "inflight", "inflight_client", "inflight_gateway", "inflight_tools"
         }  # fmt: skip
         profiles = {f"inflight_tools/simulator/profiles/{name}.json" for name in shipped_profiles()}
         assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} <= files and profiles
