@@ -53,7 +53,7 @@ class TestWheel:
         """The wheel alone; torch and the others are found where this test finds them."""
         pytest.importorskip("hatchling")
         tree, fresh = tmp_path / "tree", tmp_path / "fresh"
-        for name in ("backend", "client", "tools"):
+        for name in ("backend", "client", "gateway", "tools"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tree)
