@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from inflight_gateway.completions import completions
-from inflight_gateway.errors import APIError
+from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, ready, version
+from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.options import GatewayOptions
 
@@ -29,7 +33,17 @@ _ROUTES = [
     Route("/health", health, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
     Route("/version", version, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
 ]
+
+# Parts of OpenAI's API that this server does not have, by the first part of their path.
+_ABSENT = frozenset(
+    {
+        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
+        *("fine_tuning", "images", "moderations", "organization", "realtime", "rerank", "score", "skills", "threads"),
+        *("uploads", "vector_stores", "videos"),
+    }
+)
 
 
 def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starlette:
@@ -48,6 +62,7 @@ def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starle
 
     app = Starlette(
         routes=_ROUTES,
+        middleware=_middleware(options, shared),
         lifespan=lifespan,
         exception_handlers={APIError: _failed, HTTPException: _refused, ClientGone: _gone, Exception: _broken},
     )
@@ -55,9 +70,19 @@ def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starle
     return app
 
 
-def error_response(error: APIError) -> Response:
-    """The response of a request that fails before anything was sent."""
-    return Response(error.to_json(), error.status, error.headers, "application/json")
+def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
+    """CORS comes first: a browser must be able to read the refusal of a key, too."""
+    paths = [route.path for route in _ROUTES if "{" not in route.path]
+    front = Middleware(Front, keys=Keys(options.api_keys), metrics=gateway.metrics, paths=paths)
+    if not options.cors_origins:
+        return [front]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.cors_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    return [cors, front]
 
 
 async def _failed(http: Request, error: Exception) -> Response:
@@ -68,6 +93,10 @@ async def _failed(http: Request, error: Exception) -> Response:
 async def _refused(http: Request, error: Exception) -> Response:
     """Starlette's own errors: no such path, a method that a path does not have."""
     assert isinstance(error, HTTPException)
+    first = http.url.path.removeprefix("/v1/").partition("/")[0]
+    if error.status_code == 404 and first in _ABSENT:
+        message = f"{http.url.path} is not supported; this server generates text: see /openapi.json"
+        return error_response(APIError(404, message, code="unsupported_endpoint"))
     message = f"{http.method} {http.url.path}: {error.detail.lower()}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})))

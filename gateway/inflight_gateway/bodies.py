@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 from typing import Any, ClassVar, TypeVar
@@ -107,10 +108,18 @@ async def read_body(http: Request, kind: type[_BodyT], options: GatewayOptions) 
     Raises:
         APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unknown key, a wrong type.
     """
-    return parse_body(await _read(http, options.max_body_bytes), kind, options)
+    return parse_body(await _read(http, options), kind, options)
 
 
-async def _read(http: Request, limit: int) -> bytes:
+async def _read(http: Request, options: GatewayOptions) -> bytes:
+    try:
+        return await asyncio.wait_for(_collect(http, options.max_body_bytes), options.body_timeout)
+    except asyncio.TimeoutError:
+        seconds = f"{options.body_timeout:g} s"
+        raise APIError(408, f"the body did not arrive within {seconds} (body_timeout)", code="body_timeout") from None
+
+
+async def _collect(http: Request, limit: int) -> bytes:
     parts, size = [], 0
     async for part in http.stream():
         size += len(part)

@@ -20,6 +20,7 @@ class GatewayOptions:
         cors_origins: origins whose pages may call the gateway from a browser; "*" for all; empty for none.
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
+        body_timeout: seconds that a request body may take to arrive.
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
@@ -40,6 +41,7 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     tenant_header: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout: float = 60.0
     max_body_depth: int = 64
     max_body_items: int = 1_000_000
     max_prompts: int = 128
@@ -59,7 +61,7 @@ class GatewayOptions:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("request_timeout", "keep_alive_seconds"):
+        for name in ("request_timeout", "body_timeout", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")

@@ -151,6 +151,35 @@ class Upstream:
         except InflightError:
             return {}
 
+    async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]:
+        """Token ids of a prompt, as `AsyncClient.tokenize` returns them.
+
+        Raises:
+            APIError: the model cannot tell, or the prompt is invalid.
+        """
+        self._check_inflight(model)
+        try:
+            return await self.client.tokenize(**question, model=model.name)
+        except (InflightError, ValueError, TypeError) as error:
+            raise api_error(error) from None
+
+    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            APIError: the model cannot tell, or an id is not one of its own.
+        """
+        self._check_inflight(model)
+        try:
+            return str((await self.client.detokenize(token_ids, model=model.name))["text"])
+        except (InflightError, ValueError, TypeError) as error:
+            raise api_error(error) from None
+
+    @staticmethod
+    def _check_inflight(model: ServedModel) -> None:
+        if not model.is_inflight:
+            raise invalid(f"the backend of model {model.name!r} does not tell the token ids of a text", "model")
+
     async def close(self) -> None:
         """Cancel open requests and close the connections."""
         await self.client.close()

@@ -54,13 +54,13 @@ class UsageCounter:
         return _usage(sum(self._prompt_tokens), self.completion_tokens, sum(cached) if cached else None)
 
 
-def usage_of(results: list[GenerationResult]) -> dict[str, Any]:
-    """OpenAI's `usage` of complete answers together."""
+def usage_of(results: list[GenerationResult], hidden: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage` of complete answers together, without `hidden` output tokens."""
     cached = [getattr(result.usage, "cached_tokens", None) for result in results]
     known = [count for count in cached if count is not None]
     return _usage(
         sum(result.usage.input_tokens or 0 for result in results),
-        sum(result.usage.output_tokens for result in results),
+        sum(result.usage.output_tokens for result in results) - hidden,
         sum(known) if known else None,
     )
 
