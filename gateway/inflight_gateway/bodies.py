@@ -17,6 +17,7 @@ __all__ = ["Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "
 
 _BodyT = TypeVar("_BodyT", bound="Body")
 
+_MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 
 
@@ -187,10 +188,11 @@ def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions
 def _mistyped(error: msgspec.ValidationError) -> APIError:
     text = str(error)
     found = _PATH.search(text)
-    if found is None:
-        return invalid(text)
-    path = found["path"].lstrip(".")
-    return invalid(f"{path}: {text[: found.start()]}", re.split(r"[.\[]", path)[0] or None)
+    path = found["path"].lstrip(".") if found else ""
+    if not path and (missing := _MISSING.search(text)):
+        return invalid(f"{missing['key']} is missing; it is required", missing["key"], "missing_required_parameter")
+    what = text[: found.start()] if found else text
+    return invalid(f"{path}: {what}" if path else what, re.split(r"[.\[]", path)[0] or None)
 
 
 def _json_type(value: Any) -> str:

@@ -71,6 +71,8 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if "request_id" in scope:
+                    message["headers"] = [*message["headers"], (b"x-request-id", scope["request_id"].encode())]
             await send(message)
 
         try:
@@ -84,6 +86,9 @@ class Front:
             if scope.get("client_gone"):
                 status = 499
             self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - started)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        return scope["path"] in _OPEN_PATHS or self._keys.accept(Headers(scope=scope).get("authorization", ""))
 
     def _endpoint(self, scope: Scope) -> str:
         path: str = scope["path"]

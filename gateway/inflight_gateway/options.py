@@ -57,6 +57,9 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key and " " not in key):
+                raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
         positive = ("max_body_bytes", "max_body_depth", "max_body_items", "max_prompts", "max_n", "max_open_requests")
         for name in positive:
             if getattr(self, name) < 1:
