@@ -183,9 +183,14 @@ class Upstream:
 
 
 def _client(options: GatewayOptions, resume: bool) -> AsyncClient:
-    # A server that cannot be reached may be restarting: new requests wait some seconds for it, too.  One that refuses a
-    # request means it: the caller gets its answer at once, unless another server takes it.
+    # A server that cannot be reached may be restarting: new requests wait some seconds for it, open streams a minute.
+    # One that refuses a request means it: the caller gets its answer at once, unless another server takes it.
     retries = RetryPolicy(
-        max_attempts=8, max_delay=2.0, max_retry_after=1.0, max_refusals=len(options.triton), resume=resume
+        max_attempts=8,
+        resume_attempts=40,
+        max_delay=2.0,
+        max_retry_after=1.0,
+        max_refusals=len(options.triton),
+        resume=resume,
     )
     return AsyncClient(list(options.triton), model="", retries=retries, headers=dict(options.headers))
