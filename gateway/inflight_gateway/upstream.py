@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy
+from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy, ServerUnreachableError
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found
 from inflight_gateway.options import GatewayOptions
 
@@ -136,7 +136,7 @@ class Upstream:
             remembered = self._remembered(name)
             if names is None or remembered is not None:
                 return remembered if names else None
-            info = await self.client.model_info(name) if _RESUMES in names[0] else {}
+            info = await self._info(name) if _RESUMES in names[0] else {}
         except InflightError as error:
             self._known.pop(name, None)
             found = api_error(error)
@@ -146,6 +146,14 @@ class Upstream:
         model = ServedModel(name, *names, info=info, since=self._since.setdefault(name, int(time.time())))
         self._known[name] = time.monotonic(), model
         return model
+
+    async def _info(self, name: str) -> Mapping[str, Any]:
+        try:
+            return await self.client.model_info(name)
+        except ServerUnreachableError:
+            raise
+        except InflightError:  # an older version
+            return {}
 
     async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]:
         """Token ids of a prompt, as `AsyncClient.tokenize` returns them.

@@ -42,8 +42,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, restarts: Restarts) -> None:
-        server.options.update(timeout=timeout, restarts=restarts.limit)
+    def run(server: Any, timeout: float, restarts: Restarts, gateway: Any) -> None:
+        server.options.update(timeout=timeout, restarts=restarts.limit, gateway=gateway)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
     return RecordingServer.made
