@@ -77,12 +77,14 @@ def _next(server: TritonServer, restarts: Restarts, error: LauncherError) -> Tri
 
 def _serve_once(server: TritonServer, timeout: float, stop: StopRequest, gateway: GatewayProcess | None) -> NoReturn:
     """Raises ServerDied, or a LauncherError if the server did not become ready."""
+    end = server.kill  # until it is ready nothing runs
     try:
         out_of_memory = OutOfMemory()
         server.start()
         assert server.log_file is not None
         with echo_file(server.log_file, server.log_start):
             server.wait_ready(timeout, stop.check)
+            end = lambda: server.stop(stop.check_again)  # noqa: E731
             if gateway is not None:
                 gateway.start(server.grpc_address, stop.check)
                 typer.echo(f"ready: OpenAI's API at {gateway.url}")
@@ -96,7 +98,7 @@ def _serve_once(server: TritonServer, timeout: float, stop: StopRequest, gateway
             gateway.stop()  # first, so that its open requests can finish
         raise
     finally:
-        server.stop()
+        end()
 
 
 def run_until_death(

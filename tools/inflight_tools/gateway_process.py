@@ -92,16 +92,19 @@ class GatewayProcess:
         self._spawn()
 
     def stop(self) -> None:
-        """End it: open requests may finish for a while.  Safe to repeat."""
-        process, self._process = self._process, None
+        """End it: open requests may finish for a while, unless that is interrupted.  Safe to repeat."""
+        process = self._process
         if process is None:
             return
-        process.terminate()
         try:
+            process.terminate()
             process.wait(self._server.exit_timeout + _STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            pass
+        finally:
             process.kill()
             process.wait()
+            self._process = None
 
     def _spawn(self) -> None:
         start = {"options": self._options, "server": self._server, "parent": os.getpid()}
