@@ -1,7 +1,8 @@
 """How much of a prompt goes into a step, beyond `StaticBudget`.
 
 `LatencyBudget` keeps steps with decodes within a target (`itl_target_ms`).  `PartialPrefillLimits` wraps it, or
-the static budget, and keeps short prompts from queueing behind long ones.  Pure Python, no torch.
+the static budget, and keeps short prompts from queueing behind long ones.  `WeighedPrompts` wraps either, and keeps
+prompts from queueing behind those whose log probabilities are asked for.  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad, step_l
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 
-__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "make_budget"]
+__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "WeighedPrompts", "make_budget"]
 
 # Prompts progress whatever the target: within STARVED_STEPS consecutive steps with decodes and prompts, at least
 # MIN_CHUNK tokens of prompts are computed.  A prompt of P tokens that is first in line is therefore computed
@@ -31,6 +32,10 @@ _JUDGED = 100
 _INITIAL_HEADROOM = 0.25
 # A step that takes longer than expected by more than this is an outlier, which no headroom covers.
 _MAX_HEADROOM = 0.5
+# To rank the vocabulary for so many log probabilities of a prompt token, and to write them as text, costs about as
+# much as to compute a token: measured with a model of 4 M parameters, which is the worst case.
+_LOGPROBS_PER_TOKEN = 32
+_MOST_LOGPROBS = 1024  # that count: whole vocabularies are not ranked, and every prompt must progress
 
 
 def make_budget(config: EngineConfig) -> BudgetPolicy:
@@ -43,10 +48,10 @@ def make_budget(config: EngineConfig) -> BudgetPolicy:
     if config.itl_target_ms is not None:
         budget = LatencyBudget(config.itl_target_ms / 1000)
     partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
-    if partial == 1 and not threshold:
-        return budget
-    threshold = threshold or max(1, config.max_num_batched_tokens // partial)
-    return PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
+    if partial > 1 or threshold:
+        threshold = threshold or max(1, config.max_num_batched_tokens // partial)
+        budget = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
+    return budget
 
 
 class LatencyBudget:
@@ -177,6 +182,40 @@ class PartialPrefillLimits:
         elif counted and num_tokens == missing:
             self._partial -= 1
             self._long -= is_long
+        return num_tokens
+
+    def observe(self, out: SchedulerOutput, seconds: float) -> None:
+        self.inner.observe(out, seconds)
+
+
+class WeighedPrompts:
+    """Counts a prompt token as 1 + k / 32 tokens of the step if k log probabilities of it are asked for.
+
+    So such prompts make a step at most twice as long, and the tokens that they leave go to the prompts in line behind.
+    The first one of a step gets at least one token.
+
+    Args:
+        inner: says how much of what is left to each.
+        max_num_batched_tokens: tokens of a step.
+    """
+
+    def __init__(self, inner: BudgetPolicy, max_num_batched_tokens: int) -> None:
+        self.inner = inner
+        self._limit = max_num_batched_tokens
+        self._counted = 0.0  # in this step, so far
+
+    def begin(self, running: Sequence[Request]) -> None:
+        self._counted = 0.0
+        self.inner.begin(running)
+
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        count = request.params.prompt_logprobs
+        if not count or request.num_prompt_logprobs >= request.num_prompt_tokens:
+            return self.inner.grant(request, missing, limit)
+        weight = 1 + (_MOST_LOGPROBS if count < 0 else min(count, _MOST_LOGPROBS)) / _LOGPROBS_PER_TOKEN
+        room = max(not self._counted, int((self._limit - self._counted) / weight))
+        num_tokens = self.inner.grant(request, missing, min(limit, room)) if room else 0
+        self._counted += weight * num_tokens
         return num_tokens
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:

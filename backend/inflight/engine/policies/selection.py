@@ -9,7 +9,7 @@ from inflight.config import EngineConfig
 from inflight.engine.drafting.forced import ForcedTokens
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
-from inflight.engine.policies.budget import make_budget
+from inflight.engine.policies.budget import WeighedPrompts, make_budget
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.in_time import InTimeAdmission
@@ -41,7 +41,7 @@ def make_policies(
         victim=make_victim(config),
         admission=InTimeAdmission(admission, clock),
         turns=make_turns(config),
-        budget=make_budget(config),
+        budget=WeighedPrompts(make_budget(config), config.max_num_batched_tokens),
         drafter=drafter,
     )
 

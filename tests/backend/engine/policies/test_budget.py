@@ -54,13 +54,13 @@ class Rig:
         self.config = EngineConfig.from_dict({**defaults, **options})
         self.core = EngineCore(self.config, PagedHashRunner(info, self.config.block_size, self.config.max_num_seqs))
         self.scheduler = self.core.scheduler
-        self.budget = self.scheduler.policies.budget
+        self.budget = self.scheduler.policies.budget.inner
         self.cost, self.noise, self.rng = cost, noise, random.Random(seed)
         self.slots = SlotOwners()
         self.steps: list[tuple[SeenStep, float]] = []
 
-    def add(self, request_id: int, prompt: int, output: int = 200) -> None:
-        add(self.core, request_id, [request_id % 50] * prompt, max_tokens=output, ignore_eos=True)
+    def add(self, request_id: int, prompt: int, output: int = 200, **params: int) -> None:
+        add(self.core, request_id, [request_id % 50] * prompt, max_tokens=output, ignore_eos=True, **params)
 
     def step(self) -> list[tuple[int, int]]:
         """(request id, tokens) of the next batch, executed."""
@@ -357,6 +357,34 @@ def test_a_passed_over_prompt_does_not_starve():
         if started is None and 2 in dict(rig.step()):
             started = step
     assert started == 9
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_counts_for_more_and_is_passed():
+    rig = Rig()
+    rig.add(1, 1000, 2, prompt_logprobs=96)  # a token counts as four
+    rig.add(2, 1000, 2, prompt_logprobs=32)
+    rig.add(3, 40, 2)
+    assert rig.step() == [(1, 128), (3, 40)], "the second one would make the step longer still"
+    assert rig.step() == [(3, 1), (1, 128)]
+    rig.run()
+    firsts = [next(i for i, (out, _) in enumerate(rig.steps) if number in out.request_ids) for number in (1, 2, 3)]
+    assert firsts == [0, 7, 0]
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(None, 500), (0, 500), (1, 496), (20, 315), (100, 124), (-1, 15)])
+def test_what_a_prompt_token_with_log_probabilities_counts(count, tokens):
+    rig = Rig(max_logprobs=-1)
+    params = {} if count is None else {"prompt_logprobs": count}
+    rig.add(1, 500, 2, **params)
+    assert rig.step() == [(1, tokens)]
+
+
+def test_a_step_of_few_tokens_computes_one_of_a_prompt_with_log_probabilities():
+    rig = Rig(max_num_batched_tokens=2)
+    rig.add(1, 5, 2, prompt_logprobs=100)
+    rig.add(2, 5, 2, prompt_logprobs=100)
+    assert [rig.step() for _ in range(3)] == [[(1, 1)]] * 3
+    rig.run()
 
 
 def test_a_request_with_one_token_to_compute_is_a_decode_even_when_readmitted():
