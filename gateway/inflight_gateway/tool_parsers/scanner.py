@@ -44,7 +44,7 @@ class Marks:
 class Scanner:
     """A position in a text that grows.
 
-    Methods that return `Wait` are used with `yield from`.  Those that take a `piece` pass on what they read as it comes.
+    Methods that return `Wait` are used with `yield from`.  Those with a `piece` pass on what they read, as it comes.
 
     Attributes:
         text, at: the text that is at hand, and how much of it is read.
