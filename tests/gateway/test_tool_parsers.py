@@ -168,6 +168,7 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("<function=weather>\n<parameter=city>\nOs", "", [("weather", '{"city": "Os')]),
     ],
 }
+CASES["mistral_args"] = CASES["mistral"]
 TEXTS = [(format, *case) for format, cases in CASES.items() for case in cases]
 
 

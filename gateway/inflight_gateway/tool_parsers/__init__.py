@@ -30,6 +30,7 @@ FORMATS: dict[str, type[TextParser]] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "mistral": MistralParser,
+    "mistral_args": MistralParser,
     "pythonic": PythonicParser,
     "qwen3_coder": Qwen3CoderParser,
 }
