@@ -28,6 +28,8 @@ _SAMPLING = {
     *("truncate_prompt_tokens", "structured_outputs"),
 }
 
+# Options of the chat template, sent along with the messages.
+_CHAT = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
 
 
@@ -37,6 +39,11 @@ class RequestOptions(TypedDict, total=False):
     Options that are not given are not sent, so the server's defaults apply (`max_tokens` 16, temperature 1).
 
     Beyond sampling:
+        tools: for `messages`, as in OpenAI's API: the chat template describes them to the model.
+        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
+        add_generation_prompt: end the prompt where the assistant's answer begins; True unless the next is set.
+        continue_final_message: go on with the last message instead of answering it.  A string names the field of the
+            message to go on with, such as "reasoning_content".
         json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
             for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.
@@ -50,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
         one_response: return the whole output in one response: fewer messages, but no TTFT.
         return_token_ids: False saves bytes if only text is needed.
         return_cumulative_logprob: makes the server compute log probabilities for every token.
+        return_num_cached_tokens: makes `Usage.cached_tokens` known.
         resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
             what comes after it.  For n > 1 one list per sequence, None for one that has ended.
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
@@ -78,6 +86,10 @@ class RequestOptions(TypedDict, total=False):
     skip_special_tokens: bool
     truncate_prompt_tokens: int
     structured_outputs: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool | str
     json_schema: Any
     extra_parameters: Mapping[str, Any]
     model: str
@@ -89,6 +101,7 @@ class RequestOptions(TypedDict, total=False):
     one_response: bool
     return_token_ids: bool
     return_cumulative_logprob: bool
+    return_num_cached_tokens: bool
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
 
@@ -98,6 +111,7 @@ class GenerationRequest:
     """A request with exactly one of `prompt`, `messages` and `input_ids`.
 
     Attributes:
+        chat: options of the chat template, which go with `messages`.
         sampling: the JSON object of `sampling_parameters`.
         timeout: seconds until the deadline, counted from the first attempt; None for no deadline.
         stream: whether text is sent as it is generated, rather than in one response at the end.
@@ -109,6 +123,7 @@ class GenerationRequest:
     model: str
     prompt: str | None = None
     messages: Sequence[Message] | None = None
+    chat: dict[str, Any] = field(default_factory=dict)
     input_ids: list[int] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
@@ -119,6 +134,7 @@ class GenerationRequest:
     stream: bool = True
     return_token_ids: bool = True
     return_cumulative_logprob: bool = False
+    return_num_cached_tokens: bool = False
     return_log_probs: bool = False
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None
@@ -147,8 +163,8 @@ class GenerationRequest:
 
         Raises:
             TypeError: an unknown option (the message suggests the closest one), or a value of the wrong type.
-            ValueError: not exactly one prompt, a string that cannot be encoded as UTF-8, a timeout that
-                is not positive, or an integer out of the range of its data type.
+            ValueError: not exactly one prompt, an option of the chat template without messages, a string that cannot be
+                encoded as UTF-8, a timeout that is not positive, or an integer out of the range of its data type.
         """
         rest: dict[str, Any] = dict(options)
         given = [
@@ -165,6 +181,10 @@ class GenerationRequest:
                 "json": json_schema_of(described),
             }
         sampling |= rest.pop("extra_parameters", {})
+        chat = {name: rest.pop(name) for name in _CHAT if name in rest}
+        chat = {name: _plain(value) for name, value in chat.items() if value is not None}
+        if chat and messages is None:
+            raise ValueError(f"{' and '.join(chat)}: only for messages, which a chat template renders")
         timeout = rest.pop("timeout", timeout)
         if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={timeout!r}: must be above 0 and at most 1e9 seconds, or None")
@@ -191,6 +211,7 @@ class GenerationRequest:
             model=rest.pop("model", model),
             prompt=prompt,
             messages=messages,
+            chat=chat,
             input_ids=ids,
             sampling={name: _plain(value) for name, value in sampling.items()},
             request_id=rest.pop("request_id", "") or uuid.uuid4().hex,

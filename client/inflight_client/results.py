@@ -63,12 +63,14 @@ class StreamChunk:
     Attributes:
         choices: one delta for each of the n sequences.
         num_input_tokens: tokens of the prompt.
+        num_cached_tokens: those of them that came from the prefix cache, if requested.
         prompt_logprobs: one entry per prompt token, on the first chunk, if requested.
         elapsed: seconds since the request was first sent.
     """
 
     choices: list[ChoiceDelta]
     num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     elapsed: float = 0.0
 
@@ -110,10 +112,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt (None if unknown) and of all sequences."""
+    """Tokens of the prompt (None if unknown) and of all sequences.
+
+    Attributes:
+        cached_tokens: those of the prompt that came from the prefix cache; None unless requested.
+    """
 
     input_tokens: int | None
     output_tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +195,7 @@ class ResultBuilder:
     def __init__(self, n: int, num_input_tokens: int | None = None) -> None:
         self.choices = [Choice(index) for index in range(n)]
         self.num_input_tokens = num_input_tokens
+        self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._arrivals: list[float] = []
 
@@ -196,6 +204,8 @@ class ResultBuilder:
             self.choices[delta.index].add(delta)
         if chunk.num_input_tokens is not None:
             self.num_input_tokens = chunk.num_input_tokens
+        if self.num_cached_tokens is None:  # of a request that is continued elsewhere, what counted at first
+            self.num_cached_tokens = chunk.num_cached_tokens
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = chunk.prompt_logprobs
         if any(delta.num_tokens or delta.text for delta in chunk.choices):
@@ -217,7 +227,9 @@ class ResultBuilder:
             request_id=request_id,
             model=model,
             choices=self.choices,
-            usage=Usage(self.num_input_tokens, sum(choice.num_tokens for choice in self.choices)),
+            usage=Usage(
+                self.num_input_tokens, sum(choice.num_tokens for choice in self.choices), self.num_cached_tokens
+            ),
             timings=self.timings(total),
             prompt_logprobs=self.prompt_logprobs,
             attempts=attempts,

@@ -45,7 +45,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
-        yield "messages", "BYTES", json.dumps([dict(message) for message in request.messages])
+        messages = [dict(message) for message in request.messages]
+        yield "messages", "BYTES", json.dumps({"messages": messages, **request.chat} if request.chat else messages)
     if request.input_ids is not None:
         yield "input_ids", "INT64", request.input_ids
     yield "stream", "BOOL", request.stream
@@ -54,6 +55,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     yield "return_finish_reason", "BOOL", True
     if request.input_ids is None:
         yield "return_num_input_tokens", "BOOL", True
+    if request.return_num_cached_tokens:
+        yield "return_num_cached_tokens", "BOOL", True
     # The token ids imply their number, so one of the two outputs is enough.
     yield ("return_token_ids" if request.return_token_ids else "return_num_output_tokens"), "BOOL", True
     if request.sampling.get("logprobs") is not None:
@@ -226,6 +229,7 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
     return StreamChunk(
         choices=deltas,
         num_input_tokens=columns["num_input_tokens"][0] if columns.get("num_input_tokens") else None,
+        num_cached_tokens=columns["num_cached_tokens"][0] if columns.get("num_cached_tokens") else None,
         prompt_logprobs=_logprobs(prompt[0]) if prompt else None,
     )
 

@@ -15,21 +15,26 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["base_arguments", "request_id_of"]
 
+_INFLIGHT_ONLY = {"request_priority", "cache_salt"}  # inputs that other backends do not have
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
 def request_id_of(http: Request, body: SamplingBody) -> str:
     """The id of a request: the body's `request_id`, else the header `X-Request-Id`, else a random one.
 
+    The answer's header `X-Request-Id` names it.
+
     Raises:
         APIError: the body's has characters other than letters, digits and `. _ : ~ -`.
     """
-    if body.request_id is not None:
-        if not _REQUEST_ID.fullmatch(body.request_id):
-            raise invalid("request_id: 1 to 128 letters, digits and . _ : ~ - are expected", "request_id")
-        return body.request_id
-    header = http.headers.get("x-request-id", "")
-    return header if _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
+    found = body.request_id
+    if found is None:
+        header = http.headers.get("x-request-id", "")
+        found = header if _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
+    elif not _REQUEST_ID.fullmatch(found):
+        raise invalid("request_id: 1 to 128 letters, digits and . _ : ~ - are expected", "request_id")
+    http.scope["request_id"] = found
+    return found
 
 
 def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: SamplingBody) -> dict[str, Any]:
@@ -44,6 +49,10 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
     arguments = sampling_options(body)
     arguments["model"] = model.name
     arguments["timeout"] = gateway.options.request_timeout
+    if not model.is_inflight:
+        known = {key: value for key, value in arguments.items() if key not in _INFLIGHT_ONLY}
+        return known | {"return_token_ids": False}
+    arguments["return_num_cached_tokens"] = True
     tenant = gateway.tenant(http, body.user)
     if tenant is not None:
         arguments["tenant"] = tenant

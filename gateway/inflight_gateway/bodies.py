@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 from typing import Any, ClassVar, TypeVar
@@ -16,6 +17,7 @@ __all__ = ["Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "
 
 _BodyT = TypeVar("_BodyT", bound="Body")
 
+_MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 
 
@@ -107,10 +109,18 @@ async def read_body(http: Request, kind: type[_BodyT], options: GatewayOptions) 
     Raises:
         APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unknown key, a wrong type.
     """
-    return parse_body(await _read(http, options.max_body_bytes), kind, options)
+    return parse_body(await _read(http, options), kind, options)
 
 
-async def _read(http: Request, limit: int) -> bytes:
+async def _read(http: Request, options: GatewayOptions) -> bytes:
+    try:
+        return await asyncio.wait_for(_collect(http, options.max_body_bytes), options.body_timeout)
+    except asyncio.TimeoutError:
+        seconds = f"{options.body_timeout:g} s"
+        raise APIError(408, f"the body did not arrive within {seconds} (body_timeout)", code="body_timeout") from None
+
+
+async def _collect(http: Request, limit: int) -> bytes:
     parts, size = [], 0
     async for part in http.stream():
         size += len(part)
@@ -178,10 +188,11 @@ def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions
 def _mistyped(error: msgspec.ValidationError) -> APIError:
     text = str(error)
     found = _PATH.search(text)
-    if found is None:
-        return invalid(text)
-    path = found["path"].lstrip(".")
-    return invalid(f"{path}: {text[: found.start()]}", re.split(r"[.\[]", path)[0] or None)
+    path = found["path"].lstrip(".") if found else ""
+    if not path and (missing := _MISSING.search(text)):
+        return invalid(f"{missing['key']} is missing; it is required", missing["key"], "missing_required_parameter")
+    what = text[: found.start()] if found else text
+    return invalid(f"{path}: {what}" if path else what, re.split(r"[.\[]", path)[0] or None)
 
 
 def _json_type(value: Any) -> str:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from inflight_client import (
     DeadlineExceededError,
@@ -16,7 +17,7 @@ from inflight_client import (
     UnavailableError,
 )
 
-__all__ = ["APIError", "api_error", "invalid", "model_not_found"]
+__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -70,6 +71,11 @@ class APIError(Exception):
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self.to_dict())
+
+
+def error_response(error: APIError) -> Response:
+    """The response of a request that fails before anything was sent."""
+    return Response(error.to_json(), error.status, error.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:

@@ -42,11 +42,11 @@ class Gateway:
                 code="too_many_requests",
                 retry_after=1.0,
             )
-        self.metrics.open_requests += 1
+        self.metrics.opened()
 
     def leave(self) -> None:
         """A request that entered has ended."""
-        self.metrics.open_requests -= 1
+        self.metrics.closed()
 
     def tenant(self, http: Request, user: str | None) -> str | None:
         """Whom a request is accounted to: the tenant header, else the body's `user`."""

@@ -188,6 +188,7 @@ class Generation:
         while (await self._http.receive())["type"] != "http.disconnect":
             pass
         self._gone = True
+        self._http.scope["client_gone"] = True  # for the metrics
         self._room.set()
         self.cancel()
         self._wake()
@@ -243,7 +244,7 @@ class EventStream(Response):
         try:
             async for pieces in self._generation.pieces():
                 if pieces:
-                    metrics.chunks += len(pieces)
+                    metrics.sent(len(pieces))
                     body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
                 else:
                     body += KEEP_ALIVE
@@ -252,7 +253,7 @@ class EventStream(Response):
                     body = b""
             body += encoder.end()
         except APIError as error:
-            metrics.broken_streams += 1
+            metrics.broke()
             body += encoder.failed(error)
         await send({"type": "http.response.body", "body": body, "more_body": True})
 

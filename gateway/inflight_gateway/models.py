@@ -31,6 +31,4 @@ def _card(model: ServedModel) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.since, "owned_by": "inflight"}
     if "max_model_len" in model.info:
         card["max_model_len"] = model.info["max_model_len"]
-    if "checkpoint" in model.info:
-        card["root"] = model.info["checkpoint"]
     return card

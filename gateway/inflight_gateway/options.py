@@ -20,6 +20,7 @@ class GatewayOptions:
         cors_origins: origins whose pages may call the gateway from a browser; "*" for all; empty for none.
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
+        body_timeout: seconds that a request body may take to arrive.
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
@@ -40,6 +41,7 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     tenant_header: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout: float = 60.0
     max_body_depth: int = 64
     max_body_items: int = 1_000_000
     max_prompts: int = 128
@@ -55,11 +57,14 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key and " " not in key):
+                raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
         positive = ("max_body_bytes", "max_body_depth", "max_body_items", "max_prompts", "max_n", "max_open_requests")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("request_timeout", "keep_alive_seconds"):
+        for name in ("request_timeout", "body_timeout", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")

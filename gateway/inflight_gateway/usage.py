@@ -38,7 +38,7 @@ class UsageCounter:
         """A chunk of the stream of prompt number `prompt` arrived."""
         if chunk.num_input_tokens is not None:
             self._prompt_tokens[prompt] = chunk.num_input_tokens
-        cached = getattr(chunk, "num_cached_tokens", None)
+        cached = chunk.num_cached_tokens
         if cached is not None:
             self._cached_tokens[prompt] = cached
         for delta in chunk.choices:
@@ -54,13 +54,13 @@ class UsageCounter:
         return _usage(sum(self._prompt_tokens), self.completion_tokens, sum(cached) if cached else None)
 
 
-def usage_of(results: list[GenerationResult]) -> dict[str, Any]:
-    """OpenAI's `usage` of complete answers together."""
-    cached = [getattr(result.usage, "cached_tokens", None) for result in results]
+def usage_of(results: list[GenerationResult], hidden: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage` of complete answers together, without `hidden` output tokens."""
+    cached = [result.usage.cached_tokens for result in results]
     known = [count for count in cached if count is not None]
     return _usage(
         sum(result.usage.input_tokens or 0 for result in results),
-        sum(result.usage.output_tokens for result in results),
+        sum(result.usage.output_tokens for result in results) - hidden,
         sum(known) if known else None,
     )
 
@@ -69,8 +69,5 @@ def fingerprint_of(options: GatewayOptions, model: ServedModel) -> str | None:
     """`system_fingerprint`: names the checkpoint and the version that serves it; None if the model does not say."""
     if options.system_fingerprint:
         return options.system_fingerprint
-    fingerprint = model.info.get("fingerprint")
-    if fingerprint:
-        return str(fingerprint)
-    parts = [model.info.get("checkpoint"), model.info.get("inflight")]
-    return "-".join(str(part) for part in parts if part) or None
+    version, checkpoint = model.info.get("version"), model.info.get("checkpoint_id")
+    return f"inflight-{version}-{checkpoint}" if checkpoint else None

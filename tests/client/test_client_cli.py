@@ -59,7 +59,7 @@ def test_json(server: list[str]) -> None:
     result = json.loads(out)
     assert status == 0
     assert [choice["text"] for choice in result["choices"]] == ["a b", "a b"]
-    assert result["usage"] == {"input_tokens": 7, "output_tokens": 4}
+    assert result["usage"] == {"input_tokens": 7, "output_tokens": 4, "cached_tokens": None}
     assert result["timings"]["ttft"] > 0
 
 

@@ -66,6 +66,26 @@ def test_exactly_one_prompt(prompts: tuple[Any, Any, Any]) -> None:
         build(*prompts)
 
 
+CHAT = [{"role": "user", "content": "x"}]
+
+
+def test_options_of_the_chat_template_go_with_the_messages() -> None:
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    request = build(None, CHAT, tools=tools, chat_template_kwargs={"a": np.int64(1)}, add_generation_prompt=False)
+    assert request.chat == {
+        "tools": list(tools),
+        "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False,
+    }
+    assert build(None, CHAT, tools=None, continue_final_message=None).chat == {}
+
+
+@pytest.mark.parametrize("option", [{"tools": []}, {"continue_final_message": False}, {"chat_template_kwargs": {}}])
+def test_options_of_the_chat_template_need_messages(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="only for messages"):
+        build("p", **option)
+
+
 def test_an_unpaired_surrogate_is_rejected_before_anything_is_sent() -> None:
     with pytest.raises(ValueError, match=r"prompt contains an unpaired surrogate, '\\udcff', at 3"):
         GenerationRequest.build("bad\udcff", None, None, {}, model="m", timeout=None)

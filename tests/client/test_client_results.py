@@ -85,6 +85,14 @@ def test_chunks_add_up_per_sequence() -> None:
     assert first.cumulative_logprob == -1.0
 
 
+def test_cached_tokens_are_those_of_the_first_attempt() -> None:
+    builder = ResultBuilder(1)
+    assert builder.build("r", "m", 1, 0.0).usage.cached_tokens is None
+    for cached in (0, 16, None):
+        builder.add(StreamChunk([ChoiceDelta(0, "a", [7], 1)], num_cached_tokens=cached))
+    assert builder.build("r", "m", 2, 0.0).usage.cached_tokens == 0
+
+
 def test_a_result_can_be_encoded_as_json() -> None:
     builder = ResultBuilder(1)
     builder.add(StreamChunk([ChoiceDelta(0, "a", [7], 1, "stop", [{7: Logprob(-0.5, 1, "a")}])], elapsed=0.5))

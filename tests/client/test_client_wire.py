@@ -98,6 +98,24 @@ def test_without_token_ids_the_counts_are_requested() -> None:
     assert "return_token_ids" not in body and "timeout" not in body
 
 
+def test_cached_tokens_are_sent_only_if_asked_for() -> None:
+    """A server of an older release knows no such input."""
+    plain, asking = (GenerationRequest(model="m", prompt="p", return_num_cached_tokens=asks) for asks in (False, True))
+    assert "return_num_cached_tokens" not in http_body(plain, None)
+    assert http_body(asking, None)["return_num_cached_tokens"] is True
+    assert inputs_of(grpc_request(asking, None))["return_num_cached_tokens"] == [True]
+
+
+def test_messages_go_as_a_list_and_with_options_as_an_object() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    plain, rich = (
+        GenerationRequest(model="m", messages=chat, chat=options) for options in ({}, {"add_generation_prompt": False})
+    )
+    assert json.loads(http_body(plain, None)["messages"]) == chat
+    assert json.loads(http_body(rich, None)["messages"]) == {"messages": chat, "add_generation_prompt": False}
+    assert inputs_of(grpc_request(rich, None))["messages"][0].decode() == http_body(rich, None)["messages"]
+
+
 def test_a_timeout_is_never_rounded_to_none() -> None:
     assert grpc_request(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
 
@@ -159,6 +177,7 @@ def test_all_outputs_are_typed() -> None:
                 finish_reason=["stop"],
                 token_ids=np.array([11], dtype=np.int64),
                 num_input_tokens=np.array([3], dtype=np.uint32),
+                num_cached_tokens=np.array([2], dtype=np.uint32),
                 cumulative_logprob=np.array([-0.25], dtype=np.float32),
                 logprobs=[json.dumps(entry)],
                 prompt_logprobs=[json.dumps([None, *entry])],
@@ -169,6 +188,7 @@ def test_all_outputs_are_typed() -> None:
     assert chunk is not None
     delta = chunk.choices[0]
     logprobs = {11: Logprob(-0.25, 1, "a"), 5: Logprob(-2.0, 2, None)}
+    assert chunk.num_cached_tokens == 2
     assert (chunk.num_input_tokens, delta.finish_reason, delta.cumulative_logprob) == (3, "stop", -0.25)
     assert delta.logprobs == [logprobs]
     assert chunk.prompt_logprobs == [None, logprobs]

@@ -274,6 +274,7 @@ BAD_BODIES = [
     ({"text_input": "a", "lora_name": "x"}, "LoRA feature is not enabled."),
     ({"text_input": "a", "messages": "[]"}, "got text_input and messages: give exactly one"),
     ({"messages": "nope"}, "messages: not valid JSON"),
+    ({"messages": '{"messages": [], "tool": []}'}, "messages: the object has the key 'tool': allowed are messages, t"),
     ({"input_ids": [-4]}, "token id -4 is not in the vocabulary"),
     ({"text_input": "a", "timeout": -4}, "timeout=-4"),
     (b"{", "error"),

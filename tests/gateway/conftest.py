@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -33,22 +34,28 @@ class RunningGateway:
         self.client = client
         self.gateway = gateway
         self.url = url
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
-        self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+        self.http = httpx.AsyncClient(base_url=url, timeout=20, verify=False)  # TLS certificates take long to load
+
+    @functools.cached_property
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return await self.http.post(path, json=body, **options)
 
     async def close(self) -> None:
         await self.http.aclose()
-        await self.openai.close()
+        if "openai" in vars(self):
+            await self.openai.close()
 
 
 @contextlib.asynccontextmanager
 async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[RunningGateway]:
     chosen = GatewayOptions(**options)
     gateway = Gateway(chosen, Upstream(chosen, client))
-    config = uvicorn.Config(build_app(chosen, gateway), port=0, log_config=None, lifespan="on")
+    config = uvicorn.Config(
+        build_app(chosen, gateway), port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server._serve())  # without signal handlers, which belong to pytest
@@ -60,7 +67,7 @@ async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[Runni
         yield front
     finally:
         await front.close()
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await task
 
 

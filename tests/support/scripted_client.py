@@ -6,7 +6,7 @@ Its streams accumulate, cancel and fail as `AsyncStream` does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from inflight_client import ChoiceDelta, InvalidRequestError, RequestCancelledError, StreamChunk
@@ -81,6 +81,7 @@ class ScriptedClient:
 
     Attributes:
         streams: of all requests so far.
+        questions: options of all calls of `tokenize`.
         inputs: names of the inputs of each model.
         info: what `model_info` returns.
     """
@@ -88,8 +89,16 @@ class ScriptedClient:
     def __init__(self, answer: Callable[[GenerationRequest], Script], models: Iterable[str] = ("demo",)) -> None:
         self.answer = answer
         self.inputs: dict[str, tuple[str, ...]] = dict.fromkeys(models, INPUTS)
-        self.info: dict[str, Any] = {"checkpoint": "tiny", "inflight": "0.1.0", "max_model_len": 2048}
+        self.info: dict[str, Any] = {
+            "checkpoint_id": "c0ffee",
+            "version": "0.1.0",
+            "max_model_len": 2048,
+            "tool_format": None,
+            "reasoning_tags": None,
+            "special_tokens": [],
+        }
         self.streams: list[ScriptedStream] = []
+        self.questions: list[dict[str, Any]] = []
         self.is_ready = True
 
     @property
@@ -112,6 +121,17 @@ class ScriptedClient:
 
     async def model_info(self, model: str) -> dict[str, Any]:
         return self.info
+
+    async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:
+        """A token for each character of a prompt, its code; none for messages, whose options come back instead."""
+        self.questions.append(options)
+        tokens = list(map(ord, prompt or ""))
+        return {"count": len(tokens), "max_model_len": 2048, "tokens": tokens}
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
+        if any(token_id > 0x10FFFF for token_id in token_ids):
+            raise InvalidRequestError("input_ids: 2000000 is not in the vocabulary")
+        return "".join(map(chr, token_ids))
 
     async def ready(self, model: str) -> bool:
         return self.is_ready

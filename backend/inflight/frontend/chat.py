@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.frontend.template import ChatTemplateError
+from inflight.frontend.chat_options import ChatTemplateError
 from inflight.frontend.template_process import TemplateProcess
 from inflight.frontend.text import TokenizerError, read_text
 from inflight.hub import checkpoint_file
@@ -13,6 +13,7 @@ from inflight.hub import checkpoint_file
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
 _SECONDS = 2.0
+_WITH_TOOLS = "tool_use"  # the name of a template for chats with tools, beside the default one
 
 
 class ChatTemplate:
@@ -24,6 +25,10 @@ class ChatTemplate:
         problem: why there is no template.
         required: whether a template that cannot be used is an error at `check`, or only for who sends messages.
         seconds: CPU time that rendering may take.
+        text_with_tools: Jinja source for chats with tools; None: `text` renders them, too.
+
+    Attributes:
+        text: of the template that renders chats with tools; None without one.
     """
 
     def __init__(
@@ -33,10 +38,16 @@ class ChatTemplate:
         problem: str = "the checkpoint has none",
         required: bool = True,
         seconds: float = _SECONDS,
+        text_with_tools: str | None = None,
     ) -> None:
         self._problem = problem
         self._required = required
-        self._process = None if text is None else TemplateProcess(text, special_tokens or {}, seconds)
+        self.text = text_with_tools or text
+        self._process = (
+            None
+            if text is None
+            else TemplateProcess(text, special_tokens or {}, seconds, text_with_tools=text_with_tools)
+        )
         if self._process is not None:
             self._process.start()
 
@@ -60,13 +71,13 @@ class ChatTemplate:
             if name.endswith("_token")
         }
         tokens = {name: text for name, text in spelt.items() if isinstance(text, str)}
-        text = override
+        text, with_tools = override, None
         if text is None:
-            path = checkpoint_file(source, "chat_template.jinja", revision)
-            text = _of_several(settings.get("chat_template")) if path is None else read_text(path)
+            text, with_tools = _found(source, settings.get("chat_template"), revision)
         if text is not None and not isinstance(text, str):
             return cls(None, problem=f"its chat_template is {type(text).__name__}, not a string")
-        return cls(text, tokens, required=override is not None, seconds=seconds)
+        with_tools = with_tools if isinstance(with_tools, str) else None
+        return cls(text, tokens, required=override is not None, seconds=seconds, text_with_tools=with_tools)
 
     def check(self) -> None:
         """Wait until the template is compiled.
@@ -82,22 +93,23 @@ class ChatTemplate:
             if self._required:
                 raise
             self._problem = str(error)  # plain prompts work without it
+            self.text = None
             self.close()
 
-    def render(self, messages: str) -> str:
-        """Prompt text that ends where the assistant's answer begins; special tokens are spelt out.
+    def render(self, chat: str) -> str:
+        """Prompt text that ends where the assistant's answer begins, or goes on; special tokens are spelt out.
 
         Args:
-            messages: JSON list of messages.
+            chat: JSON list of messages, or an object with them and options (`read_chat`).
 
         Raises:
-            ChatTemplateError: no template, not a list of messages, or the template rejects them or takes too long.
+            ChatTemplateError: no template, not such a JSON, or the template rejects it or takes too long.
         """
         if self._process is None:
             raise ChatTemplateError(
                 f"no chat template ({self._problem}): send text_input, or set chat_template in model.json"
             )
-        return self._process.render(messages)
+        return self._process.render(chat)
 
     def close(self) -> None:
         """End the process; safe to repeat."""
@@ -106,13 +118,17 @@ class ChatTemplate:
             process.close()
 
 
-def _of_several(template: Any) -> Any:
-    """The template; of a list of named ones the default, or else the first."""
-    if not isinstance(template, list):
-        return template
-    entries = [entry for entry in template if isinstance(entry, dict)]
+def _found(source: str, setting: Any, revision: str | None) -> tuple[Any, Any]:
+    """The template, and the one for chats with tools (None: it is the same): files, or the tokenizer's `setting`."""
+    path = checkpoint_file(source, "chat_template.jinja", revision)
+    if path is not None:
+        tools_path = checkpoint_file(source, f"additional_chat_templates/{_WITH_TOOLS}.jinja", revision)
+        return read_text(path), None if tools_path is None else read_text(tools_path)
+    if not isinstance(setting, list):
+        return setting, None
+    entries = [entry for entry in setting if isinstance(entry, dict)]
     named = {entry.get("name"): entry.get("template") for entry in entries}
-    return named.get("default", next(iter(named.values()), None))
+    return named.get("default", next(iter(named.values()), None)), named.get(_WITH_TOOLS)
 
 
 def _read_json(source: str, name: str, revision: str | None) -> dict[str, Any]:

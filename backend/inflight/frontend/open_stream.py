@@ -43,6 +43,7 @@ class OpenStream:
         inbox: deltas that `sequences` have not taken yet, oldest first.
         last_act: what ends it in place of its last token, once the inbox is empty.
         prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
+        num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
         paused, stopped: the engine was told to drop it until its inbox is empty (`Backlog`); and has done so.
@@ -64,6 +65,7 @@ class OpenStream:
         self.inbox: deque[SequenceDelta] = deque()
         self.last_act: Callable[[], None] | None = None
         self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
+        self.num_cached_tokens: int | None = None
         self.settled = False
         self.sent_time = self.due = 0.0
         self.paused = self.stopped = False
@@ -154,6 +156,8 @@ class OpenStream:
             delta = inbox.popleft()
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
                 self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
+            if self.num_cached_tokens is None:  # of several sequences, the first that runs brings the prompt's
+                self.num_cached_tokens = delta.num_cached_tokens
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:

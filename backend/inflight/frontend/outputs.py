@@ -252,13 +252,17 @@ def spelling_tokenizer(request: ParsedRequest, tokenizer: Tokenizer) -> Tokenize
 
 
 def response_outputs(
-    request: ParsedRequest, sequences: Sequence[SequenceOutput], prompt_logprobs: Sequence[str] | None
+    request: ParsedRequest,
+    sequences: Sequence[SequenceOutput],
+    prompt_logprobs: Sequence[str] | None,
+    num_cached_tokens: int | None = None,
 ) -> dict[str, np.ndarray]:
     """Everything not sent yet as output tensors, one element per sequence; marks it as sent.
 
     Args:
         sequences: all of the request's, or one of them if each has responses of its own.
         prompt_logprobs: the JSON of each prompt token for the response that carries them, else None.
+        num_cached_tokens: prompt tokens that the prefix cache served; None if no engine has run it.
     """
     returns = request.returns
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
@@ -274,6 +278,8 @@ def response_outputs(
         outputs["output_log_probs"] = _padded([sequence.take_logprob_values() for sequence in sequences])
     if "return_num_input_tokens" in returns:
         outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
+    if "return_num_cached_tokens" in returns:
+        outputs["num_cached_tokens"] = np.array([num_cached_tokens or 0], dtype=np.uint32)
     new_token_ids = [sequence.take_token_ids() for sequence in sequences]
     counts = np.array([len(ids) for ids in new_token_ids], dtype=np.uint32)
     if "return_num_output_tokens" in returns:

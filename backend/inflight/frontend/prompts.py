@@ -89,9 +89,9 @@ class PromptReader:
         first, last = token_ids[: starts[0]], token_ids[starts[0] + len(plain) :]
         return [*first, *plain[num_special - limit :], *last]
 
-    def _render(self, messages: str) -> str:
+    def _render(self, chat: str) -> str:
         try:
-            return self._chat.render(messages)
+            return self._chat.render(chat)
         except ChatTemplateError as error:
             raise RequestError("INVALID_ARG", f"messages: {error}") from None
 

@@ -338,7 +338,9 @@ class Streams:
         start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
-            outputs = response_outputs(stream.request, sequences, stream.take_prompt_logprobs())
+            outputs = response_outputs(
+                stream.request, sequences, stream.take_prompt_logprobs(), stream.num_cached_tokens
+            )
             stream.responder.send(outputs, final and number == len(parts))
         stream.sent()
         stream.sent_time, stream.due = time.monotonic(), 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -18,13 +19,12 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from inflight.frontend.chat_options import Chat, ChatTemplateError, read_chat
+
 __all__ = ["ChatTemplateError", "Template"]
 
-_ROLES_NOTE = 'a list of objects such as {"role": "user", "content": "..."}'
-
-
-class ChatTemplateError(ValueError):
-    """Messages that cannot be rendered, or a template that cannot be used; the message says why."""
+# Names under which messages carry a model's reasoning.  Templates read the first; gpt-oss's read the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
@@ -67,53 +67,120 @@ class Template:
     Args:
         text: Jinja source.
         special_tokens: names such as `bos_token` that templates may use.
+        text_with_tools: what renders chats with tools; None: `text` does.
 
     Raises:
-        ChatTemplateError: `text` is not valid Jinja.
+        ChatTemplateError: a text is not valid Jinja.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, text: str, special_tokens: Mapping[str, str], text_with_tools: str | None = None) -> None:
         self._special_tokens = special_tokens
-        try:
-            self._template = _environment().from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
-        except RecursionError:
-            raise ChatTemplateError("the chat template is nested too deeply") from None
+        self._template = _compiled(text)
+        self._template_with_tools = self._template if text_with_tools is None else _compiled(text_with_tools)
 
-    def render(self, messages: bytes) -> bytes:
-        """UTF-8 text that ends where the assistant's answer begins; special tokens are spelt out.
+    def render(self, chat: bytes) -> bytes:
+        """UTF-8 text that ends where the assistant's answer begins, or goes on; special tokens are spelt out.
 
         Args:
-            messages: JSON.
+            chat: JSON, see `read_chat`.
 
         Raises:
-            ChatTemplateError: not a list of messages, or the template rejects them.
+            ChatTemplateError: it is none of a chat, or the template rejects it.
         """
+        read = read_chat(chat)
+        messages = [_as_templates_read(message) for message in read.messages]
+        mark = _Mark(messages[-1], read.continued) if read.continued is not None else None
         try:
-            found = json.loads(messages)
-        except (ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"not valid JSON: {error}") from None
-        _check_messages(found)
-        try:
-            text = self._template.render(messages=found, add_generation_prompt=True, **self._special_tokens)
+            text = self._render(read, messages)
         except Exception as error:  # whatever a template can raise
             if isinstance(error, MemoryError):
                 raise
             raise ChatTemplateError(f"the chat template rejected the messages: {error}") from None
+        if mark is not None:
+            text = mark.cut(text)
         try:
             return text.encode("utf-8")  # JSON can contain unpaired surrogates, which UTF-8 cannot
         except UnicodeEncodeError as error:
             raise ChatTemplateError(f"not valid JSON: {error}") from None
 
+    def _render(self, chat: Chat, messages: list[dict[str, Any]]) -> str:
+        template = self._template if chat.tools is None else self._template_with_tools
+        return template.render(
+            {
+                "documents": None,
+                **self._special_tokens,
+                **chat.variables,
+                "messages": messages,
+                "tools": chat.tools,
+                "add_generation_prompt": chat.add_generation_prompt,
+            }
+        )
 
-def _check_messages(value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise ChatTemplateError(f"got {_kind(value)}: give {_ROLES_NOTE}")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatTemplateError(f"message {number} is not an object with a role: give {_ROLES_NOTE}")
+
+def _compiled(text: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
+    except RecursionError:
+        raise ChatTemplateError("the chat template is nested too deeply") from None
 
 
-def _kind(value: Any) -> str:
-    return "an empty list" if value == [] else f"a {type(value).__name__}"
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Without null values, which many templates would print, and with the reasoning under each of its names."""
+    read = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((read[name] for name in _REASONING if name in read), None)
+    return read if reasoning is None else {"thinking": reasoning, **read, "reasoning_content": reasoning}
+
+
+class _Mark:
+    """Finds where a message ends in the prompt: it is rendered with a text behind it that occurs nowhere else.
+
+    Args:
+        message: gets the mark.
+        field: of it, which has the text to go on with.
+
+    Raises:
+        ChatTemplateError: it has none.
+    """
+
+    def __init__(self, message: dict[str, Any], field: str) -> None:
+        self._mark = f"<{secrets.token_hex(16)}>"
+        value = message.get(field)
+        self._text = self._mark_blocks(message, field, value) if isinstance(value, list) else value
+        if not isinstance(self._text, str):
+            raise ChatTemplateError(
+                f"continue_final_message: the last message has no text in {field[:100]!r} to go on with"
+            )
+        if isinstance(value, str):
+            for name in {field, *(name for name in _REASONING if field in _REASONING and message.get(name) == value)}:
+                message[name] = self._marked(value)
+
+    def _marked(self, text: str) -> str:
+        return f"{text}{self._mark} "  # the space shows whether the template trims
+
+    def _mark_blocks(self, message: dict[str, Any], field: str, blocks: list[Any]) -> str | None:
+        """The text of the last block that has one, which gets the mark."""
+        for number in range(len(blocks) - 1, -1, -1):
+            block = blocks[number]
+            if isinstance(block, dict) and isinstance(block.get("text"), str):
+                marked = {**block, "text": self._marked(block["text"])}
+                message[field] = [*blocks[:number], marked, *blocks[number + 1 :]]
+                return str(block["text"])
+        return None
+
+    def cut(self, prompt: str) -> str:
+        """The prompt up to the end of the message.
+
+        Raises:
+            ChatTemplateError: the template leaves the message out, or changes it.
+        """
+        assert self._text is not None
+        end = prompt.rfind(self._mark)
+        if end < 0 or self._text.strip() not in prompt:
+            raise ChatTemplateError(
+                "continue_final_message: the chat template leaves out the last message, or changes its text: there is "
+                "nothing to go on with"
+            )
+        keeps_spaces = prompt[end:].startswith(self._marked(""))
+        return prompt[:end] if keeps_spaces else prompt[:end].rstrip()

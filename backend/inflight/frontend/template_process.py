@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
+from inflight.frontend.chat_options import ChatTemplateError
 from inflight.frontend.engine_process import module_command
-from inflight.frontend.template import ChatTemplateError
 from inflight.frontend.template_worker import ERROR, MAX_TEXT_BYTES
 
 __all__ = ["TemplateProcess"]
@@ -39,10 +39,24 @@ class TemplateProcess:
         special_tokens: names such as `bos_token` that the template may use.
         seconds: CPU time of a call.
         size: bytes of memory that it may use.
+        text_with_tools: what renders chats with tools; None: `text` does.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], seconds: float, size: int = 2**30) -> None:
-        settings = {"text": text, "special_tokens": special_tokens, "seconds": seconds, "bytes": size}
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, str],
+        seconds: float,
+        size: int = 2**30,
+        text_with_tools: str | None = None,
+    ) -> None:
+        settings = {
+            "text": text,
+            "text_with_tools": text_with_tools,
+            "special_tokens": special_tokens,
+            "seconds": seconds,
+            "bytes": size,
+        }
         self._settings = json.dumps(settings).encode()
         self._seconds = seconds
         self._patience = 3 * seconds + _SPARE_SECONDS
@@ -65,8 +79,8 @@ class TemplateProcess:
         with self._turn:
             self._compiled()
 
-    def render(self, messages: str) -> str:
-        """Prompt text for a JSON list of messages.
+    def render(self, chat: str) -> str:
+        """Prompt text for the JSON of a chat.
 
         Raises:
             ChatTemplateError: as `Template.render`, or the template takes too long or needs too much memory.
@@ -74,7 +88,7 @@ class TemplateProcess:
         with self._turn:
             for _ in range(_ATTEMPTS):
                 self._compiled()
-                answer = self._ask(messages.encode(errors="replace"), self._patience)
+                answer = self._ask(chat.encode(errors="replace"), self._patience)
                 if answer is not None:
                     return self._text(answer).decode()
         raise ChatTemplateError("the process that renders the chat template was killed; try again")

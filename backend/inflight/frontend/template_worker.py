@@ -14,7 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 
-from inflight.frontend.template import ChatTemplateError, Template
+from inflight.frontend.chat_options import ChatTemplateError
+from inflight.frontend.template import Template
 
 __all__ = ["ERROR", "MAX_TEXT_BYTES", "TEXT", "main"]
 
@@ -45,14 +46,14 @@ def main() -> None:
         made: list[Template] = []
 
         def make() -> bytes:
-            made.append(Template(settings["text"], settings["special_tokens"]))
+            made.append(Template(settings["text"], settings["special_tokens"], settings["text_with_tools"]))
             return b""
 
         answer = limits.run(make)
         connection.send_bytes(answer)
         while made:
-            messages = connection.recv_bytes()
-            connection.send_bytes(limits.run(lambda: made[0].render(messages)))  # noqa: B023 - it runs now
+            chat = connection.recv_bytes()
+            connection.send_bytes(limits.run(lambda: made[0].render(chat)))  # noqa: B023 - it runs now
     except (EOFError, OSError):
         pass  # the stub is gone, or does not want us any more
 

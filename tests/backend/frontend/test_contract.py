@@ -303,7 +303,7 @@ def test_messages_are_rendered_with_the_template() -> None:
         ({"text_input": None, "input_ids": [-1]}, "token id -1"),
         ({"text_input": None, "messages": "hi"}, "messages: not valid JSON"),
         ({"text_input": None, "messages": "[]"}, "messages: got an empty list"),
-        ({"text_input": None, "messages": '{"role": "user"}'}, "messages: got a dict"),
+        ({"text_input": None, "messages": '{"role": "user"}'}, "messages: the object has the key 'role'"),
         ({"text_input": None, "messages": '[{"content": "x"}]'}, "message 0 is not an object with a role"),
         ({"text_input": None, "messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages: not valid JSON"),
         ({"text_input": None, "messages": "[" * 100_000}, "messages: not valid JSON"),

@@ -229,6 +229,25 @@ def test_every_response_has_all_n_sequences(rig: Rig) -> None:
         assert int(response["token_counts"].sum()) == len(response["token_ids"])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_cached_tokens_are_those_of_the_prompt_when_it_first_ran(rig: Rig, stream: bool) -> None:
+    """The other sequences find the first one's prompt, and so does the next engine after a crash."""
+    client = rig.open("return_num_cached_tokens", n=2, stream=stream)
+    rig.step(SequenceDelta(1, 0, [IDS[0]], num_cached_tokens=3))
+    rig.step(SequenceDelta(1, 1, [IDS[0]], num_cached_tokens=8))
+    rig.step(SequenceDelta(1, 0, [IDS[1]], "length", num_cached_tokens=9))
+    rig.step(SequenceDelta(1, 1, [IDS[1]], "length"))
+    client.wait()
+    assert {tuple(response["num_cached_tokens"].tolist()) for response in client.responses} == {(3,)}
+    assert all(response["num_cached_tokens"].dtype == "uint32" for response in client.responses)
+
+
+def test_cached_tokens_are_zero_where_no_engine_ran_the_request(rig: Rig) -> None:
+    fields = {"output_token_ids": [IDS]}
+    client = rig.open("return_num_cached_tokens", fields=fields, ends=[("length", None)], max_tokens=len(IDS))
+    assert client.wait().responses[-1]["num_cached_tokens"].tolist() == [0]
+
+
 def joined(client: RecordingClient, index: int) -> str:
     """The text of the responses about one sequence."""
     own = [response for response in client.responses if response["sequence_index"].tolist() == [index]]
