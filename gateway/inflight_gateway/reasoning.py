@@ -18,6 +18,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "qwen3": ("<think>", "</think>"),
 }
 _ALWAYS_OPENED = {"deepseek_r1"}
+_SWITCHES = ("enable_thinking", "thinking")  # of chat templates
 
 
 def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -42,8 +43,10 @@ def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | No
     return None
 
 
-def reasoning_opened(parser: str, info: Mapping[str, Any]) -> bool:
+def reasoning_opened(parser: str, info: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> bool:
     """Whether the prompt ends within the tags, so that an answer begins with reasoning without the first tag."""
+    if any(template_kwargs.get(name) is False for name in _SWITCHES):
+        return False
     return parser in _ALWAYS_OPENED or bool(info.get("reasoning_opened"))
 
 
