@@ -32,11 +32,12 @@ from inflight.frontend import triton_bridge as bridge
 from inflight.frontend.admin import AdminKey
 from inflight.frontend.chat import ChatTemplate
 from inflight.frontend.contract import RequestParser
-from inflight.frontend.control import Control, relay
+from inflight.frontend.control import Control, control_of, relay
 from inflight.frontend.departure import Departure
 from inflight.frontend.drain import Drain
 from inflight.frontend.engine_group import find_group
 from inflight.frontend.errors import RequestError
+from inflight.frontend.fingerprint import checkpoint_id
 from inflight.frontend.intake import Intake
 from inflight.frontend.metrics import NoMetrics
 from inflight.frontend.origin import check_origin
@@ -49,6 +50,7 @@ from inflight.frontend.streams import Streams
 from inflight.frontend.supervisor import Supervisor
 from inflight.frontend.tally import Tally
 from inflight.frontend.text import Tokenizer
+from inflight.frontend.text_questions import TextQuestions, facts
 
 _DRAIN = "drain"  # what instances tell each other
 
@@ -102,6 +104,12 @@ class TritonPythonModel:
         parser = RequestParser(
             config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
         )
+        self._questions = TextQuestions(
+            facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
+            tokenizer,
+            parser.prompts,
+            parser.limits,
+        )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
             if bridge.wants_metrics(model_config, config)
@@ -131,7 +139,9 @@ class TritonPythonModel:
         self._status = Status(
             identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
         )
-        self._control = Control(self._supervisor.ask, self._status, self._drain, self._drain_others)
+        self._control = Control(
+            self._supervisor.ask, self._status, self._drain, self._drain_others, TextQuestions.names
+        )
         self._metrics.start()
         self._streams.start()
         self._intake.start()
@@ -159,6 +169,9 @@ class TritonPythonModel:
                 answer = self._control.answer(wire)
                 if answer is not None:
                     relay(answer, self._streams, responder)
+                    continue
+                if control_of(wire) is not None:
+                    self._intake.take(wire, responder, self._questions.answer)
                     continue
                 if self._checks_health:
                     self._check_health()

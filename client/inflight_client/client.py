@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 from inflight_client.connection import Connection, ConnectionOptions, Protocol
 from inflight_client.endpoints import split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
-from inflight_client.request import GenerationRequest, Message, RequestOptions
+from inflight_client.questions import (
+    Question,
+    control_question,
+    detokenize_question,
+    json_answer,
+    model_question,
+    tokenize_question,
+)
+from inflight_client.request import ChatOptions, GenerationRequest, Message, RequestOptions
 from inflight_client.results import GenerationResult
 from inflight_client.retry import RetryPolicy
 from inflight_client.servers import AsyncServers, BlockingServers
 from inflight_client.stream import AsyncStream, Stream
-from inflight_client.wire import control_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,8 +189,51 @@ class Client(_BaseClient):
         Raises:
             InflightError: no server answers, or it refuses.
         """
-        parameters = control_parameters(name, admin_key)
-        return self._servers.first(lambda server: server.control(model or self.model, parameters, timeout))
+        return self._ask(control_question(name, admin_key), model, timeout)
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+        model: str | None = None,
+        timeout: float = 60.0,
+        **chat: Unpack[ChatOptions],
+    ) -> dict[str, Any]:
+        """The tokens of a text or chat: `{"count": 3, "max_model_len": 2048, "tokens": [5, 8, 2]}`.
+
+        Args:
+            prompt, messages: one of them, as in `stream`.
+            add_special_tokens: those that the tokenizer puts around a text; None: as a request for text does, which
+                is True for a prompt and False for messages, whose template has its own.
+            return_token_strs: add "token_strs", the tokens as the vocabulary has them.
+            model: None for the client's.
+            timeout: seconds to wait for the answer.
+            chat: options of the chat template, see `ChatOptions`.
+
+        Raises:
+            ValueError, TypeError: see `GenerationRequest.build`.
+            InflightError: no server answers, or it refuses.
+        """
+        question = tokenize_question(prompt, messages, chat, add_special_tokens, return_token_strs)
+        return json_answer(self._ask(question, model, timeout))
+
+    def detokenize(self, token_ids: InputIds, *, model: str | None = None, timeout: float = 60.0) -> str:
+        """The text of token ids, special tokens spelt out; arguments and errors as in `tokenize`."""
+        return str(json_answer(self._ask(detokenize_question(token_ids), model, timeout))["prompt"])
+
+    def model_info(self, model: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+        """Facts about the model that do not change while it is loaded, see docs/wire-contract.md.
+
+        Raises:
+            InflightError: no server answers, or the model is not one of Inflight's.
+        """
+        return json_answer(self._ask(model_question(), model, timeout))
+
+    def _ask(self, question: Question, model: str | None, timeout: float) -> str:
+        return self._servers.first(lambda server: server.control(model or self.model, question, timeout))
 
     def close(self) -> None:
         """Cancel open requests and close the connections; further calls raise RuntimeError."""
@@ -266,8 +316,33 @@ class AsyncClient(_BaseClient):
         self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None
     ) -> str:
         """As `Client.control`."""
-        parameters = control_parameters(name, admin_key)
-        return await self._servers.first(lambda server: server.control(model or self.model, parameters, timeout))
+        return await self._ask(control_question(name, admin_key), model, timeout)
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+        model: str | None = None,
+        timeout: float = 60.0,
+        **chat: Unpack[ChatOptions],
+    ) -> dict[str, Any]:
+        """As `Client.tokenize`."""
+        question = tokenize_question(prompt, messages, chat, add_special_tokens, return_token_strs)
+        return json_answer(await self._ask(question, model, timeout))
+
+    async def detokenize(self, token_ids: InputIds, *, model: str | None = None, timeout: float = 60.0) -> str:
+        """As `Client.detokenize`."""
+        return str(json_answer(await self._ask(detokenize_question(token_ids), model, timeout))["prompt"])
+
+    async def model_info(self, model: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+        """As `Client.model_info`."""
+        return json_answer(await self._ask(model_question(), model, timeout))
+
+    async def _ask(self, question: Question, model: str | None, timeout: float) -> str:
+        return await self._servers.first(lambda server: server.control(model or self.model, question, timeout))
 
     async def close(self) -> None:
         """As `Client.close`."""

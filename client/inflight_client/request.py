@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import operator
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
 
 from inflight_client.schemas import json_schema_of
 
-__all__ = ["GenerationRequest", "Message", "RequestOptions"]
+__all__ = [
+    "ChatOptions",
+    "GenerationRequest",
+    "Message",
+    "RequestOptions",
+    "chat_of",
+    "check_one_prompt",
+    "checked_ids",
+    "messages_json",
+]
 
 _MAX_TIMEOUT = 1e9  # seconds; ten times as many would overflow gRPC's nanoseconds
 
@@ -30,20 +40,33 @@ _SAMPLING = {
 
 # Options of the chat template, sent along with the messages.
 _CHAT = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_TEXTS = {"prompt", "model", "request_id", "tenant", "cache_salt"}
+_TEXTS = {"model", "request_id", "tenant", "cache_salt"}
 
 
-class RequestOptions(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """Options of the chat template, for `messages`.
+
+    Attributes:
+        tools: as in OpenAI's API: the template describes them to the model.
+        chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
+        add_generation_prompt: end the prompt where the assistant's answer begins; True unless the next is set.
+        continue_final_message: go on with the last message instead of answering it.  A string names the field of the
+            message to go on with, such as "reasoning_content".
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool | str
+
+
+class RequestOptions(ChatOptions, total=False):
     """Keyword arguments of `generate` and `stream`, sampling parameters first.
 
     Options that are not given are not sent, so the server's defaults apply (`max_tokens` 16, temperature 1).
 
     Beyond sampling:
-        tools: for `messages`, as in OpenAI's API: the chat template describes them to the model.
-        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
-        add_generation_prompt: end the prompt where the assistant's answer begins; True unless the next is set.
-        continue_final_message: go on with the last message instead of answering it.  A string names the field of the
-            message to go on with, such as "reasoning_content".
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see `ChatOptions`.
         json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
             for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.
@@ -86,10 +109,6 @@ class RequestOptions(TypedDict, total=False):
     skip_special_tokens: bool
     truncate_prompt_tokens: int
     structured_outputs: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]]
-    chat_template_kwargs: Mapping[str, Any]
-    add_generation_prompt: bool
-    continue_final_message: bool | str
     json_schema: Any
     extra_parameters: Mapping[str, Any]
     model: str
@@ -167,13 +186,7 @@ class GenerationRequest:
                 encoded as UTF-8, a timeout that is not positive, or an integer out of the range of its data type.
         """
         rest: dict[str, Any] = dict(options)
-        given = [
-            name
-            for name, value in (("prompt", prompt), ("messages", messages), ("input_ids", input_ids))
-            if value is not None
-        ]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of prompt, messages and input_ids, not {' and '.join(given) or 'none'}")
+        check_one_prompt({"prompt": prompt, "messages": messages, "input_ids": input_ids})
         sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
         if (described := rest.pop("json_schema", None)) is not None:
             sampling["structured_outputs"] = {
@@ -181,21 +194,15 @@ class GenerationRequest:
                 "json": json_schema_of(described),
             }
         sampling |= rest.pop("extra_parameters", {})
-        chat = {name: rest.pop(name) for name in _CHAT if name in rest}
-        chat = {name: _plain(value) for name, value in chat.items() if value is not None}
-        if chat and messages is None:
-            raise ValueError(f"{' and '.join(chat)}: only for messages, which a chat template renders")
+        chat = chat_of({name: rest.pop(name) for name in _CHAT if name in rest}, messages)
         timeout = rest.pop("timeout", timeout)
         if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={timeout!r}: must be above 0 and at most 1e9 seconds, or None")
-        for name, text in (("prompt", prompt), ("model", rest.get("model", model)), *rest.items()):
+        for name, text in (("model", rest.get("model", model)), *rest.items()):
             if name in _TEXTS and text is not None:
                 _check_text(name, text)
-        if messages is not None:
-            _check_messages(messages)
         _check_integers("request_priority", [rest.get("request_priority", 0)], 32)
-        ids = None if input_ids is None else [operator.index(token_id) for token_id in input_ids]
-        _check_integers("input_ids", ids or [], 64)
+        ids = None if input_ids is None else checked_ids("input_ids", input_ids)
         rest |= _resumed(rest)
         known = RequestOptions.__annotations__
         for name in rest:
@@ -219,6 +226,47 @@ class GenerationRequest:
             stream=not rest.pop("one_response", False),
             **rest,
         )
+
+
+def check_one_prompt(prompts: Mapping[str, Any]) -> None:
+    """Raise ValueError unless one is given, and is what it may be (else TypeError)."""
+    given = [name for name, value in prompts.items() if value is not None]
+    if len(given) != 1:
+        names = list(prompts)
+        allowed = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise ValueError(f"give exactly one of {allowed}, not {' and '.join(given) or 'none'}")
+    if given == ["prompt"]:
+        _check_text("prompt", prompts["prompt"])
+    if given == ["messages"]:
+        _check_messages(prompts["messages"])
+
+
+def chat_of(options: Mapping[str, Any], messages: Any) -> dict[str, Any]:
+    """The options of the chat template that are set.
+
+    Raises:
+        ValueError: there are some, and no messages.
+        TypeError: an unknown one.
+    """
+    chat = {name: _plain(value) for name, value in options.items() if value is not None}
+    for name in chat.keys() - set(_CHAT):
+        raise TypeError(f"unknown option {name!r}; allowed are {', '.join(_CHAT)}")
+    if chat and messages is None:
+        raise ValueError(f"{' and '.join(chat)}: only for messages, which a chat template renders")
+    return chat
+
+
+def checked_ids(name: str, token_ids: Sequence[int] | np.ndarray) -> list[int]:
+    """Token ids as a list; raises TypeError or ValueError for what is no INT64."""
+    ids = [operator.index(token_id) for token_id in token_ids]
+    _check_integers(name, ids, 64)
+    return ids
+
+
+def messages_json(messages: Sequence[Message], chat: Mapping[str, Any]) -> str:
+    """The input `messages`: an object if there are options of the chat template, else a list."""
+    plain = [dict(message) for message in messages]
+    return json.dumps({"messages": plain, **chat} if chat else plain)
 
 
 def _resumed(options: Mapping[str, Any]) -> dict[str, Any]:

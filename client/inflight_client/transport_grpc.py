@@ -9,7 +9,6 @@ stub are used, although the stub is a private attribute (`_client_stub`) of both
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -28,6 +27,7 @@ from inflight_client.errors import (
     code_of_message,
     error_for,
 )
+from inflight_client.questions import Question
 from inflight_client.request import GenerationRequest
 from inflight_client.wire import Columns, control_answer, grpc_columns, grpc_control, grpc_request
 
@@ -137,9 +137,9 @@ class GrpcTransport:
         """Send a request; `timeout` is the number of seconds it has left."""
         return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
 
-    def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
-        """Answer to a request with the parameter `control`."""
-        return control_answer([columns for columns in self._send(grpc_control(model, parameters), timeout) if columns])
+    def control(self, model: str, question: Question, timeout: float) -> str:
+        """The text that answers a question."""
+        return control_answer([columns for columns in self._send(grpc_control(model, question), timeout) if columns])
 
     def _send(self, message: ModelInferRequest, timeout: float | None) -> GrpcCall:
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
@@ -244,9 +244,9 @@ class AsyncGrpcTransport:
         """As `GrpcTransport.open`."""
         return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
 
-    async def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
+    async def control(self, model: str, question: Question, timeout: float) -> str:
         """As `GrpcTransport.control`."""
-        call = self._send(grpc_control(model, parameters), timeout)
+        call = self._send(grpc_control(model, question), timeout)
         return control_answer([columns async for columns in call if columns])
 
     def _send(self, message: ModelInferRequest, timeout: float | None) -> AsyncGrpcCall:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -25,8 +25,9 @@ from inflight_client.errors import (
     ServerError,
     ServerUnreachableError,
 )
+from inflight_client.questions import Question
 from inflight_client.request import GenerationRequest
-from inflight_client.wire import Columns, control_answer, http_body, http_columns, http_error
+from inflight_client.wire import Columns, control_answer, http_body, http_columns, http_control, http_error
 
 __all__ = ["AsyncHttpTransport", "HttpTransport"]
 
@@ -203,9 +204,9 @@ class AsyncHttpTransport:
     async def repository_index(self) -> list[dict[str, Any]]:
         return await self._session.json_list("/v2/repository/index", {})
 
-    async def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
-        """Answer to a request with the parameter `control`."""
-        answer = await self._session.json(_model_path(model, "/generate"), dict(parameters), timeout)
+    async def control(self, model: str, question: Question, timeout: float) -> str:
+        """The text that answers a question."""
+        answer = await self._session.json(_model_path(model, "/generate"), http_control(question), timeout)
         return control_answer([{key: [value] for key, value in answer.items()}])
 
     async def close(self) -> None:
@@ -315,8 +316,8 @@ class HttpTransport:
     def repository_index(self) -> list[dict[str, Any]]:
         return self._thread.run(self._async.repository_index())
 
-    def control(self, model: str, parameters: Mapping[str, str], timeout: float) -> str:
-        return self._thread.run(self._async.control(model, parameters, timeout))
+    def control(self, model: str, question: Question, timeout: float) -> str:
+        return self._thread.run(self._async.control(model, question, timeout))
 
     def close(self) -> None:
         if self._thread.loop.is_closed():

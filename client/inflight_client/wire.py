@@ -15,19 +15,20 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from inflight_client.errors import InflightError, ServerError, code_of_message, error_for
-from inflight_client.request import GenerationRequest
+from inflight_client.questions import Question
+from inflight_client.request import GenerationRequest, messages_json
 from inflight_client.results import ChoiceDelta, Logprob, StreamChunk, TokenLogprobs
 
 __all__ = [
     "Columns",
     "chunk_of",
     "control_answer",
-    "control_parameters",
     "grpc_columns",
     "grpc_control",
     "grpc_request",
     "http_body",
     "http_columns",
+    "http_control",
     "http_error",
     "token_logprob_sums",
 ]
@@ -45,8 +46,7 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
-        messages = [dict(message) for message in request.messages]
-        yield "messages", "BYTES", json.dumps({"messages": messages, **request.chat} if request.chat else messages)
+        yield "messages", "BYTES", messages_json(request.messages, request.chat)
     if request.input_ids is not None:
         yield "input_ids", "INT64", request.input_ids
     yield "stream", "BOOL", request.stream
@@ -93,13 +93,17 @@ def grpc_request(request: GenerationRequest, timeout: float | None) -> service_p
     """
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
     for name, datatype, value in _fields(request):
-        values = value if isinstance(value, list) else [value]
-        message.inputs.add(name=name, datatype=datatype, shape=[len(values)])
-        message.raw_input_contents.append(_raw(name, datatype, values))
+        _add_input(message, name, datatype, value)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if timeout is not None:
         message.parameters["timeout"].int64_param = _microseconds(timeout)
     return message
+
+
+def _add_input(message: service_pb2.ModelInferRequest, name: str, datatype: str, value: Any) -> None:
+    values = value if isinstance(value, list) else [value]
+    message.inputs.add(name=name, datatype=datatype, shape=[len(values)])
+    message.raw_input_contents.append(_raw(name, datatype, values))
 
 
 def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
@@ -112,16 +116,16 @@ def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
         raise ValueError(f"{name}: must be integers within the range of {datatype}") from None
 
 
-def control_parameters(name: str, admin_key: str | None) -> dict[str, str]:
-    """Request parameters that put the question `name`; the key goes along if there is one."""
-    return {"control": name} if admin_key is None else {"control": name, "admin_key": admin_key}
-
-
-def grpc_control(model: str, parameters: Mapping[str, str]) -> service_pb2.ModelInferRequest:
-    """The message of a request with nothing but `control_parameters`."""
+def grpc_control(model: str, question: Question) -> service_pb2.ModelInferRequest:
+    """The message of a question."""
     message = service_pb2.ModelInferRequest(model_name=model)
-    for key, value in parameters.items():
-        message.parameters[key].string_param = value
+    for name, datatype, value in question.inputs:
+        _add_input(message, name, datatype, value)
+    for key, parameter in question.parameters.items():
+        if isinstance(parameter, bool):
+            message.parameters[key].bool_param = parameter
+        else:
+            message.parameters[key].string_param = parameter
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     return message
 
@@ -136,6 +140,11 @@ def control_answer(responses: list[Columns]) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ServerError(f"the server answered a control request with {len(texts)} texts; expected one")
     return texts[0]
+
+
+def http_control(question: Question) -> dict[str, Any]:
+    """The JSON object of a question to `/generate`."""
+    return {**question.parameters, **{name: value for name, _, value in question.inputs}}
 
 
 def http_body(request: GenerationRequest, timeout: float | None) -> dict[str, Any]:

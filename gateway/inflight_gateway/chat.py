@@ -28,7 +28,7 @@ async def chat_completions(http: Request) -> Response:
     gateway = gateway_of(http)
     body = await read_body(http, ChatBody, gateway.options)
     model = await gateway.upstream.resolve(body.model)
-    plan = plan_chat(gateway, http, model, body)
+    plan = await plan_chat(gateway, http, model, body)
     request_id = request_id_of(http, body)
     request = {**plan.arguments, "request_id": request_id}
     head = {

@@ -100,7 +100,7 @@ class ChatPlan:
         )
 
 
-def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: ChatBody) -> ChatPlan:
+async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: ChatBody) -> ChatPlan:
     """Check a request and decide what to ask of the model.
 
     Raises:
@@ -112,7 +112,7 @@ def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: ChatBod
             "model",
         )
     tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
-    tags, opened = _reasoning(gateway, model, body)
+    tags, opened = await _reasoning(gateway, model, body)
     arguments = base_arguments(gateway, http, model, body)
     arguments |= _length(body, model) | _logprobs(body) | _template(body)
     if tools is not None:
@@ -136,11 +136,10 @@ def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:
         raise APIError(500, str(error), code="configuration_error") from None
 
 
-def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tuple[str, str] | None, bool]:
+async def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tuple[str, str] | None, bool]:
     """The tags that the answer may contain, and whether it begins within them."""
-    parser = gateway.options.reasoning_parser
     try:
-        tags = reasoning_tags(parser, model.info)
+        tags = reasoning_tags(gateway.options.reasoning_parser, model.info)
     except ValueError as error:
         raise APIError(500, str(error), code="configuration_error") from None
     if tags is None:
@@ -149,7 +148,7 @@ def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tu
         _, begun, behind = _last_content(body.messages).rpartition(tags[0])
         within = bool(begun) and tags[1] not in behind
         return (tags, True) if within else (None, False)
-    return tags, reasoning_opened(parser, model.info, body.chat_template_kwargs or {})
+    return tags, await reasoning_opened(gateway.upstream, model, tags[0], _template_kwargs(body))
 
 
 def _last_content(messages: Any) -> str:
@@ -184,14 +183,14 @@ def _template(body: ChatBody) -> dict[str, Any]:
         found["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         found["continue_final_message"] = True
-    options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.documents is not None:
-        options.setdefault("documents", body.documents)
-    if options:
+    if options := _template_kwargs(body):
         found["chat_template_kwargs"] = options
     return found
+
+
+def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    return {name: value for name, value in given.items() if value is not None} | (body.chat_template_kwargs or {})
 
 
 def _constraint(body: ChatBody, tools: ToolPlan | None) -> dict[str, Any] | None:

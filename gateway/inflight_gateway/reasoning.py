@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from inflight_client import InflightError
 from inflight_gateway.tool_parsers.scanner import Marks, Scanner, Wait
+from inflight_gateway.upstream import ServedModel, Upstream
 
 __all__ = ["FORMATS", "ReasoningParser", "reasoning_opened", "reasoning_tags"]
 
@@ -17,8 +21,9 @@ FORMATS: dict[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "qwen3": ("<think>", "</think>"),
 }
-_ALWAYS_OPENED = {"deepseek_r1"}
-_SWITCHES = ("enable_thinking", "thinking")  # of chat templates
+_MAX_KEY, _MAX_KNOWN, _TAIL_TOKENS = 1024, 256, 64
+# By upstream, model and template options: whether the prompt opens the reasoning.
+_opened: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
 
 
 def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -43,11 +48,31 @@ def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | No
     return None
 
 
-def reasoning_opened(parser: str, info: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the prompt ends within the tags, so that an answer begins with reasoning without the first tag."""
-    if any(template_kwargs.get(name) is False for name in _SWITCHES):
-        return False
-    return parser in _ALWAYS_OPENED or bool(info.get("reasoning_opened"))
+async def reasoning_opened(
+    upstream: Upstream, model: ServedModel, tag: str, template_kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the prompt ends with `tag`, so that an answer begins with reasoning.
+
+    With `chat_template_kwargs`, which may turn thinking on or off, the model is asked to render a chat, once for each
+    choice.
+    """
+    usual = bool(model.info.get("reasoning_opened"))
+    plain = (bool, int, str)
+    chosen = {name: value for name, value in template_kwargs.items() if isinstance(value, plain) and value != ""}
+    if not chosen or not model.info or len(key := json.dumps([model.name, chosen], sort_keys=True)) > _MAX_KEY:
+        return usual
+    known = _opened.setdefault(upstream, {})
+    if key not in known:
+        chat = [{"role": "user", "content": "Hi"}]
+        try:
+            answer = await upstream.client.tokenize(messages=chat, chat_template_kwargs=chosen, model=model.name)
+            tail = await upstream.client.detokenize(answer["tokens"][-_TAIL_TOKENS:], model=model.name)
+        except (InflightError, ValueError):
+            return usual  # the request itself will say what is wrong
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[key] = tail.rstrip().endswith(tag)
+    return known[key]
 
 
 class ReasoningParser:

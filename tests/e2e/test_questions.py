@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from frontend_rig import CHECKPOINT
+from processes_of import engine_processes
 
-from inflight_client import Client
+import inflight
+from inflight_client import AsyncClient, Client, InvalidRequestError
 from inflight_tools.launcher import TritonServer
 
 CHAT = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "Return the "}]
@@ -59,3 +61,77 @@ def test_cached_tokens_are_counted(client: Client, options: dict[str, Any]) -> N
     cached = [client.generate(**request, return_num_cached_tokens=True).usage.cached_tokens for _ in range(2)]
     assert cached == [0, 64]
     assert client.generate(**request).usage.cached_tokens is None
+
+
+def test_tokens_of_a_text_and_back(client: Client, tokenizer: Any) -> None:
+    text = "the list: héllo 你好 🙂"
+    answer = client.tokenize(text, add_special_tokens=False, return_token_strs=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert answer == {
+        "count": len(ids),
+        "max_model_len": 2048,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids),
+    }
+    assert client.detokenize(ids) == text
+    assert client.detokenize(ids[:1]) == tokenizer.decode(ids[:1])
+    assert client.detokenize([]) == ""
+    assert client.tokenize(text)["count"] == client.generate(text, max_tokens=1).usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"continue_final_message": True}, {"tools": TOOLS, "add_generation_prompt": False}]
+)
+def test_tokens_of_a_chat_are_those_that_are_generated_from(client: Client, options: dict[str, Any]) -> None:
+    answer = client.tokenize(messages=CHAT, **options)
+    assert answer["count"] == client.generate(messages=CHAT, max_tokens=1, **options).usage.input_tokens
+
+
+def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
+    info = client.model_info()
+    assert len(info.pop("checkpoint_id")) == 16
+    assert info == {
+        "version": inflight.__version__,
+        "max_model_len": 2048,
+        "vocab_size": 2560,
+        "has_chat_template": True,
+        "tool_format": None,
+        "reasoning_tags": None,
+        "reasoning_opened": False,
+        "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+    }
+
+
+def test_long_texts_are_answered_by_threads(client: Client, tokenizer: Any) -> None:
+    text = "the list of names " * 1000
+    ids = client.tokenize(text)["tokens"]
+    assert ids == tokenizer.encode(text)
+    assert client.detokenize(ids).endswith(text)
+
+
+def test_an_engine_that_hangs_delays_no_answer(server: TritonServer) -> None:
+    engines = engine_processes(server)
+    with Client(server.grpc_address, model="demo") as client:
+        for engine in engines:
+            engine.suspend()
+        try:
+            assert client.detokenize(client.tokenize("a", add_special_tokens=False)["tokens"]) == "a"
+            assert client.tokenize(messages=CHAT)["count"] > 0
+            assert client.model_info()["vocab_size"] == 2560
+        finally:
+            for engine in engines:
+                engine.resume()
+
+
+def test_what_is_wrong_is_named(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="token id 2560 is not in the vocabulary"):
+        client.detokenize([5, 2560])
+    with pytest.raises(InvalidRequestError, match=r"control='tokenise': must be .* or \"model\""):
+        client.control("tokenise")
+
+
+async def test_asyncio_asks_the_same(server: TritonServer) -> None:
+    async with AsyncClient(server.grpc_address, model="demo") as client:
+        ids = (await client.tokenize("héllo"))["tokens"]
+        assert await client.detokenize(ids[1:]) == "héllo"
+        assert (await client.model_info())["max_model_len"] == 2048

@@ -97,6 +97,8 @@ def test_clients_need_no_key(guarded: TritonServer) -> None:
         assert client.ready()
         assert client.metadata()["name"] == "mine"
         assert client.generate("Return", max_tokens=2).text
+        assert client.detokenize(client.tokenize("Return")["tokens"]).endswith("Return")
+        assert client.model_info()["has_chat_template"]
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)

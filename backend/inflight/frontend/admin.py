@@ -17,10 +17,11 @@ __all__ = ["ENVIRONMENT", "AdminKey"]
 ENVIRONMENT = "INFLIGHT_ADMIN_KEY"
 
 _CHANGES = ("drain",)  # what no stranger may ask: the other questions change nothing
+_OPEN = ("tokenize", "detokenize", "model")  # what everybody may ask: a request for text tells as much
 
 
 class AdminKey:
-    """The key that `control` requests must carry.
+    """The key that `control` requests must carry, those aside that ask about texts.
 
     Args:
         key: None for a server without one, which answers what changes nothing and refuses the rest.
@@ -40,7 +41,7 @@ class AdminKey:
             RequestError: INVALID_ARG; the key is missing or wrong, or the server has none and the request needs one.
         """
         control = wire.parameters.get("control")
-        if control is None:
+        if control is None or control in _OPEN:
             return
         if self._key is None:
             if control in _CHANGES:

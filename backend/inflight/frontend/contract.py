@@ -38,7 +38,17 @@ from inflight.frontend.sampling_keys import (
 from inflight.frontend.tenants import tenant_of
 from inflight.frontend.text import Tokenizer, TokenizerError
 
-__all__ = ["INPUTS", "OUTPUTS", "ParsedRequest", "RequestParser", "TensorSpec", "WireRequest"]
+__all__ = [
+    "INPUTS",
+    "OUTPUTS",
+    "ParsedRequest",
+    "RequestParser",
+    "TensorSpec",
+    "WireRequest",
+    "field_of",
+    "is_foreign",
+    "plain_input",
+]
 
 
 class TensorSpec(NamedTuple):
@@ -189,6 +199,9 @@ class RequestParser:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
         number: of this frontend, among those that share the engine: their seeds differ.
+
+    Attributes:
+        prompts, limits: what it reads prompts and checks sizes with.
     """
 
     def __init__(
@@ -204,11 +217,11 @@ class RequestParser:
         self._config = config
         self._header = config.tenant_header
         self._tokenizer = tokenizer
-        self._prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
+        self.prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._limits = Limits(config, vocab_size)
+        self.limits = Limits(config, vocab_size)
         self._defaults = {} if config.generation_config is None else generation_defaults(config)
         self._is_tensorrt_llm = config.wire_format == "tensorrt_llm"
         self._seeds = random.Random(config.seed + number) if config.seed is not None else random.SystemRandom()
@@ -221,20 +234,20 @@ class RequestParser:
             raise RequestError("INVALID_ARG", str(error)) from None
 
     def _parse(self, wire: WireRequest) -> ParsedRequest:
-        self._limits.check_inputs(wire.inputs, wire.parameters)
-        inputs = {name: _plain(name, array) for name, array in wire.inputs.items()}
-        parameters = {key: value for key, value in wire.parameters.items() if not _is_foreign(key)}
+        self.limits.check_inputs(wire.inputs, wire.parameters)
+        inputs = {name: plain_input(name, array) for name, array in wire.inputs.items()}
+        parameters = {key: value for key, value in wire.parameters.items() if not is_foreign(key)}
         # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
         request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *_SCHEDULING, *RESUME_INPUTS}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
 
-        stream = _field(fields, "stream", to_bool, "true or false", False)
+        stream = field_of(fields, "stream", to_bool, "true or false", False)
         prepends = self._prepends(fields, inputs, stream)
-        returns = frozenset(flag for flag in RETURN_FLAGS if _field(fields, flag, to_bool, "true or false", False))
+        returns = frozenset(flag for flag in RETURN_FLAGS if field_of(fields, flag, to_bool, "true or false", False))
         keys = self._keys(inputs, parameters)
         params = self._complete(keys.params, returns)
-        prompt, text = self._prompts.read(inputs, keys.truncate_prompt_tokens)
+        prompt, text = self.prompts.read(inputs, keys.truncate_prompt_tokens)
         resumed = read_resumed(
             fields,
             params,
@@ -251,7 +264,7 @@ class RequestParser:
                 request_id=0,
                 prompt_token_ids=prompt,
                 params=params,
-                priority=_field(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
+                priority=field_of(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
                 tenant=self._tenant(fields, wire.parameters),
                 deadline=None if timeout is None else wire.received + timeout,
                 cache_salt=self._name(fields, "cache_salt"),
@@ -267,18 +280,18 @@ class RequestParser:
             ends=resumed.ends,
             cumulative=keys.output_kind == CUMULATIVE,
             separate=self._is_tensorrt_llm,
-            name=self._limits.check_name("the request id", wire.request_id),
+            name=self.limits.check_name("the request id", wire.request_id),
         )
 
     def _tenant(self, fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-        return self._limits.check_name("tenant", tenant_of(self._header, parameters, self._name(fields, "tenant")))
+        return self.limits.check_name("tenant", tenant_of(self._header, parameters, self._name(fields, "tenant")))
 
     def _name(self, fields: Mapping[str, Any], name: str) -> str:
-        return self._limits.check_name(name, _field(fields, name, to_text, "a string", ""))
+        return self.limits.check_name(name, field_of(fields, name, to_text, "a string", ""))
 
     def _prepends(self, fields: Mapping[str, Any], inputs: Mapping[str, Any], stream: bool) -> bool:
         """Whether the output begins with the prompt: by the request, the model's default, or as in vllm_backend."""
-        excludes = _field(fields, "exclude_input_in_output", to_bool, "true or false", None)
+        excludes = field_of(fields, "exclude_input_in_output", to_bool, "true or false", None)
         if stream:
             if excludes is False and not self._is_tensorrt_llm:
                 raise RequestError(
@@ -297,7 +310,7 @@ class RequestParser:
         typed = {key: inputs[key] for key in _SAMPLING_INPUTS & inputs.keys()}
         layers = [self._defaults, weak, typed]
         default_max_tokens = self._config.default_max_tokens
-        return request_keys(layers, self._tokenizer, self._limits, default_max_tokens, self._is_tensorrt_llm)
+        return request_keys(layers, self._tokenizer, self.limits, default_max_tokens, self._is_tensorrt_llm)
 
     def _complete(self, params: SamplingParams, returns: frozenset[str]) -> SamplingParams:
         """Resolve the seed, request the logprobs that the outputs need, check ranges."""
@@ -314,16 +327,17 @@ class RequestParser:
             params.validate(vocab_size=self._vocab_size)
         except ValueError as error:
             raise RequestError("INVALID_ARG", str(error)) from None
-        self._limits.check_params(params)
+        self.limits.check_params(params)
         return params
 
 
-def _is_foreign(key: str) -> bool:
+def is_foreign(key: str) -> bool:
+    """Whether a request parameter comes from Triton, a client library or a proxy."""
     low = key.lower()
     return low in _FOREIGN or low.startswith(_FOREIGN_PREFIXES) or "-" in low
 
 
-def _plain(name: str, array: np.ndarray) -> Any:
+def plain_input(name: str, array: np.ndarray) -> Any:
     """An input tensor as Python values: a list if the contract says so, else its one element."""
     values = array.reshape(-1)
     if values.dtype.kind in "OS":
@@ -360,7 +374,8 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _field(fields: Mapping[str, Any], name: str, convert: Any, allowed: str, default: Any) -> Any:
+def field_of(fields: Mapping[str, Any], name: str, convert: Any, allowed: str, default: Any) -> Any:
+    """A converted value, or `default` for None; raises RequestError, which says what is `allowed`."""
     value = fields.get(name)
     if value is None:
         return default
@@ -379,7 +394,7 @@ def _to_int32(value: Any) -> int:
 
 def _timeout(wire: WireRequest) -> float | None:
     """Seconds.  gRPC clients set a field of the request, the generate endpoint a parameter."""
-    value = wire.timeout_us or _field(wire.parameters, "timeout", to_float, "a number of microseconds", 0)
+    value = wire.timeout_us or field_of(wire.parameters, "timeout", to_float, "a number of microseconds", 0)
     if value < 0:
         raise RequestError("INVALID_ARG", f"timeout={value}: must be a number of microseconds, 0 for none")
     return value / 1e6 if value else None

@@ -27,6 +27,7 @@ class Control:
     Args:
         ask_engine: puts a question to the engine.
         drain_others: tells the instances that share the engine to drain, too.
+        text_questions: names of the questions that `TextQuestions` answers.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Control:
         status: Status,
         drain: Drain,
         drain_others: Callable[[], None] = lambda: None,
+        text_questions: tuple[str, ...] = (),
     ) -> None:
+        self._text_questions = text_questions
         self._answers: dict[str, Callable[[], Future[Any]]] = {
             "step_trace": partial(ask_engine, DumpTrace()),
             "stats": status.ask,
@@ -43,16 +46,16 @@ class Control:
         }
 
     def answer(self, wire: WireRequest) -> Future[Any] | None:
-        """The answer (text or bytes, or a RequestError) to what the request asks; None if it asks for text.
+        """The answer (text or bytes, or a RequestError) to what the request asks; None if it is not asked here.
 
         Raises:
             RequestError: INVALID_ARG; an unknown `control`.
         """
         control = control_of(wire)
-        if control is None:
+        if control is None or control in self._text_questions:
             return None
         if control not in self._answers:
-            known = " or ".join(f'"{name}"' for name in self._answers)
+            known = " or ".join(f'"{name}"' for name in (*self._answers, *self._text_questions))
             raise RequestError("INVALID_ARG", f"control={shown(control)}: must be {known}")
         return self._answers[control]()
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import PriorityQueue
 
+import numpy as np
+
 from inflight.frontend.contract import ParsedRequest, WireRequest
 from inflight.frontend.errors import RequestError
 from inflight.frontend.open_stream import Responder
@@ -26,7 +28,10 @@ _NUM_THREADS = 2
 _MAX_WAITING_BYTES = 64 * 2**20
 # A text waits as if it had come later by the time that it takes: others pass it meanwhile, and it is not starved.
 _SECONDS_PER_BYTE = 1e-6
-_BYTES_PER_RESUMED_TOKEN = 16  # as much time as a text of that length takes
+_BYTES_PER_SHOWN_TOKEN = 16  # as much time as a text of that length takes
+
+
+Answer = Callable[[WireRequest], dict[str, np.ndarray]]
 
 
 @dataclass(order=True, slots=True)
@@ -38,6 +43,7 @@ class _Waiting:
     num_bytes: int = field(compare=False)
     wire: WireRequest = field(compare=False)
     responder: Responder = field(compare=False)
+    answer: Answer | None = field(compare=False, default=None)
 
 
 class Intake:
@@ -87,15 +93,18 @@ class Intake:
             if thread.ident is not None:
                 thread.join()
 
-    def take(self, wire: WireRequest, responder: Responder) -> None:
+    def take(self, wire: WireRequest, responder: Responder, answer: Answer | None = None) -> None:
         """Open the request's stream, now or when a thread has read it.
+
+        Args:
+            answer: what the request gets in place of a stream; takes as long as reading it. Raises RequestError.
 
         Raises:
             RequestError: it is refused now.  Later errors are sent.
         """
         num_bytes, is_chat = _num_text_bytes(wire), "messages" in wire.inputs
         if num_bytes <= DIRECT_BYTES and not is_chat:
-            return self._streams.open(self._parse(wire), responder)
+            return self._serve(wire, responder, answer)
         with self._lock:
             if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
                 raise RequestError(
@@ -107,7 +116,7 @@ class Intake:
             self._count += 1
             rank = wire.received + num_bytes * _SECONDS_PER_BYTE
             queue = self._chats if is_chat else self._texts
-            queue.put(_Waiting(rank, self._count, num_bytes, wire, responder))
+            queue.put(_Waiting(rank, self._count, num_bytes, wire, responder, answer))
 
     @contextmanager
     def errors_to(self, responder: Responder) -> Iterator[None]:
@@ -135,7 +144,13 @@ class Intake:
             raise RequestError("UNAVAILABLE", "the model is being unloaded")
         if waiting.responder.is_cancelled():
             raise RequestError("CANCELLED", "Request was cancelled")
-        self._streams.open(self._parse(waiting.wire), waiting.responder)
+        self._serve(waiting.wire, waiting.responder, waiting.answer)
+
+    def _serve(self, wire: WireRequest, responder: Responder, answer: Answer | None) -> None:
+        if answer is None:
+            self._streams.open(self._parse(wire), responder)
+        else:
+            self._streams.respond(responder, answer(wire))
 
 
 class _Nobody:
@@ -151,10 +166,10 @@ _NOBODY = _Nobody()
 
 
 def _num_text_bytes(wire: WireRequest) -> int:
-    """Of all texts that the request has as inputs, and of the output that it resumes, which is detokenised.
+    """Of all texts that the request has as inputs, and of token ids that are detokenised.
 
     Other numbers are read at once, whatever their number.
     """
     texts = sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
-    resumed = wire.inputs.get("resume_token_ids")
-    return texts + (0 if resumed is None else _BYTES_PER_RESUMED_TOKEN * resumed.size)
+    shown = wire.inputs.get("input_ids" if "control" in wire.parameters else "resume_token_ids")
+    return texts + (0 if shown is None else _BYTES_PER_SHOWN_TOKEN * shown.size)

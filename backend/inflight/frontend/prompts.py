@@ -55,6 +55,15 @@ class PromptReader:
             )
         return self._checked(token_ids), text
 
+    def tokens(self, inputs: Mapping[str, Any], add_special_tokens: bool) -> list[int]:
+        """Token ids of `text_input` or `messages`, which need not fit a request.
+
+        Raises:
+            TokenizerError, RequestError: as `read`.
+        """
+        text = inputs["text_input"] if "text_input" in inputs else self._render(inputs["messages"])
+        return self._tokenise(text, None, add_special_tokens)
+
     def _truncation(self, given: int) -> int:
         if given == -1:
             return self._max_model_len - 1
@@ -103,10 +112,14 @@ class PromptReader:
                 f"the prompt has {len(ids)} tokens: it must be 1 to {limit} long "
                 f"(max_model_len={self._max_model_len} minus one output token)",
             )
-        low, high = min(ids), max(ids)
+        self.check_ids(ids)
+        return ids
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raise RequestError for ids outside of the vocabulary."""
+        low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
             raise RequestError(
                 "INVALID_ARG", f"input_ids: token id {bad} is not in the vocabulary [0, {self._vocab_size - 1}]"
             )
-        return ids

@@ -44,6 +44,9 @@ class _Backend(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def decode_all(self, ids: list[int]) -> str: ...
+    def entry(self, token_id: int) -> str: ...
+    def special_tokens(self) -> dict[str, int]: ...
     def size(self) -> int: ...
     def longest_token(self) -> int: ...
 
@@ -61,6 +64,17 @@ class _Fast:
         # Not `encode`, which keeps Python's lock: a long text would stop every thread of the process for seconds.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def decode_all(self, ids: list[int]) -> str:
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)  # `decode` keeps Python's lock
+        return text
+
+    def entry(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def special_tokens(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def size(self) -> int:
         return self._tokenizer.get_vocab_size()
@@ -82,6 +96,16 @@ class _Slow:
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def decode_all(self, ids: list[int]) -> str:
+        return self.decode(ids, False)
+
+    def entry(self, token_id: int) -> str:
+        return self._tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    def special_tokens(self) -> dict[str, int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def size(self) -> int:
         return len(self._tokenizer)
@@ -117,6 +141,15 @@ class _Absent:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return ""
+
+    def decode_all(self, ids: list[int]) -> str:
+        return ""
+
+    def entry(self, token_id: int) -> str:
+        return ""
+
+    def special_tokens(self) -> dict[str, int]:
+        return {}
 
     def size(self) -> int:
         return 0
@@ -208,6 +241,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens)
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Text of token ids, however many, special tokens spelt out: other threads run meanwhile."""
+        return self._backend.decode_all(ids)
+
+    def vocabulary_entry(self, token_id: int) -> str:
+        """The token as the vocabulary has it, such as "Ġthe"; "" if it has none for the id."""
+        return self._backend.entry(token_id)
+
+    def special_tokens(self) -> dict[str, int]:
+        """Token id of each added token that is special."""
+        return self._backend.special_tokens()
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a sentence; special tokens are spelt out."""
