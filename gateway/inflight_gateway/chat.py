@@ -17,6 +17,7 @@ from inflight_gateway.chat_logprobs import chat_logprobs
 from inflight_gateway.chat_plan import ChatBody, ChatPlan, plan_chat
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.legacy_logprobs import vllm_logprobs
 from inflight_gateway.sse import encode_json
 from inflight_gateway.usage import fingerprint_of, usage_of
 
@@ -48,7 +49,9 @@ def _whole(head: dict[str, Any], body: ChatBody, plan: ChatPlan, result: Generat
     choices = [_choice(choice, body, plan) for choice in result.choices]
     found = {**head, "choices": choices, "usage": usage_of([result])}
     if result.prompt_logprobs is not None:
-        found["prompt_logprobs"] = result.prompt_logprobs
+        found["prompt_logprobs"] = vllm_logprobs(result.prompt_logprobs)
+    if plan.prompt_token_ids is not None:
+        found["prompt_token_ids"] = plan.prompt_token_ids
     return found
 
 

@@ -43,7 +43,10 @@ class ChatEvents:
         self._plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
 
     def begin(self) -> bytes:
-        return b"".join(self._event(choice, {"role": "assistant", "content": ""}) for choice in self._choices)
+        values = [self._value(choice, {"role": "assistant", "content": ""}, None) for choice in self._choices]
+        if self._plan.prompt_token_ids is not None:
+            values[0]["prompt_token_ids"] = self._plan.prompt_token_ids
+        return b"".join(map(event, values))
 
     def chunk(self, prompt: int, chunk: StreamChunk) -> bytes:
         self._usage.add(prompt, chunk)

@@ -22,6 +22,7 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["ChatBody", "ChatPlan", "plan_chat"]
 
+_TEMPLATE_ARGUMENTS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _MAX_TOKENS = 2**31 - 1  # whatever the context leaves; the model ends a sequence there
 
 
@@ -84,6 +85,7 @@ class ChatPlan:
         tags: of the model's reasoning, if the answer may contain some.
         opened: whether the answer begins within the tags.
         show_reasoning: whether the caller gets it.
+        prompt_token_ids: of the rendered chat, if the caller wants token ids.
     """
 
     arguments: dict[str, Any]
@@ -91,6 +93,7 @@ class ChatPlan:
     tags: tuple[str, str] | None
     opened: bool
     show_reasoning: bool
+    prompt_token_ids: list[int] | None = None
 
     def parser(self) -> AnswerParser:
         """Reads one of the n answers."""
@@ -111,6 +114,7 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
             f"model {model.name!r} takes no messages: its backend renders no chat template; use /v1/completions",
             "model",
         )
+    _check(body)
     tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
     tags, opened = await _reasoning(gateway, model, body)
     arguments = base_arguments(gateway, http, model, body)
@@ -123,7 +127,26 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
     marks = [*(tags or ()), *(FORMATS[tools.format].MARKS if tools else ())]
     if any(mark in model.info.get("special_tokens", ()) for mark in marks):
         arguments["skip_special_tokens"] = False  # the parsers must see them
-    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False)
+    ids = await _prompt_ids(gateway, model, arguments) if body.return_token_ids else None
+    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, ids)
+
+
+async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:
+    chat = {name: arguments[name] for name in _TEMPLATE_ARGUMENTS if name in arguments}
+    ids: list[int] = (await gateway.upstream.tokenize(model, **chat))["tokens"]
+    return ids
+
+
+def _check(body: ChatBody) -> None:
+    """Raise for values that exclude each other."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs are not part of a stream; leave out one of the two", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are for requests with stream: true", "stream_options")
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid(
+            "continue_final_message: it excludes add_generation_prompt; set that to false", "continue_final_message"
+        )
 
 
 def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:

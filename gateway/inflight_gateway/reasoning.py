@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from inflight_client import InflightError
+from inflight_gateway.errors import APIError
 from inflight_gateway.tool_parsers.scanner import Marks, Scanner, Wait
 from inflight_gateway.upstream import ServedModel, Upstream
 
@@ -65,9 +65,9 @@ async def reasoning_opened(
     if key not in known:
         chat = [{"role": "user", "content": "Hi"}]
         try:
-            answer = await upstream.client.tokenize(messages=chat, chat_template_kwargs=chosen, model=model.name)
-            tail = await upstream.client.detokenize(answer["tokens"][-_TAIL_TOKENS:], model=model.name)
-        except (InflightError, ValueError):
+            answer = await upstream.tokenize(model, messages=chat, chat_template_kwargs=chosen)
+            tail = await upstream.detokenize(model, answer["tokens"][-_TAIL_TOKENS:])
+        except APIError:
             return usual  # the request itself will say what is wrong
         if len(known) >= _MAX_KNOWN:
             known.clear()
