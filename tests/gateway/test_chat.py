@@ -183,7 +183,7 @@ def joined(chunks: Sequence[Any]) -> dict[str, Any]:
             "stop",
             ("Look.", "Hm.", [["weather", '{"city": "Oslo"}']], "tool_calls"),
         ),
-        (CALL[:-20], "length", ("", "", [["weather", '{"city": "Oslo"']], "length")),
+        (CALL[: CALL.index('"}') + 1], "length", ("", "", [["weather", '{"city": "Oslo"']], "length")),
         ("<think>endless", "length", ("", "endless", [], "length")),
         ("a <think> b </think>", "stop", ("a <think> b </think>", "", [], "stop")),
     ],
@@ -217,7 +217,7 @@ async def test_a_round_trip_with_tools(start, format):
         "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]',
         "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
         "pythonic": '[weather(city="Oslo")]',
-        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+        "qwen3_coder": "<tool_call><function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function></tool_call>",
     }[format]
     client = ScriptedClient(lambda request: text("5 degrees" if len(request.messages or []) > 1 else written))
     client.info.update(tool_format=format, special_tokens={"[TOOL_CALLS]": 5, "<|python_tag|>": 6})
@@ -407,7 +407,7 @@ async def test_reasoning(start, info, extra, answer, reasoning, content):
 
 
 async def test_an_error_in_the_middle_of_a_call_ends_the_stream(start):
-    parts = text(CALL[:40], finish=None)
+    parts = text(CALL[:60], finish=None)
     client = ScriptedClient(lambda request: [*parts, openai.OpenAIError("boom")])
     client.info["tool_format"] = "hermes"
     front = await start(client)
