@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inflight_gateway.bodies import Body
+from inflight_gateway.chat import chat_completions
+from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.errors import APIError, error_response
 from inflight_gateway.front import Front, Keys
@@ -49,6 +51,7 @@ class _Endpoint:
 
 
 _ENDPOINTS = (
+    _Endpoint("/v1/chat/completions", chat_completions, "Answer chats", ChatBody),
     _Endpoint("/v1/completions", completions, "Continue prompts", CompletionBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
