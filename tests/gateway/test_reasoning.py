@@ -18,6 +18,7 @@ from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight_client import tool_calls
 from inflight_gateway.errors import APIError
+from inflight_gateway.options import GatewayOptions
 from inflight_gateway.reasoning import ReasoningParser, reasoning_tags
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
 
@@ -76,7 +77,10 @@ def test_which_tags() -> None:
     assert reasoning_tags("", {}) is None and reasoning_tags("none", {"reasoning_tags": TAGS}) is None
     assert reasoning_tags("qwen3", {}) == TAGS
     with pytest.raises(ValueError, match="'x': must be none, or one of deepseek_r1"):
-        reasoning_tags("x", {})
+        GatewayOptions(reasoning_parser="x")
+    with pytest.raises(ValueError, match="tool_call_parser 'x': must be one of hermes"):
+        GatewayOptions(tool_call_parser="x")
+    assert GatewayOptions(reasoning_parser="none", tool_call_parser="llama3_json")
 
 
 @pytest.fixture(scope="module", params=["text", "ordinary token", "special token"])
