@@ -27,6 +27,8 @@ from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.responses import responses
+from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 __all__ = ["build_app"]
@@ -53,6 +55,7 @@ class _Endpoint:
 _ENDPOINTS = (
     _Endpoint("/v1/chat/completions", chat_completions, "Answer chats", ChatBody),
     _Endpoint("/v1/completions", completions, "Continue prompts", CompletionBody),
+    _Endpoint("/v1/responses", responses, "Answer conversations, without keeping them", ResponsesBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),

@@ -13,7 +13,7 @@ from inflight_gateway.arguments import base_arguments
 from inflight_gateway.bodies import SamplingBody
 from inflight_gateway.chat_messages import template_messages
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
-from inflight_gateway.errors import APIError, invalid
+from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.reasoning import ReasoningParser, reasoning_opened, reasoning_tags
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
@@ -151,20 +151,12 @@ def _check(body: ChatBody) -> None:
 
 def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:
     chosen = gateway.options.tool_call_parser or model.info.get("tool_format")
-    if not chosen:
-        return None
-    try:
-        return format_named(str(chosen))
-    except ValueError as error:
-        raise APIError(500, str(error), code="configuration_error") from None
+    return format_named(chosen) if chosen else None
 
 
 async def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tuple[str, str] | None, bool]:
     """The tags that the answer may contain, and whether it begins within them."""
-    try:
-        tags = reasoning_tags(gateway.options.reasoning_parser, model.info)
-    except ValueError as error:
-        raise APIError(500, str(error), code="configuration_error") from None
+    tags = reasoning_tags(gateway.options.reasoning_parser, model.info)
     if tags is None:
         return None, False
     if body.continue_final_message:

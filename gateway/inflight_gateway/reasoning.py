@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from inflight_gateway.errors import APIError
 from inflight_gateway.tool_parsers.scanner import Marks, Scanner, Wait
-from inflight_gateway.upstream import ServedModel, Upstream
 
-__all__ = ["FORMATS", "ReasoningParser", "reasoning_opened", "reasoning_tags"]
+if TYPE_CHECKING:
+    from inflight_gateway.upstream import ServedModel, Upstream
+
+__all__ = ["FORMATS", "ReasoningParser", "check_reasoning_parser", "reasoning_opened", "reasoning_tags"]
 
 # By vLLM's names for `--reasoning-parser`.
 FORMATS: dict[str, tuple[str, str]] = {
@@ -26,22 +28,25 @@ _MAX_KEY, _MAX_KNOWN, _TAIL_TOKENS = 1024, 256, 64
 _opened: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
 
 
+def check_reasoning_parser(parser: str) -> None:
+    """The operator's choice is a name in `FORMATS`, "none", or "" to tell it by the chat template.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if parser and parser != "none" and parser not in FORMATS:
+        raise ValueError(f"reasoning_parser {parser!r}: must be none, or one of {', '.join(FORMATS)}")
+
+
 def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | None:
     """The tags of a model's reasoning; None for a model that has none.
 
     Args:
-        parser: the operator's choice: a name in `FORMATS`, "none", or "" to tell it by the chat template.
+        parser: the operator's choice: see `check_reasoning_parser`.
         info: what the model says of itself: `reasoning_tags`.
-
-    Raises:
-        ValueError: no such parser.
     """
-    if parser == "none":
-        return None
     if parser:
-        if parser not in FORMATS:
-            raise ValueError(f"reasoning parser {parser!r}: must be none, or one of {', '.join(FORMATS)}")
-        return FORMATS[parser]
+        return None if parser == "none" else FORMATS[parser]
     tags = info.get("reasoning_tags")
     if isinstance(tags, Sequence) and len(tags) == 2 and all(isinstance(tag, str) and tag for tag in tags):
         return tags[0], tags[1]

@@ -51,7 +51,7 @@ def format_named(name: str) -> str:
     """
     found = _VLLM.get(name, name)
     if found not in FORMATS:
-        raise ValueError(f"tool call parser {name!r}: must be one of {', '.join([*FORMATS, *_VLLM])}")
+        raise ValueError(f"tool_call_parser {name!r}: must be one of {', '.join([*FORMATS, *_VLLM])}")
     return found
 
 
