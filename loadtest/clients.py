@@ -272,6 +272,8 @@ class OpenAIClient(_HttpClient):
         status, answer = self._get(f"/v1/models/{self._model}")
         if status == 404:
             raise _no_model(self._model, self._address)
+        if status == 401:
+            raise LoadTestError(f"{self._address} asks for an API key; set the environment variable OPENAI_API_KEY")
         if status != 200:
             raise _unreachable(self._address, "HTTP", f"{status}: {answer.decode(errors='replace').strip()}")
 

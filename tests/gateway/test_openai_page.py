@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from inflight_gateway.app import _ENDPOINTS
+from inflight_gateway.bodies import SamplingBody
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.reasoning import FORMATS as REASONING
+from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tool_parsers import _VLLM, FORMATS
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,14 @@ def test_every_key_is_listed(kind: type[CompletionBody] | type[ChatBody], column
     named = quoted(refused) | {name for name, answer in said.items() if answer == "refused"}
     assert set(kind.UNSUPPORTED) <= named and set(kind.IGNORED) <= quoted(ignored)
     assert not set(kind.__struct_fields__) & quoted(refused.partition("Parts of messages")[0])
+
+
+def test_every_key_of_a_response_is_listed() -> None:
+    own, refused, ignored, _ = section("Responses").split("\n- ", 1)[1].split("\n- ")
+    shared = set(SamplingBody.__struct_fields__)
+    assert quoted(own) >= set(ResponsesBody.__struct_fields__) - shared
+    assert quoted(refused) == set(ResponsesBody.UNSUPPORTED)
+    assert quoted(ignored) == set(ResponsesBody.IGNORED)
 
 
 def test_nothing_is_called_refused_that_is_not() -> None:

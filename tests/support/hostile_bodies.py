@@ -41,6 +41,11 @@ _MESSAGES = st.lists(
 # Values that may be right; any key may also get something absurd.
 _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "messages": _MESSAGES,
+    "input": st.text(max_size=9) | _MESSAGES,
+    "instructions": st.text(max_size=5),
+    "text": st.sampled_from([{"format": {"type": "json_object"}}, {"format": {"type": "json_schema"}}, {}]),
+    "reasoning": st.sampled_from([{"effort": "low"}, {"effort": 3}]),
+    "include": st.lists(st.sampled_from(["message.output_text.logprobs", "file_search_call.results"]), max_size=2),
     "prompt": st.text(max_size=9)
     | st.lists(st.integers(0, 2600), max_size=4)
     | st.lists(st.text(max_size=5), max_size=3),
@@ -87,19 +92,32 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+_LIMITS = ("max_tokens", "max_output_tokens")
+# What each endpoint takes in any case, and others do not.
+_HI = [{"role": "user", "content": "Hi"}]
+_OWN: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": _HI, "max_tokens": 2},
+    "/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/completions": {"prompt": "Return", "max_tokens": 2},
+    "/detokenize": {"tokens": [5, 6]},
+    "/tokenize": {"prompt": "Return"},
+}
+
+
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
     """A body for an endpoint: a right one with up to four changes, or anything.  At most two tokens are asked for."""
     if draw(st.integers(0, 9)) == 0:
         return draw(_JUNK)
-    is_chat = "chat" in path
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Return"}
-    names = [name for name in _PLAUSIBLE if name not in (("prompt", "echo") if is_chat else ("messages", "tools"))]
+    mine = next(keys for end, keys in _OWN.items() if path.endswith(end))
+    others = {key for keys in _OWN.values() for key in keys} - mine.keys()
+    names = [name for name in _PLAUSIBLE if name not in others]
+    body = dict(mine)
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
         body[name] = draw(_PLAUSIBLE[name] | _JUNK if draw(st.integers(0, 3)) == 0 else _PLAUSIBLE[name])
     if draw(st.integers(0, 9)) == 0:
         body[draw(st.text(max_size=8))] = draw(_JUNK)
-    return body | {"max_tokens": draw(st.integers(0, 2))}
+    return body | {name: draw(st.integers(0, 2)) for name in _LIMITS if name in mine}
 
 
 def encoded(body: Any) -> bytes:
@@ -114,12 +132,13 @@ def check_answer(response: httpx.Response) -> None:
         _check_error(response.json())
     elif response.headers["content-type"].startswith("text/event-stream"):
         events = [event for event in response.text.split("\n\n") if event]
-        assert events[-1] == "data: [DONE]" and all(event.startswith("data: ") for event in events)
-        for event in events[:-1]:
-            value = json.loads(event.removeprefix("data: "))
-            if "error" in value:
-                _check_error(value)
-                assert value["error"]["type"] == "invalid_request_error", value
+        values = [event.rpartition("data: ")[2] for event in events if not event.startswith(":")]
+        named = events[0].startswith("event: ")
+        if named:
+            assert json.loads(values[-1])["type"] in ("response.completed", "response.incomplete")
+        else:
+            assert values.pop() == "[DONE]"
+            assert not any("error" in json.loads(value) for value in values), values
     else:
         assert isinstance(response.json(), dict)
 
