@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,7 +82,7 @@ class LoadClient(Protocol):
 def connect(protocol: str, address: str, model: str) -> LoadClient:
     """A client for protocol "grpc", "http" or "openai"; it connects on first use."""
     address = address.split("://", 1)[-1].rstrip("/")
-    kinds = {"grpc": GrpcClient, "http": SseClient, "openai": OpenAIClient}
+    kinds: dict[str, Callable[[str, str], LoadClient]] = {"grpc": GrpcClient, "http": SseClient, "openai": OpenAIClient}
     return kinds[protocol](address, model)
 
 
