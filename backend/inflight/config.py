@@ -171,7 +171,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             input `tenant` may then only repeat it. `None`: the tenant is what the client claims.
         stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
             every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
-            than a few percent of its cores; then the responses of a stream are up to 50 ms or 8 tokens apart, as the
+            than a few percent of its cores; then the responses of a stream are up to 0.1 s or 8 tokens apart, as the
             number of streams and the measured cost of a response demand. See docs/latency.md.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the

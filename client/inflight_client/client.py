@@ -165,6 +165,14 @@ class Client(_BaseClient):
         """Name, versions, inputs and outputs of the model (default: the client's)."""
         return self._servers.first(lambda server: server.model_metadata(model or self.model))
 
+    def repository_index(self) -> list[dict[str, Any]]:
+        """The models of the server's repository: `name`, and where known `version`, `state` and `reason`.
+
+        Raises:
+            InflightError: no server answers, or it wants a key for this.
+        """
+        return self._servers.first(lambda server: server.repository_index())
+
     def server_metadata(self) -> dict[str, Any]:
         """Name, version and extensions of the server."""
         return self._servers.first(lambda server: server.server_metadata())
@@ -295,6 +303,10 @@ class AsyncClient(_BaseClient):
     async def metadata(self, model: str | None = None) -> dict[str, Any]:
         """As `Client.metadata`."""
         return await self._servers.first(lambda server: server.model_metadata(model or self.model))
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        """As `Client.repository_index`."""
+        return await self._servers.first(lambda server: server.repository_index())
 
     async def server_metadata(self) -> dict[str, Any]:
         """As `Client.server_metadata`."""

@@ -25,6 +25,8 @@ class RetryPolicy:
         multiplier: growth of the delay, >= 1.
         jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
         total_timeout: no attempt starts more than this many seconds after the first; None for no limit.
+        max_refusals: how often servers may refuse a request with UNAVAILABLE before any of its output; None for no
+            limit but `max_attempts`.
         max_retry_after: seconds; a server that asks for more ends the request.
         resume: continue interrupted streams; None: if the client has several servers.
         stall_timeout: seconds without a response after which a stream that is to be continued counts as
@@ -37,6 +39,7 @@ class RetryPolicy:
     multiplier: float = 2.0
     jitter: float = 0.5
     total_timeout: float | None = None
+    max_refusals: int | None = None
     max_retry_after: float = 60.0
     resume: bool | None = None
     stall_timeout: float | None = 30.0
@@ -49,6 +52,7 @@ class RetryPolicy:
             "multiplier": (self.multiplier >= 1, "at least 1"),
             "jitter": (0 <= self.jitter <= 1, "between 0 and 1"),
             "total_timeout": (self.total_timeout is None or self.total_timeout >= 0, "at least 0 seconds, or None"),
+            "max_refusals": (self.max_refusals is None or self.max_refusals >= 1, "at least 1, or None"),
             "max_retry_after": (self.max_retry_after >= 0, "at least 0 seconds"),
             "stall_timeout": (self.stall_timeout is None or self.stall_timeout > 0, "above 0 seconds, or None"),
         }

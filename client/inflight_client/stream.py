@@ -61,6 +61,7 @@ class _Exchange:
         self.request = self._continuation.request
         self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
+        self._refusals = 0
         self._index = 0
         self._answered = False
         self._ended = False
@@ -144,6 +145,7 @@ class _Exchange:
                 self._end()
                 return None
             self._servers.endpoints.failed(self._index, error.retry_after)
+            self._refusals += not isinstance(error, ServerUnreachableError)
             delay = self._next_delay()
             if delay is not None:
                 return delay
@@ -154,7 +156,10 @@ class _Exchange:
 
     def _next_delay(self) -> float | None:
         """Seconds until the next attempt; None if there is none."""
-        if self._continuation.received and not self._continuation.possible:
+        if self._continuation.received:
+            if not self._continuation.possible:
+                return None
+        elif self._policy.max_refusals is not None and self._refusals >= self._policy.max_refusals:
             return None
         elapsed, asked = self._elapsed(), self._servers.endpoints.asked_wait()
         delay = self._policy.delay(self._attempts, elapsed)

@@ -161,6 +161,9 @@ class GrpcTransport:
     def model_metadata(self, model: str) -> dict[str, Any]:
         return self._unary("get_model_metadata", model, as_json=True)
 
+    def repository_index(self) -> list[dict[str, Any]]:
+        return list(self._unary("get_model_repository_index", as_json=True).get("models", []))
+
     def _unary(self, method: str, *args: Any, **options: Any) -> Any:
         try:
             return getattr(self._client, method)(*args, headers=self._headers, client_timeout=self._timeout, **options)
@@ -264,6 +267,9 @@ class AsyncGrpcTransport:
 
     async def model_metadata(self, model: str) -> dict[str, Any]:
         return await self._unary("get_model_metadata", model, as_json=True)
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        return list((await self._unary("get_model_repository_index", as_json=True)).get("models", []))
 
     async def _unary(self, method: str, *args: Any, **options: Any) -> Any:
         call = getattr(self._client, method)

@@ -89,15 +89,25 @@ class _Session:
 
     async def json(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
         """The JSON object that answers a GET, or a POST of `body`."""
-        response = await self._request("GET" if body is None else "POST", path, timeout or self._timeout, json=body)
+        result: dict[str, Any] = await self._json(dict, path, body, timeout or self._timeout)
+        return result
+
+    async def json_list(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The JSON list that answers a POST of `body`."""
+        result: list[dict[str, Any]] = await self._json(list, path, body, self._timeout)
+        return result
+
+    async def _json(self, kind: type[Any], path: str, body: dict[str, Any] | None, timeout: float) -> Any:
+        response = await self._request("GET" if body is None else "POST", path, timeout, json=body)
         if response.status_code != 200:
             raise http_error(response.status_code, response.text)
         try:
             result = response.json()
         except ValueError:
             result = None
-        if not isinstance(result, dict):
-            raise ServerError(f"the answer of {self.address} to {path} is not a JSON object: {response.text[:200]!r}")
+        if not isinstance(result, kind):
+            what = "object" if kind is dict else "list"
+            raise ServerError(f"the answer of {self.address} to {path} is not a JSON {what}: {response.text[:200]!r}")
         return result
 
     async def _request(self, method: str, path: str, timeout: float, **options: Any) -> httpx2.Response:
@@ -190,6 +200,9 @@ class AsyncHttpTransport:
 
     async def model_metadata(self, model: str) -> dict[str, Any]:
         return await self._session.json(_model_path(model))
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        return await self._session.json_list("/v2/repository/index", {})
 
     async def control(self, model: str, question: Question, timeout: float) -> str:
         """The text that answers a question."""
@@ -299,6 +312,9 @@ class HttpTransport:
 
     def model_metadata(self, model: str) -> dict[str, Any]:
         return self._thread.run(self._async.model_metadata(model))
+
+    def repository_index(self) -> list[dict[str, Any]]:
+        return self._thread.run(self._async.repository_index())
 
     def control(self, model: str, question: Question, timeout: float) -> str:
         return self._thread.run(self._async.control(model, question, timeout))

@@ -53,7 +53,7 @@ class TestWheel:
         """The wheel alone; torch and the others are found where this test finds them."""
         pytest.importorskip("hatchling")
         tree, fresh = tmp_path / "tree", tmp_path / "fresh"
-        for name in ("backend", "client", "tools"):
+        for name in ("backend", "client", "gateway", "tools"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tree)
@@ -61,7 +61,7 @@ class TestWheel:
         (wheel,) = (tree / "dist").iterdir()
         files = set(zipfile.ZipFile(wheel).namelist())
         assert {path.split("/")[0] for path in files if ".dist-info" not in path} == {
-            "inflight", "inflight_client", "inflight_tools"
+            "inflight", "inflight_client", "inflight_gateway", "inflight_tools"
         }  # fmt: skip
         profiles = {f"inflight_tools/simulator/profiles/{name}.json" for name in shipped_profiles()}
         assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} <= files and profiles

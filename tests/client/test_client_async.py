@@ -194,6 +194,7 @@ async def test_health_and_metadata(aclient: AsyncClient) -> None:
     await aclient.wait_until_ready(timeout=5)
     assert (await aclient.metadata())["name"] == "scripted"
     assert (await aclient.server_metadata())["name"] == "triton"
+    assert "scripted" in [entry["name"] for entry in await aclient.repository_index()]
     with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
         await aclient.wait_until_ready(timeout=0.2, model="nobody")
 

@@ -249,6 +249,7 @@ def test_health_and_metadata(client: Client) -> None:
     assert metadata["name"] == "scripted"
     assert {"text_output", "token_ids"} <= {output["name"] for output in metadata["outputs"]}
     assert client.server_metadata()["name"] == "triton"
+    assert "scripted" in [entry["name"] for entry in client.repository_index()]
     with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
         client.wait_until_ready(timeout=0.2, model="nobody")
 

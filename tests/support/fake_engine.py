@@ -5,6 +5,7 @@ Started like the real one (`--fd N`).  A request's `tenant` may hold orders, sep
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
     hang=3      do nothing any more then
+    stop=3      stop the process (SIGSTOP) then; it goes on when somebody continues it
     fail=3      report EngineFailed and exit with status 1 then
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
@@ -196,6 +197,8 @@ class FakeEngine:
             due = {name for name, value in sequence.orders.items() if value == str(sequence.done)}
             if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if "stop" in due:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if "hang" in due:
                 time.sleep(60)
             if "nonsense" in due:

@@ -190,9 +190,10 @@ def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_entry(tmp_path / "file", "name", EngineConfig(model="a/b"))
 
 
-def _run(code: str, *arguments: str) -> subprocess.Popen[str]:
+def _run(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, **environment}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def test_a_port_in_use_is_one_line_and_status_1(tmp_path: Path) -> None:
@@ -247,7 +248,9 @@ def _foreground(tmp_path: Path, model: str, restarts: int = 0) -> subprocess.Pop
     )
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend" / "model.py").write_text(BACKEND)
-    return _run(FOREGROUND, str(tmp_path / "repository"), str(tmp_path / "backend"), str(restarts))
+    (tmp_path / "temporary").mkdir()
+    arguments = [str(tmp_path / "repository"), str(tmp_path / "backend"), str(restarts)]
+    return _run(FOREGROUND, *arguments, TMPDIR=str(tmp_path / "temporary"))
 
 
 @needs_server
@@ -327,4 +330,4 @@ def test_a_server_whose_stub_or_itself_dies_is_started_again_on_its_ports_until_
     assert errors.splitlines()[-1] == ours[1]
     assert errors.count("successfully loaded 'idle'") == 2  # the log goes on
     assert session_members(second) == []
-    assert not list(Path("/dev/shm").glob(f"inflight_server_*{pid}*"))
+    assert list((tmp_path / "temporary").iterdir()) == []

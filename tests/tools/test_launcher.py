@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -26,8 +27,9 @@ from inflight_tools.installation import (
     lay_out_interpreter,
 )
 from inflight_tools.launcher import TritonServer
-from inflight_tools.ports import pick_ports
+from inflight_tools.ports import pick_ports, resolve_ports
 from inflight_tools.processes import children, end_of, session_members
+from inflight_tools.repository import longest_drain
 from inflight_tools.server_log import load_failure
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
@@ -297,24 +299,48 @@ def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Pa
             _ = server.metrics_address
 
 
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ({"a": {"model": "x"}, "b": {"model": "y", "drain_timeout": 90}}, 90),
+        ({"a": {"model": "x", "drain_timeout": "7"}}, 7),
+        ({"a": {"model": "x", "drain_timeout": 7}, "b": {"model": "y"}}, 30),
+        ({"a": {"model": "x", "drain_timeout": -1}, "b": ["nonsense"]}, 30),
+        ({}, 30),
+    ],
+)
+def test_a_stop_waits_as_long_as_the_longest_drain(tmp_path: Path, said: dict[str, Any], seconds: float) -> None:
+    for name, settings in said.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "model.json").write_text(json.dumps(settings))
+    assert longest_drain([tmp_path]) == seconds
+
+
 PARENT = """
 import sys, time
 from inflight_tools.launcher import TritonServer
 server = TritonServer(sys.argv[1], backend_dir=sys.argv[2], exit_timeout=5)
 with server:
-    print(server.process.pid, server.shm_prefix, flush=True)
+    print(server.process.pid, server.shm_prefix, *server.ports.values(), flush=True)
     time.sleep(600)
 """
 
 
 @needs_server
-def test_the_server_ends_when_its_parent_is_killed(repository: Path, backend: Path) -> None:
+def test_the_server_ends_when_its_parent_is_killed_and_leaves_nothing(
+    repository: Path, backend: Path, tmp_path: Path
+) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
     command = [sys.executable, "-c", PARENT, str(repository), str(backend)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
-        pid, prefix = parent.stdout.readline().split()
+        pid, prefix, *ports = parent.stdout.readline().split()
         assert session_members(int(pid))
+        assert list(temporary.iterdir())
         parent.send_signal(signal.SIGKILL)
-    _wait_until(lambda: not session_members(int(pid)))
+    _wait_until(lambda: not session_members(int(pid)) and not list(temporary.iterdir()))
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+    resolve_ports(dict(zip(("HTTP", "GRPC", "metrics"), map(int, ports))), "127.0.0.1")

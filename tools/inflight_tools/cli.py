@@ -37,7 +37,6 @@ app = typer.Typer(
 )
 
 _LOAD_TIMEOUT_SECONDS = 900.0
-_EXIT_TIMEOUT_SECONDS = 10  # for open requests after Ctrl-C; a second Ctrl-C ends them at once
 
 _Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
 _Name = Annotated[str | None, typer.Option(help="Model name that clients use; by default derived from --model.")]
@@ -97,6 +96,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
+    Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
+
     The server is watched: if it or a model's stub process dies, or it answers no live check any more, it is ended
     at once, and one line says why.
 
@@ -132,7 +133,7 @@ def serve(
             model_control_mode="explicit" if load_model else "none",
             load_models=load_model or (),
             log_file=log_file,
-            exit_timeout=_EXIT_TIMEOUT_SECONDS,
+            temporary=[temporary],
             admin_key=_chosen_key(admin_key, unrestricted),
         )
         from inflight_tools.foreground import run_in_foreground
@@ -171,7 +172,6 @@ def demo(
         metrics_port=metrics_port,
         model_control_mode="explicit",
         load_models=["demo"],
-        exit_timeout=_EXIT_TIMEOUT_SECONDS,
         admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.causes import OutOfMemory

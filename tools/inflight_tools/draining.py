@@ -6,15 +6,17 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from inflight.frontend.state_page import children_of, states_of
+from inflight_tools.processes import STUB_NAME, children
 
 __all__ = ["drain_models"]
 
 _POLL_SECONDS = 0.05
 
 
-def drain_models(server: int, timeout: float) -> bool:
+def drain_models(server: int, timeout: float, check: Callable[[], None] = lambda: None) -> bool:
     """Have every model of the `inflight` backend refuse new requests, and wait until the open ones have ended.
 
     Triton itself stops its HTTP service at once when it is told to stop, and what streams there breaks.
@@ -22,9 +24,10 @@ def drain_models(server: int, timeout: float) -> bool:
     Args:
         server: process id of tritonserver.
         timeout: seconds to wait; each model's `drain_timeout` bounds them, too.
+        check: called at each look; may raise.
 
     Returns:
-        Whether all have drained.
+        Whether all stubs have drained, so that nothing runs in the server.
     """
     deadline = time.monotonic() + timeout
     for pid in _serving(server):
@@ -33,8 +36,9 @@ def drain_models(server: int, timeout: float) -> bool:
     while _serving(server):
         if time.monotonic() >= deadline:
             return False
+        check()
         time.sleep(_POLL_SECONDS)
-    return True
+    return all(any(states_of(pid)) for pid in children(server, STUB_NAME))  # no other Python model, none that died
 
 
 def _serving(server: int) -> list[int]:

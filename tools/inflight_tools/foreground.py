@@ -70,19 +70,21 @@ def _next(server: TritonServer, restarts: Restarts, error: LauncherError) -> Tri
 
 def _serve_once(server: TritonServer, timeout: float, stop: StopRequest) -> NoReturn:
     """Raises ServerDied, or a LauncherError if the server did not become ready."""
+    end = server.kill  # until it is ready nothing runs
     try:
         out_of_memory = OutOfMemory()
         server.start()
         assert server.log_file is not None
         with echo_file(server.log_file, server.log_start):
             server.wait_ready(timeout, stop.check)
+            end = lambda: server.stop(stop.check_again)  # noqa: E731
             typer.echo(
                 f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
                 f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
             )
             run_until_death(server, timeout, out_of_memory, stop)
     finally:
-        server.stop()
+        end()
 
 
 def run_until_death(server: TritonServer, timeout: float, out_of_memory: OutOfMemory, stop: StopRequest) -> NoReturn:

@@ -12,8 +12,8 @@ launcher, which then stops them in order.  Linux only, like Triton.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import math
 import os
 import shutil
 import signal
@@ -32,16 +32,17 @@ from inflight_tools import admin
 from inflight_tools.draining import drain_models
 from inflight_tools.installation import LauncherError, TritonInstallation, find_libpython, lay_out_interpreter
 from inflight_tools.ports import resolve_ports
-from inflight_tools.processes import STUB_NAME, children, end_of, session_members
+from inflight_tools.processes import STUB_NAME, children, end_of
+from inflight_tools.repository import longest_drain
 from inflight_tools.server_log import end_reason, last_line, load_failure
+from inflight_tools.sweeper import Sweeper, kill_session, remove_shared_memory, session_members
 from inflight_tools.tenant_headers import forward_arguments
 
 __all__ = ["LauncherError", "TritonServer"]
 
 _BACKEND = Path(inflight.__file__).resolve().parent
-_SHM = Path("/dev/shm")
 _POLL_SECONDS = 0.1
-_GROUP_GRACE_SECONDS = 5.0  # for processes of the session that outlive the server
+_GRACE_SECONDS = 5.0  # for a stub to notice that it is to drain, and for processes that outlive the server
 
 # Runs in the child before it becomes tritonserver: prctl(PR_SET_PDEATHSIG, SIGTERM) survives execve.
 # A preexec_fn would instead run Python between fork and exec of a multi-threaded parent.
@@ -66,11 +67,13 @@ class TritonServer:
         extra_args: further arguments for `tritonserver`.
         env: environment variables to add to those of this process.
         log_file: receives the server's output; None keeps it in the temporary directory.
-        exit_timeout: seconds that open requests have to finish when the server is stopped.
+        exit_timeout: seconds that open requests have to finish when the server is stopped; None: the longest
+            `drain_timeout` of the repository's models.
         http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
             the streams of that thread can stall for good (docs/operations.md): more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
+        temporary: folders to remove if this process is killed; what else the server leaves is removed in any case.
         admin_key: what callers of the management endpoints and of `control` must send; None leaves both open to
             whoever reaches the ports.  Other users of this machine can read it in the list of processes.
 
@@ -91,10 +94,11 @@ class TritonServer:
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_file: str | Path | None = None,
-        exit_timeout: int = 30,
+        exit_timeout: float | None = None,
         http_threads: int = 64,
         backend_dir: str | Path | None = None,
         backend_name: str = "inflight",
+        temporary: Sequence[str | Path] = (),
         admin_key: str | None = None,
     ) -> None:
         if admin_key is not None:
@@ -113,10 +117,13 @@ class TritonServer:
         self._extra_args = list(extra_args)
         self._env = dict(env or {})
         self._log_path = Path(log_file) if log_file else None
-        self._exit_timeout = exit_timeout
+        self._given_exit_timeout = exit_timeout
+        self._exit_timeout = 0.0
         self._http_threads = http_threads
         self._backend_dir = Path(backend_dir or _BACKEND).resolve()
         self._backend_name = backend_name
+        self._temporary = list(temporary)
+        self._sweeper: Sweeper | None = None
         self._continues_log = False
         self._runtime_dir: Path | None = None
         self._last_log = ""
@@ -167,7 +174,7 @@ class TritonServer:
         try:
             self.wait_ready()
         except BaseException:
-            self.stop()
+            self.kill()
             raise
         return self
 
@@ -196,7 +203,11 @@ class TritonServer:
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="inflight-server-"))
         self.shm_prefix = self._runtime_dir.name.replace("-", "_") + "_"
         self.log_file = self._log_path or self._runtime_dir / "tritonserver.log"
+        given = self._given_exit_timeout
+        self._exit_timeout = longest_drain(self.repositories) + _GRACE_SECONDS if given is None else given
         try:
+            folders = [self._runtime_dir, *self._temporary]
+            self._sweeper = Sweeper(folders, self.shm_prefix, self._exit_timeout + _GRACE_SECONDS)
             installation.lay_out(self._runtime_dir / "backends", {self._backend_name: self._backend_dir})
             command = [str(installation.binary), *self._arguments()]
             wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
@@ -210,6 +221,7 @@ class TritonServer:
                     env=self._environment(installation, libpython),
                     start_new_session=True,
                 )
+            self._sweeper.watch(self.process.pid)
         except OSError as error:
             self._remove_runtime_dir()
             raise LauncherError(f"cannot start tritonserver: {error}") from None
@@ -247,7 +259,7 @@ class TritonServer:
         server = copy.copy(self)
         server._requested_ports = {service: self.ports.get(service) for service in self._requested_ports}
         server._continues_log = True
-        server._runtime_dir = server.log_file = server.process = None
+        server._runtime_dir = server._sweeper = server.log_file = server.process = None
         server._last_log, server.ports, server.shm_prefix = "", {}, ""
         return server
 
@@ -259,27 +271,34 @@ class TritonServer:
                 return log.read().decode(errors="replace")
         return self._last_log
 
-    def stop(self) -> None:
-        """Stop the server and everything it started: drain, SIGTERM, wait, SIGKILL.  Safe to repeat."""
+    def stop(self, check: Callable[[], None] = lambda: None) -> None:
+        """Stop the server and everything it started: drain, SIGTERM, wait, SIGKILL.  Safe to repeat.
+
+        Args:
+            check: called at each look; if it raises, what is left is killed at once.
+        """
         process = self.process
         if process is None:
             return
         try:
             if process.poll() is None:
-                drain_models(process.pid, self._exit_timeout)
+                drained = drain_models(process.pid, self._exit_timeout, check)
                 process.send_signal(signal.SIGTERM)
-                self._wait_for_end(process)
-            deadline = time.monotonic() + _GROUP_GRACE_SECONDS
+                # Triton waits for gRPC streams that clients keep open, though nothing runs in them.
+                self._wait_for_end(process, 0.0 if drained else self._exit_timeout, check)
+            deadline = time.monotonic() + _GRACE_SECONDS
             while process.poll() is not None and session_members(process.pid) and time.monotonic() < deadline:
+                check()
                 time.sleep(_POLL_SECONDS)
         finally:
             self.kill()
 
-    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_for_end(self, process: subprocess.Popen[bytes], seconds: float, check: Callable[[], None]) -> None:
         """Wait until the server has ended, but not for one that waits for a dead stub until its exit timeout."""
-        deadline = time.monotonic() + self._exit_timeout + _GROUP_GRACE_SECONDS
+        deadline = time.monotonic() + seconds + _GRACE_SECONDS
         lost: set[int] = set()
         while process.poll() is None and time.monotonic() < deadline:
+            check()
             before, lost = lost, {pid for pid in children(process.pid, STUB_NAME) if end_of(pid)}
             if before & lost:  # seen twice: what the server itself has ended is reaped by then
                 return
@@ -290,13 +309,10 @@ class TritonServer:
         if self.process is not None:
             if self.process.poll() is None:
                 self.process.kill()  # first: its clients' connections end with it
-            for pid in session_members(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_session(self.process.pid)
             self.process.wait()
         if self.shm_prefix:
-            for leftover in _SHM.glob(self.shm_prefix + "*"):
-                leftover.unlink(missing_ok=True)
+            remove_shared_memory(self.shm_prefix)
         self._last_log = self.log_text()
         self._remove_runtime_dir()
 
@@ -313,7 +329,7 @@ class TritonServer:
             f"--http-thread-count={self._http_threads}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports['GRPC']}",
-            f"--exit-timeout-secs={self._exit_timeout}",
+            f"--exit-timeout-secs={math.ceil(self._exit_timeout)}",
         ]
         if "metrics" in self.ports:
             arguments += [f"--metrics-address={self.host}", f"--metrics-port={self.ports['metrics']}"]
@@ -362,5 +378,8 @@ class TritonServer:
         return f"tritonserver ended with status {self.process.returncode}: {end_reason(self.log_text())}"
 
     def _remove_runtime_dir(self) -> None:
+        """The last thing: until then the sweeper would do it."""
         if self._runtime_dir is not None:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
+        if self._sweeper is not None:
+            self._sweeper.dismiss()

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import psutil
 
+from inflight_tools.sweeper import session_members
+
 __all__ = ["STUB_NAME", "children", "end_of", "how_it_ended", "session_members"]
 
 STUB_NAME = "triton_python"  # of Triton's stub; /proc cuts names off after 15 characters
 
-_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _STATE, _EXIT_CODE = 0, 49  # fields 3 and 52 of /proc/PID/stat, counted behind the name
-
-
-def session_members(session: int) -> list[int]:
-    """Process ids of a session's living members; zombies do not count."""
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
-            if os.getsid(pid) == session and psutil.Process(pid).status() not in _ENDED:
-                found.append(pid)
-    return found
 
 
 def children(parent: int, name: str) -> list[int]:

@@ -1,10 +1,12 @@
-"""Writes a model repository entry: `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`."""
+"""Writes a model repository entry, `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`; reads what others say."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,15 @@ import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 
-__all__ = ["CONFIG_PBTXT", "default_name", "parse_setting", "resolve_model", "write_entry"]
+__all__ = [
+    "CONFIG_PBTXT",
+    "default_name",
+    "longest_drain",
+    "parse_setting",
+    "read_settings",
+    "resolve_model",
+    "write_entry",
+]
 
 CONFIG_PBTXT = """\
 # The backend completes inputs, outputs and the transaction policy when the model is loaded.
@@ -95,3 +105,27 @@ def _portable(path: Path, repository: Path, base: Path) -> str:
     """`path` relative to `base` if it is inside `repository`, otherwise absolute."""
     path = path.resolve()
     return os.path.relpath(path, base.resolve()) if path.is_relative_to(repository.resolve()) else str(path)
+
+
+def read_settings(repositories: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """What each `model.json` of the repositories contains; none of those that cannot be read."""
+    for repository in repositories:
+        for path in repository.glob("*/*/model.json"):
+            try:
+                settings = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
+                continue  # the model's own load says what is wrong with the file
+            if isinstance(settings, dict):
+                yield settings
+
+
+def longest_drain(repositories: Iterable[Path]) -> float:
+    """Seconds that running requests of some model of the repositories have to finish: `drain_timeout`, and its
+    default where no `model.json` says anything valid."""
+    found = []
+    default = EngineConfig(model="any").drain_timeout
+    for settings in read_settings(repositories):
+        with contextlib.suppress(ConfigError):  # its load will say so
+            values = {"model": "any", "drain_timeout": settings.get("drain_timeout", default)}
+            found.append(EngineConfig.from_dict(values).drain_timeout)
+    return max(found, default=default)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from inflight_tools.repository import read_settings
 
 __all__ = ["forward_arguments"]
 
 
 def forward_arguments(repositories: Iterable[Path]) -> list[str]:
     """Arguments for `tritonserver`; none if no `model.json` of the repositories names a header."""
-    names = {name for repository in repositories for name in _named(repository)}
+    found = (settings.get("tenant_header") for settings in read_settings(repositories))
+    names = {name for name in found if isinstance(name, str)}
     if not names:
         return []
     pattern = f"(?i)^({'|'.join(sorted(map(re.escape, names)))})$"
     return [f"--http-header-forward-pattern={pattern}", f"--grpc-header-forward-pattern={pattern}"]
-
-
-def _named(repository: Path) -> Iterable[str]:
-    for path in repository.glob("*/*/model.json"):
-        try:
-            name = json.loads(path.read_text(encoding="utf-8")).get("tenant_header")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue  # the model's own load says what is wrong with the file
-        if isinstance(name, str):
-            yield name

@@ -19,24 +19,31 @@ __all__ = ["StopRequest", "echo_file", "fail", "one_line_errors", "stop_signals"
 
 
 class StopRequest:
-    """Whether a stop signal has come.
+    """How often a stop signal has come: once to stop in order, twice to end at once.
 
     Its handler raises KeyboardInterrupt wherever the main thread is.  In a finaliser that the garbage collector
-    runs Python drops the exception, so whoever waits in a loop asks `check`, too.
+    runs Python drops the exception, so whoever waits in a loop asks `check` or `check_again`, too.  Further
+    signals have no effect: what is left to do then is quick, and must be done.
     """
 
     def __init__(self) -> None:
-        self._came = False
+        self._came = 0
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop signal has come."""
         if self._came:
             raise KeyboardInterrupt
 
+    def check_again(self) -> None:
+        """Raise KeyboardInterrupt if a second stop signal has come."""
+        if self._came > 1:
+            raise KeyboardInterrupt
+
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        self._came = True
-        self.check()
+        self._came += 1
+        if self._came <= 2:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ class Departure:
         page: this instance's, by which a successor finds it.
         num_open: requests under way.
         can_serve: whether this instance would say itself that it is ready.
-        is_ready: asks the server whether the model is; None: unknown.  Called only while requests are open.
+        is_ready: asks the server whether the model is; None: unknown.  Called while requests are open, and a few
+            times before the first: it must have found the server's address before the server stops.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Departure:
         self._is_ready = is_ready
         self._served = False
         self._refusals = 0  # in a row
+        self._idle_looks = 0
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._thread = threading.Thread(target=self._loop, name="departure", daemon=True)
@@ -84,6 +86,10 @@ class Departure:
                     self._begin(signal.Signals(numbers[0]).name)
             elif self._num_open() and not self._drain.draining:
                 self._look()
+            elif not self._served:
+                self._idle_looks += 1
+                if self._idle_looks & (self._idle_looks - 1) == 0:  # more and more rarely
+                    self._is_ready()
 
     def _look(self) -> None:
         if not self._served:  # a request has come: this instance is the one that serves

@@ -10,7 +10,7 @@ from inflight.config import EngineConfig
 __all__ = ["Pacing", "pacing_for"]
 
 _SHARE = 0.03  # of the engine's cores, for what the sender thread waits for or does itself
-_LONGEST_WAIT = 0.04  # seconds
+_LONGEST_WAIT = 0.1  # seconds
 _MOST_TOKENS = 8
 # Responses are sent when a token comes, many streams' together, and only at `_LATEST` without: waking up for each
 # stream on its own would cost as much as it saves.

@@ -83,7 +83,8 @@ def read_resumed(
             f"{_IDS} needs the seed of the request that began the output: give a seed with every request that may "
             "have to be resumed, or temperature 0",
         )
-    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+    ignores_eos = params.ignore_eos and params.grammar is None  # as the engine sees it: a grammar ends with EOS
+    stop_ids = set(params.stop_token_ids).union(() if ignores_eos else eos_token_ids)
     limit = min(params.max_tokens, max_model_len - num_prompt_tokens)
     ends = [_end(index, output, limit, stop_ids, vocab_size) for index, output in enumerate(outputs)]
     return Resumed(outputs, ends, sums)

@@ -10,11 +10,9 @@ from inflight.config import EngineConfig
 
 __all__ = ["warm_up"]
 
-_LOWEST_PRIORITY = 19
-
 
 def warm_up(config: EngineConfig) -> None:
-    """Import what `make_runner` needs for this checkpoint, at the lowest priority.
+    """Import what `make_runner` needs for this checkpoint, while nobody else wants the core.
 
     Allocates no weights and touches no device.  Runs in a thread of its own, since a process cannot raise its
     priority again.  Does nothing about what cannot be imported: loading will say so.
@@ -25,7 +23,8 @@ def warm_up(config: EngineConfig) -> None:
 
 
 def _import(config: EngineConfig) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    # Not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once.
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(Exception):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

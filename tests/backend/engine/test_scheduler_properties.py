@@ -62,9 +62,10 @@ def workloads(draw):
                     st.integers(0, 6),  # steps before it arrives
                     prompts,
                     st.integers(1, 30),  # max_tokens
-                    st.integers(1, 3),  # n
+                    st.sampled_from([1, 1, 2, 3, 9]),  # n
                     st.booleans(),  # ignore_eos
-                    st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
+                    # steps until it is aborted, and which of its sequences
+                    st.one_of(st.none(), st.tuples(st.integers(0, 12), st.one_of(st.none(), st.integers(0, 8)))),
                     scheduling_fields,
                     st.one_of(st.just(0), st.integers(0, 20)),  # output tokens that it arrives with
                     st.one_of(st.just(0), st.integers(0, 5)),  # times that admission answers "not yet"
@@ -87,17 +88,24 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     outputs: dict = {}
     reasons: dict = {}
     expected: dict = {}
-    aborts: list[tuple[int, int]] = []
+    aborts: list[tuple[int, int, int | None]] = []
+    aborted: set[tuple[int, int]] = set()
     step = 0
+
+    def abort(victim: int, index: int | None) -> None:
+        if index is None or (victim, index) in outputs:  # one that has no output yet has no stop string either
+            core.abort(victim, index)
+            core.check_integrity()
+            aborted.update((victim, one) for one in (range(9) if index is None else [index]))
+
     for request_id, arrival in enumerate(load["arrivals"]):
         gap, prompt, max_tokens, n, ignore_eos, abort_after, fields, num_given, waits = arrival
         for _ in range(gap):
             collect(core, outputs, reasons)
             step += 1
-            for due, victim in aborts:
+            for due, victim, index in aborts:
                 if due == step:
-                    core.abort(victim)
-                    core.check_integrity()
+                    abort(victim, index)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
         tokens, reason = expected_output(prompt, params, info)
         given = tokens[: min(num_given, len(tokens) - 1)]
@@ -108,17 +116,15 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
         for index in range(n):
             expected[request_id, index] = tokens[len(resumed[index]) if resumed else 0 :], reason
         if abort_after is not None:
-            aborts.append((step + abort_after, request_id))
-    aborted = {victim for _, victim in aborts}
-    for due, victim in sorted(aborts):
+            aborts.append((step + abort_after[0], request_id, abort_after[1]))
+    for due, victim, index in sorted(aborts, key=lambda abort: abort[:2]):
         while step < due and core.has_work:
             collect(core, outputs, reasons)
             step += 1
-        core.abort(victim)
-        core.check_integrity()
+        abort(victim, index)
     run_until_idle(core, outputs, reasons)
     for key, (tokens, reason) in expected.items():
-        if key[0] in aborted and key not in reasons:
+        if key in aborted and key not in reasons:
             assert tokens[: len(outputs.get(key, []))] == outputs.get(key, [])
             continue
         assert outputs[key] == tokens

@@ -95,6 +95,12 @@ def test_a_server_that_refuses_again_and_again_is_going(rig: Rig) -> None:
     assert rig.drain.draining and state(os.getpid())[-1] == "draining"
 
 
+def test_an_idle_instance_asks_before_its_first_request_so_that_it_knows_the_address(rig: Rig) -> None:
+    rig.streams.num_open = 0
+    rig.start()
+    assert rig.asked.is_set() and not rig.drain.draining
+
+
 def test_its_own_no_is_no_sign(rig: Rig) -> None:
     rig.can_serve = False
     rig.departure.start()

@@ -26,7 +26,7 @@ def test_the_wait_keeps_sending_within_its_share_of_the_cores() -> None:
     assert wait == pytest.approx(4 * 0.0003 / (2 * 0.03), rel=0.01)
     assert steady(2, 8, 0.0003).wait == pytest.approx(2 * wait, rel=0.01)
     assert steady(4, 8, 0.0003).wait == pytest.approx(wait, rel=0.01)
-    assert steady(1, 64, 0.0003).wait == 0.04
+    assert steady(1, 64, 0.0003).wait == 0.1
 
 
 @given(
@@ -35,7 +35,7 @@ def test_the_wait_keeps_sending_within_its_share_of_the_cores() -> None:
     st.floats(0, 1),
     st.integers(0, 20),
 )
-def test_nothing_waits_longer_than_50_ms_or_for_more_than_8_tokens(
+def test_nothing_waits_longer_than_an_eighth_of_a_second_or_for_more_than_8_tokens(
     cores: int, seen: list[tuple[int, float]], since: float, num_tokens: int
 ) -> None:
     pacing = Pacing(cores)
@@ -43,7 +43,7 @@ def test_nothing_waits_longer_than_50_ms_or_for_more_than_8_tokens(
         pacing.step(num_streams)
         pacing.sent(seconds)
     due = pacing.due(SimpleNamespace(sent_time=1.0, num_new_tokens=num_tokens), 1.0 + since)
-    assert due is None or (1.0 + since < due <= 1.0 + 0.05 and num_tokens < 8)
+    assert due is None or (1.0 + since < due <= 1.0 + 0.125 + 1e-9 and num_tokens < 8)
 
 
 def test_only_a_cpu_engine_with_auto_is_paced() -> None:

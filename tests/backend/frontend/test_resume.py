@@ -101,6 +101,7 @@ def test_the_prompt_is_not_sent_again() -> None:
         ({"max_tokens": 2}, [9, EOS], Ended("stop", EOS)),
         ({"max_tokens": 9, "stop_token_ids": [8]}, [9, 8], Ended("stop", 8)),
         ({"max_tokens": 9, "ignore_eos": True}, [9, EOS], None),
+        ({"max_tokens": 9, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}}, [9, EOS], Ended("stop", EOS)),
         ({"max_tokens": 9}, [9, 8, 7], None),
     ],
 )
@@ -205,10 +206,23 @@ def demo_core() -> EngineCore:
     return make_core(str(CHECKPOINT), max_num_seqs=8, max_num_batched_tokens=64)
 
 
+# Long texts without a choice, and characters of several tokens each, in strings of JSON.
+WORDS = {
+    "json": {
+        "type": "object",
+        "properties": {"list of names": {"const": "日本 ☃"}, "ü": {"enum": ["ab☃c", "ab☂d", "ß"]}},
+        "required": ["list of names", "ü"],
+        "additionalProperties": False,
+    },
+    "disable_any_whitespace": True,
+}
 SAMPLINGS = [
     {"temperature": 0},
     {"temperature": 1.2, "seed": 7, "top_k": 40, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     {"temperature": 1.5, "seed": 2**40, "min_p": 0.01, "bad_words": ["self"], "stop": ["\n    ", "re"]},
+    {"temperature": 1.0, "seed": 3, "ignore_eos": True, "logit_bias": {"0": 9.0}},  # it is likely, and goes on
+    {"temperature": 1.0, "seed": 3, "structured_outputs": WORDS},
+    {"temperature": 1.0, "seed": 4, "structured_outputs": WORDS, "ignore_eos": True, "stop": ["l"]},
 ]
 
 
@@ -229,6 +243,33 @@ def test_a_real_engine_goes_on_as_if_nothing_had_happened(
     )
     sampling = {**sampling, "n": n, "max_tokens": max_tokens, "logprobs": 1}
     check_every_cut(parser, lambda: CoreEngine(demo_core), sampling, cuts)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammars_output_cut_at_any_token_and_resumed_is_the_whole(demo_core: EngineCore, ignore_eos: bool) -> None:
+    """Also where one step yields several tokens, and in the middle of a character inside a string."""
+    info = demo_core.info
+    parser = RequestParser(
+        demo_core.config, TOKENIZER, CHAT, info.max_model_len, info.vocab_size, eos_token_ids=info.eos_token_ids
+    )
+    sampling = {"n": 2, "seed": 1, "temperature": 1.0, "max_tokens": 99, "ignore_eos": ignore_eos, "logprobs": 0}
+    inputs = {
+        "input_ids": np.array([5, 6, 7]),
+        "sampling_parameters": text(json.dumps({**sampling, "structured_outputs": WORDS})),
+    }
+    whole, mid_character, engine = Received(2), 0, CoreEngine(demo_core)
+    receive(parser, TOKENIZER, engine, inputs, whole)
+    assert whole.reasons == ["stop", "stop"]
+    assert [json.loads(answer)["list of names"] for answer in whole.texts] == ["日本 ☃"] * 2
+    for cut in range(1, max(map(len, whole.token_ids))):
+        parts = Received(2)
+        parts.token_ids = [ids[:cut] for ids in whole.token_ids]
+        parts.texts = [TOKENIZER.decode(ids).rstrip("\ufffd") for ids in parts.token_ids]  # as a stream shows them
+        mid_character += sum(TOKENIZER.decode(ids).endswith("\ufffd") for ids in parts.token_ids)
+        parts.reasons = ["stop" if len(ids) <= cut else "None" for ids in whole.token_ids]
+        receive(parser, TOKENIZER, engine, {**inputs, **parts.as_inputs(tells_ends=False)}, parts)
+        assert (parts.texts, parts.token_ids, parts.reasons) == (whole.texts, whole.token_ids, whole.reasons), cut
+    assert mid_character > 5
 
 
 values = st.recursive(

@@ -1,0 +1,151 @@
+"""The application: which path is answered by which function."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from inflight_gateway.bodies import Body
+from inflight_gateway.completions import CompletionBody, completions
+from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.front import Front, Keys
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.generation import ClientGone
+from inflight_gateway.health import health, ready, version
+from inflight_gateway.metrics import metrics
+from inflight_gateway.models import list_models, retrieve_model
+from inflight_gateway.openapi import ApiPages
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+
+__all__ = ["build_app"]
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """A path, and the async function that answers it: one file for each.
+
+    Attributes:
+        body: what a POST takes; None for a GET.
+    """
+
+    path: str
+    answer: Callable[[Request], Awaitable[Response]]
+    summary: str
+    body: type[Body] | None = None
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+
+_ENDPOINTS = (
+    _Endpoint("/v1/completions", completions, "Continue prompts", CompletionBody),
+    _Endpoint("/v1/models", list_models, "The models"),
+    _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
+    _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
+    _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
+    _Endpoint("/health", health, "Whether the gateway answers"),
+    _Endpoint("/ready", ready, "Whether a model can serve"),
+    _Endpoint("/version", version, "The version"),
+    _Endpoint("/metrics", metrics, "Prometheus metrics"),
+)
+
+# Parts of OpenAI's API that this server does not have, by the first part of their path.
+_ABSENT = frozenset(
+    {
+        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
+        *("fine_tuning", "images", "moderations", "organization", "realtime", "rerank", "score", "skills", "threads"),
+        *("uploads", "vector_stores", "videos"),
+    }
+)
+
+
+def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        options: of the operator.
+        gateway: takes the place of a new one, in tests.
+    """
+    shared = gateway or Gateway(options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await shared.upstream.close()
+
+    app = Starlette(
+        routes=_routes(),
+        middleware=_middleware(options, shared),
+        lifespan=lifespan,
+        exception_handlers={
+            APIError: _failed,
+            HTTPException: _refused,
+            ClientGone: _gone,
+            ClientDisconnect: _gone,
+            Exception: _broken,
+        },
+    )
+    app.state.gateway = shared
+    return app
+
+
+def _routes() -> list[Route]:
+    # A model's name may contain slashes.
+    routes = [
+        Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
+    ]
+    pages = ApiPages({(one.method, one.path): (one.summary, one.body) for one in _ENDPOINTS})
+    return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page)]
+
+
+def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
+    """CORS comes first: a browser must be able to read the refusal of a key, too."""
+    paths = [one.path for one in _ENDPOINTS]
+    front = Middleware(Front, keys=Keys(options.api_keys), metrics=gateway.metrics, paths=paths)
+    if not options.cors_origins:
+        return [front]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.cors_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    return [cors, front]
+
+
+async def _failed(http: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return error_response(error)
+
+
+async def _refused(http: Request, error: Exception) -> Response:
+    """Starlette's own errors: no such path, a method that a path does not have."""
+    assert isinstance(error, HTTPException)
+    path = http.url.path
+    if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
+        message = f"{path} is not supported: this server generates text; /docs lists what it has"
+        return error_response(APIError(404, message, code="unsupported_endpoint"))
+    message = f"{http.method} {path}: {error.detail.lower()}; /docs lists what there is"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    http.scope["client_gone"] = True
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _broken(http: Request, error: Exception) -> Response:
+    return error_response(APIError(500, "internal error of the gateway; see its log", code="internal_error"))

@@ -1,0 +1,200 @@
+"""Request bodies: JSON within limits, as typed structs with OpenAI's names."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from inflight_gateway.errors import APIError, invalid
+from inflight_gateway.options import GatewayOptions
+
+__all__ = ["Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "sampling_options"]
+
+_BodyT = TypeVar("_BodyT", bound="Body")
+
+_MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
+_PATH = re.compile(r" - at `\$(?P<path>.*)`$")
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """A request body.  Its fields are the keys that have an effect.
+
+    Attributes:
+        UNSUPPORTED: known keys without support, with the values that do not ask for it; any other value is refused.
+        IGNORED: known keys that do not change the answer.
+    """
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # padding against traffic analysis; none is added
+
+
+class SamplingBody(Body, kw_only=True):
+    """What completions and chats share.  None: not given, so the server's default applies."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+
+# Fields of `SamplingBody` that `AsyncClient.stream` takes under the same name.
+_SAME = (
+    *("max_tokens", "n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
+    *("include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "truncate_prompt_tokens"),
+    *("structured_outputs", "prompt_logprobs", "cache_salt"),
+)
+
+
+def sampling_options(body: SamplingBody) -> dict[str, Any]:
+    """What is given of `SamplingBody`, as options of `AsyncClient.stream`."""
+    options = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.priority is not None:
+        options["request_priority"] = body.priority
+    return options
+
+
+async def read_body(http: Request, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
+    """Read and check the body of a request.
+
+    Raises:
+        APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unknown key, a wrong type.
+    """
+    return parse_body(await _read(http, options), kind, options)
+
+
+async def _read(http: Request, options: GatewayOptions) -> bytes:
+    try:
+        return await asyncio.wait_for(_collect(http, options.max_body_bytes), options.body_timeout)
+    except asyncio.TimeoutError:
+        seconds = f"{options.body_timeout:g} s"
+        raise APIError(408, f"the body did not arrive within {seconds} (body_timeout)", code="body_timeout") from None
+
+
+async def _collect(http: Request, limit: int) -> bytes:
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > limit:
+            raise APIError(413, f"the body has more than {limit} bytes; at most {limit} are allowed (max_body_bytes)")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
+    """As `read_body`, of bytes."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(options.max_body_depth) from None
+    if not isinstance(value, dict):
+        raise invalid(f"the body is {_json_type(value)}; a JSON object is expected")
+    _check_size(value, options)
+    _check_keys(value, kind, options)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _mistyped(error) from None
+
+
+def _check_size(value: Any, options: GatewayOptions) -> None:
+    """Raise unless depth and number of values are within the limits."""
+    level, items = [value], 1
+    for _ in range(options.max_body_depth + 1):
+        if not level:
+            return
+        below: list[Any] = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            items += len(container)
+            below += [one for one in values if isinstance(one, (dict, list))]
+        if items > options.max_body_items:
+            raise invalid(
+                f"the body has more than {options.max_body_items} values; fewer are expected (max_body_items)"
+            )
+        level = below
+    raise _too_deep(options.max_body_depth)
+
+
+def _too_deep(limit: int) -> APIError:
+    return invalid(f"the body is nested more than {limit} levels deep; at most {limit} are allowed (max_body_depth)")
+
+
+def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions) -> None:
+    """Refuse what is not supported, and what nobody knows; take what has no effect out of `value`."""
+    fields = kind.__struct_fields__
+    for key in [key for key in value if key not in fields]:
+        if key in kind.UNSUPPORTED:
+            if not any(value[key] == off and type(value[key]) is type(off) for off in kind.UNSUPPORTED[key]):
+                raise invalid(f"{key} is not supported; leave it out", key, "unsupported_parameter")
+        elif key not in kind.IGNORED and not options.lenient:
+            near = difflib.get_close_matches(key, [*fields, *kind.UNSUPPORTED, *kind.IGNORED], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise invalid(f"unknown parameter {key!r}; {hint}", key, "unknown_parameter")
+        del value[key]
+
+
+def _mistyped(error: msgspec.ValidationError) -> APIError:
+    text = str(error)
+    found = _PATH.search(text)
+    path = found["path"].lstrip(".") if found else ""
+    if not path and (missing := _MISSING.search(text)):
+        return invalid(f"{missing['key']} is missing; it is required", missing["key"], "missing_required_parameter")
+    what = text[: found.start()] if found else text
+    return invalid(f"{path}: {what}" if path else what, re.split(r"[.\[]", path)[0] or None)
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,143 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight_client import GenerationResult
+from inflight_gateway.arguments import base_arguments, request_id_of
+from inflight_gateway.bodies import SamplingBody, read_body
+from inflight_gateway.completion_events import ChoiceBuilder, CompletionEvents, Plan
+from inflight_gateway.errors import invalid
+from inflight_gateway.gateway import Gateway, gateway_of
+from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.sse import encode_json
+from inflight_gateway.upstream import ServedModel
+from inflight_gateway.usage import fingerprint_of, usage_of
+
+__all__ = ["CompletionBody", "completions"]
+
+_EXPECTED = "prompt: a text, a list of token ids, or a list of either is expected"
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """A completion request.  `prompt`: a text, token ids, or a list of either."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "best_of": (None, 1),
+        "suffix": (None, ""),
+        "use_beam_search": (None, False),
+        "prompt_embeds": (None,),
+        "length_penalty": (None, 1, 1.0),
+        "add_special_tokens": (None, True),
+        "spaces_between_special_tokens": (None, True),
+        "return_tokens_as_token_ids": (None, False),
+        "response_format": (None,),
+        "logits_processors": (None,),
+        "kv_transfer_params": (None,),
+    }
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+async def completions(http: Request) -> Response:
+    """Continue each prompt."""
+    gateway = gateway_of(http)
+    body = await read_body(http, CompletionBody, gateway.options)
+    prompts = _prompts(body.prompt, gateway.options.max_prompts)
+    _check(body)
+    model = await gateway.upstream.resolve(body.model)
+    arguments = _arguments(gateway, http, model, body)
+    plans = [await _plan(gateway, model, body, prompt) for prompt in prompts]
+    request_id = request_id_of(http, body)
+    requests = [{**arguments, **prompt, "request_id": f"{request_id}-{i}"} for i, prompt in enumerate(prompts)]
+    head = {
+        "id": f"cmpl-{request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+        "system_fingerprint": fingerprint_of(gateway.options, model),
+    }
+    if body.stream:
+        return await stream_events(gateway, http, requests, CompletionEvents(head, body.include_usage, plans))
+    results = await complete(gateway, http, [{**request, "one_response": True} for request in requests])
+    return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
+
+
+def _check(body: CompletionBody) -> None:
+    """Raise for values that only this endpoint refuses."""
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens: 0 came; at least 1 is expected, or 0 together with echo", "max_tokens")
+    if body.logprobs is not None and body.logprobs < 0:
+        raise invalid(f"logprobs: {body.logprobs} came; at least 0 is expected", "logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs are not part of a stream; leave out one of the two", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are for requests with stream: true", "stream_options")
+
+
+def _arguments(gateway: Gateway, http: Request, model: ServedModel, body: CompletionBody) -> dict[str, Any]:
+    arguments = base_arguments(gateway, http, model, body)
+    if body.logprobs is not None:
+        arguments["logprobs"] = body.logprobs
+        if body.echo:
+            arguments["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.max_tokens == 0:  # the server generates at least one; it is not shown
+        arguments["max_tokens"] = 1
+    return arguments
+
+
+def _prompts(value: Any, limit: int) -> list[dict[str, Any]]:
+    """The arguments of `AsyncClient.stream` for each prompt."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise invalid(_EXPECTED, "prompt")
+    if len(value) > limit:
+        raise invalid(f"prompt: {len(value)} prompts came; at most {limit} are allowed (max_prompts)", "prompt")
+    return [_prompt(one) for one in value]
+
+
+def _prompt(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"prompt": value}
+    if isinstance(value, list) and all(type(token_id) is int for token_id in value):
+        return {"input_ids": value}
+    raise invalid(_EXPECTED, "prompt")
+
+
+async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prompt: dict[str, Any]) -> Plan:
+    """What the choices of a prompt contain."""
+    ids: list[int] | None = prompt.get("input_ids")
+    text: str | None = prompt.get("prompt") if body.echo else None
+    if body.echo and ids is not None:
+        text = await gateway.upstream.detokenize(model, ids)
+    if body.return_token_ids and ids is None:
+        ids = (await gateway.upstream.tokenize(model, prompt=prompt["prompt"]))["tokens"]
+    return Plan(
+        n=body.n or 1,
+        echo=text,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        prompt_token_ids=ids,
+        hides_output=body.max_tokens == 0,
+        continuous_usage=body.continuous_usage,
+    )
+
+
+def _whole(head: dict[str, Any], plans: list[Plan], results: list[GenerationResult]) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    choices = []
+    for index, (plan, result) in enumerate(zip(plans, results)):
+        for choice in result.choices:
+            builder = ChoiceBuilder(plan, index * plan.n + choice.index)
+            choices.append(builder.whole(choice, result.prompt_logprobs))
+    hidden = sum(result.usage.output_tokens for plan, result in zip(plans, results) if plan.hides_output)
+    return {**head, "choices": choices, "usage": usage_of(results, hidden)}

@@ -1,0 +1,119 @@
+"""Errors as OpenAI's API reports them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from inflight_client import (
+    DeadlineExceededError,
+    InflightError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+
+__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found"]
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class APIError(Exception):
+    """A request that fails, with the HTTP status and the fields of OpenAI's error object.
+
+    Args:
+        status: HTTP status.
+        message: what came, what is allowed, how to fix it.
+        param: the body's key that is at fault.
+        code: a word that programs can compare.
+        type: by default from the status.
+        retry_after: seconds; becomes the header `Retry-After`.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+        retry_after: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or _TYPES.get(status, "server_error")
+        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of a response, or of an event in a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self.to_dict())
+
+
+def error_response(error: APIError) -> Response:
+    """The response of a request that fails before anything was sent."""
+    return Response(error.to_json(), error.status, error.headers, "application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """The caller's mistake: 400."""
+    return APIError(400, message, param=param, code=code)
+
+
+def model_not_found(model: str, known: list[str]) -> APIError:
+    """404 that names the models there are."""
+    listed = ", ".join(known) or "none"
+    message = f"The model {model!r} does not exist; models here: {listed}"
+    return APIError(404, message, param="model", code="model_not_found")
+
+
+def api_error(error: BaseException) -> APIError:
+    """An exception of the client library, or any other, as what the caller gets to see."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, InflightError):
+        return _of_client(error)
+    if isinstance(error, (ValueError, TypeError)):  # the client library's own checks of a request
+        return invalid(str(error))
+    return APIError(500, "internal error of the gateway; see its log", code="internal_error")
+
+
+def _of_client(error: InflightError) -> APIError:
+    if isinstance(error, ServerUnreachableError):
+        return APIError(503, error.message, code="upstream_unreachable", retry_after=1.0)
+    if isinstance(error, UnavailableError):
+        if "queue is full" in error.message or "exceeds maximum queue size" in error.message:
+            return APIError(429, error.message, code="queue_full", retry_after=error.retry_after or 1.0)
+        return APIError(503, error.message, code="unavailable", retry_after=error.retry_after or 1.0)
+    if isinstance(error, DeadlineExceededError):
+        return APIError(504, error.message, type="timeout_error", code="timeout")
+    if isinstance(error, RequestCancelledError):
+        return APIError(503, error.message, code="cancelled", retry_after=1.0)
+    if error.code == "NOT_FOUND":
+        return APIError(404, error.message, param="model", code="model_not_found")
+    if isinstance(error, InvalidRequestError):
+        return invalid(error.message)
+    return APIError(500, error.message, code="upstream_error")

@@ -1,0 +1,102 @@
+"""What every request passes first: the API key, and the count of its answer."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.metrics import Metrics
+
+__all__ = ["Front", "Keys"]
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
+
+
+class Keys:
+    """The API keys that are accepted; none accepts everybody.
+
+    Comparing takes as long for a wrong key as for a right one.
+    """
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def accept(self, authorization: str) -> bool:
+        """Whether the header `Authorization` has one of them."""
+        if not self._digests:
+            return True
+        scheme, _, key = authorization.partition(" ")
+        # Header values are latin-1; a key was read as UTF-8.
+        given = _digest(key.strip().encode("latin-1", "replace"))
+        found = [hmac.compare_digest(given, one) for one in self._digests]
+        return any(found) and scheme.lower() == "bearer"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Front:
+    """ASGI middleware.
+
+    Args:
+        app: the application behind it.
+        keys: accepted API keys.
+        metrics: count answers.
+        paths: those that have a label of their own in the metrics.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, started = 500, time.perf_counter()
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if "request_id" in scope:
+                    message["headers"] = [*message["headers"], (b"x-request-id", scope["request_id"].encode())]
+            await send(message)
+
+        try:
+            if scope["path"] not in _OPEN_PATHS and not self._keys.accept(
+                Headers(scope=scope).get("authorization", "")
+            ):
+                await error_response(_no_key())(scope, receive, sending)
+            else:
+                await self._app(scope, receive, sending)
+        finally:
+            if scope.get("client_gone"):
+                status = 499
+            self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - started)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        return scope["path"] in _OPEN_PATHS or self._keys.accept(Headers(scope=scope).get("authorization", ""))
+
+    def _endpoint(self, scope: Scope) -> str:
+        path: str = scope["path"]
+        if path in self._paths:
+            return path
+        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
+
+
+def _no_key() -> APIError:
+    message = "an API key is expected: the header 'Authorization: Bearer KEY', with a key of this gateway"
+    return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

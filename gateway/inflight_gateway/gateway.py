@@ -1,0 +1,65 @@
+"""What all requests of a gateway process share."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+
+from inflight_gateway.errors import APIError
+from inflight_gateway.metrics import Metrics
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.upstream import Upstream
+
+__all__ = ["Gateway", "gateway_of"]
+
+_log = logging.getLogger("inflight_gateway")
+
+
+class Gateway:
+    """Options, upstream and metrics of one process.
+
+    Args:
+        options: of the operator.
+        upstream: takes the place of a real one, in tests.
+    """
+
+    def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
+        self.options = options
+        self.upstream = upstream or Upstream(options)
+        self.metrics = Metrics()
+
+    def enter(self) -> None:
+        """A request begins to generate.
+
+        Raises:
+            APIError: 429, there are too many.
+        """
+        if self.metrics.open_requests >= self.options.max_open_requests:
+            raise APIError(
+                429,
+                f"{self.metrics.open_requests} requests are open, as many as this gateway takes; try again later",
+                code="too_many_requests",
+                retry_after=1.0,
+            )
+        self.metrics.opened()
+
+    def leave(self) -> None:
+        """A request that entered has ended."""
+        self.metrics.closed()
+
+    def tenant(self, http: Request, user: str | None) -> str | None:
+        """Whom a request is accounted to: the tenant header, else the body's `user`."""
+        name = self.options.tenant_header
+        return (http.headers.get(name) if name else None) or user or None
+
+    def log_failure(self, error: Exception, shown: APIError) -> None:
+        """Log what the caller is not told: an exception that nobody expected."""
+        if shown.code == "internal_error":
+            _log.error("a request failed", exc_info=error)
+
+
+def gateway_of(http: Request) -> Gateway:
+    """The gateway that received a request."""
+    gateway: Gateway = http.app.state.gateway
+    return gateway

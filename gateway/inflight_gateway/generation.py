@@ -1,0 +1,290 @@
+"""One HTTP request's generation: its upstream streams, side by side, and the client that may hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inflight_client import AsyncStream, GenerationResult, StreamChunk
+from inflight_gateway.errors import APIError, api_error
+from inflight_gateway.sse import DONE, KEEP_ALIVE, event
+
+if TYPE_CHECKING:
+    from inflight_gateway.gateway import Gateway
+
+__all__ = [
+    "ClientGone",
+    "EventEncoder",
+    "EventStream",
+    "Generation",
+    "Piece",
+    "complete",
+    "failed_events",
+    "stream_events",
+]
+
+_MAX_WAITING = 256  # chunks that wait for a slow client; beyond that nothing is read from Triton
+
+Piece = tuple[int, StreamChunk]  # index of the prompt, and a chunk of its stream
+
+
+class ClientGone(Exception):
+    """The HTTP client hung up: nobody reads the answer."""
+
+
+class EventEncoder(Protocol):
+    """Turns chunks into the bytes of an event stream."""
+
+    def begin(self) -> bytes:
+        """Events before the first chunk; may be empty."""
+
+    def chunk(self, prompt: int, chunk: StreamChunk) -> bytes:
+        """Events for one chunk of the stream of a prompt; may be empty."""
+
+    def end(self) -> bytes:
+        """Events behind the last chunk, with what ends the stream (`[DONE]`)."""
+
+    def failed(self, error: APIError) -> bytes:
+        """Events for an error, with what ends the stream."""
+
+
+class Generation:
+    """The upstream requests of one HTTP request, one for each prompt; use it as an async context manager.
+
+    All are cancelled at Triton when one fails, when the HTTP client hangs up, and when the context is left early.
+
+    Args:
+        gateway: limits, metrics and the upstream.
+        http: the request, with its body read.
+        requests: arguments of `AsyncClient.stream`, for each prompt.
+
+    Raises:
+        APIError: too many open requests, or arguments that the client library refuses.
+    """
+
+    def __init__(self, gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]]) -> None:
+        self._gateway = gateway
+        self._http = http
+        self._requests = requests
+        self._streams: list[AsyncStream] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._waiting: list[Piece] = []
+        self._woken: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        self._running = 0
+        self._error: APIError | None = None
+        self._gone = False
+        self._entered = False
+
+    async def __aenter__(self) -> Generation:
+        self._gateway.enter()
+        self._entered = True
+        try:
+            for arguments in self._requests:
+                self._streams.append(self._gateway.upstream.stream(**arguments))
+        except Exception as error:
+            await self.close()
+            raise api_error(error) from None
+        self._running = len(self._streams)
+        self._tasks = [asyncio.create_task(self._read(i, stream)) for i, stream in enumerate(self._streams)]
+        self._tasks.append(asyncio.create_task(self._watch_client()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what still runs.  Safe to repeat."""
+        if not self._entered:
+            return
+        self._entered = False
+        self._gateway.leave()
+        self.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cancel(self) -> None:
+        """Cancel all requests at Triton."""
+        for stream in self._streams:
+            stream.cancel()
+
+    async def first(self) -> None:
+        """Wait for the first chunk, but no longer than a stream may be silent.
+
+        Raises:
+            APIError: the request failed before any chunk, so it can still be answered with a status.
+            ClientGone: the client hung up.
+        """
+        if not self._waiting:
+            await self._news(self._gateway.options.keep_alive_seconds)
+        if not self._waiting:
+            self._raise()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """All chunks that are there, again and again; an empty list when a keep-alive comment is due.
+
+        Raises:
+            APIError: a request failed; all chunks before that were yielded.
+            ClientGone: the client hung up.
+        """
+        while True:
+            if not self._waiting:
+                if self._running == 0 or self._error is not None or self._gone:
+                    break
+                await self._news(self._gateway.options.keep_alive_seconds)
+            if self._gone:
+                break
+            pieces, self._waiting = self._waiting, []
+            self._room.set()
+            if pieces or (self._running and self._error is None):
+                yield pieces
+        self._raise()
+
+    async def results(self) -> list[GenerationResult]:
+        """Wait for the complete answers, one per prompt.
+
+        Raises:
+            APIError, ClientGone: as `pieces`.
+        """
+        async for _ in self.pieces():
+            pass
+        return [stream.result() for stream in self._streams]
+
+    def _raise(self) -> None:
+        if self._gone:
+            raise ClientGone
+        if self._error is not None:
+            raise self._error
+
+    async def _read(self, index: int, stream: AsyncStream) -> None:
+        try:
+            async for chunk in stream:
+                self._waiting.append((index, chunk))
+                self._wake()
+                if len(self._waiting) >= _MAX_WAITING:
+                    self._room.clear()
+                    await self._room.wait()
+        except Exception as error:
+            if self._error is None:
+                self._error = api_error(error)
+                self._gateway.log_failure(error, self._error)
+            self.cancel()
+        finally:
+            self._running -= 1
+            self._wake()
+
+    async def _watch_client(self) -> None:
+        while (await self._http.receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._http.scope["client_gone"] = True  # for the metrics
+        self._room.set()
+        self.cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def _news(self, seconds: float) -> None:
+        """Wait until `_wake`, at most so long."""
+        if self._waiting or self._running == 0 or self._error is not None or self._gone:
+            return
+        loop = asyncio.get_running_loop()
+        self._woken = loop.create_future()
+        timer = loop.call_later(seconds, self._wake)
+        try:
+            await self._woken
+        finally:
+            timer.cancel()
+            self._woken = None
+
+
+class EventStream(Response):
+    """The response of a request that streams.  It closes the generation.
+
+    Args:
+        gateway: counts what is sent.
+        generation: entered, and past `first`.
+        encoder: makes the events.
+    """
+
+    def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # nginx would collect events
+        self._gateway = gateway
+        self._generation = generation
+        self._encoder = encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            with contextlib.suppress(ClientGone):
+                await self._send_events(send)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._generation.close()
+
+    async def _send_events(self, send: Send) -> None:
+        encoder, metrics = self._encoder, self._gateway.metrics
+        body = encoder.begin()
+        try:
+            async for pieces in self._generation.pieces():
+                if pieces:
+                    metrics.sent(len(pieces))
+                    body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
+                else:
+                    body += KEEP_ALIVE
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = b""
+            body += encoder.end()
+        except APIError as error:
+            metrics.broke()
+            body += encoder.failed(error)
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def stream_events(
+    gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]], encoder: EventEncoder
+) -> Response:
+    """Send the requests; returns the response that streams their events.
+
+    Raises:
+        APIError, ClientGone: before any event, see `Generation.first`.
+    """
+    generation = await Generation(gateway, http, requests).__aenter__()
+    try:
+        await generation.first()
+    except BaseException:
+        await generation.close()
+        raise
+    return EventStream(gateway, generation, encoder)
+
+
+async def complete(gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]]) -> list[GenerationResult]:
+    """Send the requests and wait for their complete answers, one per request.
+
+    Raises:
+        APIError, ClientGone: see `Generation.pieces`.
+    """
+    async with Generation(gateway, http, requests) as generation:
+        return await generation.results()
+
+
+def failed_events(error: APIError) -> bytes:
+    """What ends the stream of a failed request: an event with OpenAI's error object, then `[DONE]`."""
+    return event(error.to_dict()) + DONE

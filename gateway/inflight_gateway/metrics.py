@@ -1,0 +1,99 @@
+"""What a gateway counts, as Prometheus reads it at `/metrics`.
+
+With several worker processes each writes its numbers to files that all share (`prometheus_client.multiprocess`); any of
+them adds them up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from starlette.requests import Request
+from starlette.responses import Response
+
+__all__ = ["SHARED_FOLDER", "Metrics", "metrics"]
+
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # environment variable of prometheus_client
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """The metrics of one process.
+
+    Attributes:
+        open_requests: requests that generate now, in this process.
+    """
+
+    def __init__(self) -> None:
+        folder = os.environ.get(SHARED_FOLDER)
+        self.registry = CollectorRegistry()
+        self._shared = Path(folder) if folder else None
+        # What is written to files is read from there, not from a registry.
+        own = None if folder else self.registry
+        if folder:
+            MultiProcessCollector(self.registry, folder)  # type: ignore[no-untyped-call]
+        self.open_requests = 0
+        self._open = Gauge(
+            "inflight_gateway_open_requests",
+            "Requests that generate now.",
+            registry=own,
+            multiprocess_mode="livesum",
+        )
+        self._requests = Counter(
+            "inflight_gateway_requests",
+            "Requests that have ended, by endpoint and HTTP status; 499: the client hung up.",
+            ["endpoint", "status"],
+            registry=own,
+        )
+        self._seconds = Histogram(
+            "inflight_gateway_request_seconds",
+            "From a request's headers to the end of its answer.",
+            ["endpoint"],
+            registry=own,
+            buckets=_SECONDS,
+        )
+        self._chunks = Counter("inflight_gateway_chunks", "Chunks of Triton's passed on in streams.", registry=own)
+        self._broken = Counter(
+            "inflight_gateway_broken_streams", "Streams that ended with an error event.", registry=own
+        )
+        self.sent = self._chunks.inc
+        self.broke = self._broken.inc
+
+    def opened(self) -> None:
+        """A request begins to generate."""
+        self.open_requests += 1
+        self._open.inc()
+
+    def closed(self) -> None:
+        """A request that was opened has ended."""
+        self.open_requests -= 1
+        self._open.dec()
+
+    def answered(self, endpoint: str, status: int, seconds: float) -> None:
+        """An HTTP request has ended."""
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        if self._shared is not None:
+            self._forget_dead_processes(self._shared)
+        return generate_latest(self.registry)
+
+    @staticmethod
+    def _forget_dead_processes(folder: Path) -> None:
+        for path in folder.glob("gauge_livesum_*.db"):
+            found = re.fullmatch(r"gauge_livesum_(\d+)\.db", path.name)
+            if found and not Path(f"/proc/{found[1]}").exists():
+                mark_process_dead(int(found[1]), str(folder))  # type: ignore[no-untyped-call]
+
+
+async def metrics(http: Request) -> Response:
+    """`/metrics`."""
+    text: bytes = http.app.state.gateway.metrics.text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,34 @@
+"""`/v1/models` and `/v1/models/{id}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight_gateway.gateway import gateway_of
+from inflight_gateway.sse import encode_json
+from inflight_gateway.upstream import ServedModel
+
+__all__ = ["list_models", "retrieve_model"]
+
+
+async def list_models(http: Request) -> Response:
+    """The models that take text and are ready."""
+    models = await gateway_of(http).upstream.models()
+    body = {"object": "list", "data": [_card(model) for model in models]}
+    return Response(encode_json(body), media_type="application/json")
+
+
+async def retrieve_model(http: Request) -> Response:
+    """One of them."""
+    model = await gateway_of(http).upstream.resolve(http.path_params["model"])
+    return Response(encode_json(_card(model)), media_type="application/json")
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    card = {"id": model.name, "object": "model", "created": model.since, "owned_by": "inflight"}
+    if "max_model_len" in model.info:
+        card["max_model_len"] = model.info["max_model_len"]
+    return card

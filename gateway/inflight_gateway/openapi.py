@@ -1,0 +1,97 @@
+"""`/openapi.json` and `/docs`: what the gateway takes, from the types of the bodies themselves."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from inflight_gateway.bodies import Body
+from inflight_gateway.health import package_version
+from inflight_gateway.sse import encode_json
+
+__all__ = ["ApiPages"]
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+class ApiPages:
+    """Both pages, made once.
+
+    Args:
+        endpoints: (method, path) -> what it does, and its body if it takes one.
+    """
+
+    def __init__(self, endpoints: Mapping[tuple[str, str], tuple[str, type[Body] | None]]) -> None:
+        kinds = [kind for _, kind in endpoints.values() if kind is not None]
+        _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+        paths: dict[str, dict[str, Any]] = {}
+        for (method, path), (summary, kind) in endpoints.items():
+            paths.setdefault(path, {})[method.lower()] = _operation(path, summary, kind)
+        document = {
+            "openapi": "3.1.0",
+            "info": {"title": "Inflight: OpenAI's API in front of Triton", "version": package_version()},
+            "paths": paths,
+            "components": {
+                "schemas": {**components, "Error": _ERROR},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+        self._document = encode_json(document)
+        rows = [
+            f"<tr><td>{method}</td><td><code>{html.escape(path)}</code></td><td>{html.escape(summary)}</td></tr>"
+            for (method, path), (summary, _) in endpoints.items()
+        ]
+        self._page = (
+            "<!doctype html><html lang=en><meta charset=utf-8><title>Inflight: OpenAI's API</title>"
+            "<style>body{font:16px sans-serif;margin:2em}td{padding:.2em 1em .2em 0}</style>"
+            "<h1>OpenAI's API in front of Triton</h1><table>"
+            f"{''.join(rows)}</table><p>All keys of the bodies: <a href=openapi.json>openapi.json</a></p></html>"
+        )
+
+    async def document(self, http: Request) -> Response:
+        """`/openapi.json`."""
+        return Response(self._document, media_type="application/json")
+
+    async def page(self, http: Request) -> Response:
+        """`/docs`."""
+        return HTMLResponse(self._page)
+
+
+def _operation(path: str, summary: str, kind: type[Body] | None) -> dict[str, Any]:
+    failure = {"description": "An error", "content": {"application/json": {"schema": _ref("Error")}}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {"200": {"description": "The answer"}, "default": failure},
+    }
+    if kind is not None:
+        content = {"application/json": {"schema": _ref(kind.__name__)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,70 @@
+"""What an operator decides about a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["GatewayOptions"]
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """Options of one gateway process.
+
+    Attributes:
+        triton: gRPC addresses `host:port`, the preferred one first.  They serve the same checkpoints.
+        models: names to list; empty for every text model in Triton's repository index.  Others can be asked for.
+        headers: sent with every call to Triton, such as the key of its management endpoints.
+        api_keys: one of them must come as `Authorization: Bearer KEY`; empty lets everybody in.
+        cors_origins: origins whose pages may call the gateway from a browser; "*" for all; empty for none.
+        tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
+        max_body_bytes: of a request body.
+        body_timeout: seconds that a request body may take to arrive.
+        max_body_depth: nesting of JSON in a request body.
+        max_body_items: values in a request body, all levels together.
+        max_prompts: prompts of one completion request.
+        max_n: choices of one prompt.
+        max_open_requests: requests that generate at the same time, per process; more are refused with 429.
+        request_timeout: seconds that a request may take; None for no limit.
+        keep_alive_seconds: after so long without an event, a stream sends a comment.
+        lenient: ignore unknown keys in request bodies instead of refusing them.
+        tool_call_parser: format of tool calls in the model's text; "" to tell it by the chat template.
+        reasoning_parser: format of reasoning in the model's text; "" to tell it by the chat template.
+        system_fingerprint: overrides the one that names checkpoint and version.
+    """
+
+    triton: tuple[str, ...] = ("127.0.0.1:8001",)
+    models: tuple[str, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    tenant_header: str = ""
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout: float = 60.0
+    max_body_depth: int = 64
+    max_body_items: int = 1_000_000
+    max_prompts: int = 128
+    max_n: int = 128
+    max_open_requests: int = 1024
+    request_timeout: float | None = 600.0
+    keep_alive_seconds: float = 15.0
+    lenient: bool = False
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
+    system_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.triton:
+            raise ValueError("triton: at least one address host:port is expected")
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key and " " not in key):
+                raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
+        positive = ("max_body_bytes", "max_body_depth", "max_body_items", "max_prompts", "max_n", "max_open_requests")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("request_timeout", "body_timeout", "keep_alive_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: must be above 0 seconds")

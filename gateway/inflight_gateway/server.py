@@ -1,0 +1,94 @@
+"""Runs a gateway: uvicorn, with one process per worker."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+
+from inflight_gateway.app import build_app
+from inflight_gateway.metrics import SHARED_FOLDER
+from inflight_gateway.options import GatewayOptions
+
+__all__ = ["ServerOptions", "run", "worker_app"]
+
+# How the options reach worker processes, which import their application by name.
+_OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Where and how the gateway listens.
+
+    Attributes:
+        host, port: of its address.
+        workers: processes; each uses at most one core.
+        tls_key, tls_certificate: PEM files; both or none.
+        exit_timeout: seconds that open requests have to finish on SIGTERM.
+        log_level: uvicorn's: "critical", "error", "warning", "info", "debug" or "trace".
+        access_log: log a line for each request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 9000
+    workers: int = 1
+    tls_key: Path | None = None
+    tls_certificate: Path | None = None
+    exit_timeout: int = 10
+    log_level: str = "warning"
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers={self.workers}: must be at least 1")
+        if (self.tls_key is None) != (self.tls_certificate is None):
+            raise ValueError("TLS takes both a key and a certificate")
+        for path in (self.tls_key, self.tls_certificate):
+            if path is not None and not path.is_file():
+                raise ValueError(f"{path}: no such file")
+
+
+def run(options: GatewayOptions, server: ServerOptions) -> None:
+    """Serve until SIGINT or SIGTERM.  Exits with a status above 0 if the port cannot be used."""
+    if server.workers == 1:
+        uvicorn.run(build_app(options), **_uvicorn_options(server))
+        return
+    os.environ[_OPTIONS] = msgspec.json.encode(options).decode()
+    os.environ[_PARENT] = str(os.getpid())
+    with tempfile.TemporaryDirectory(prefix="inflight-gateway-") as folder:
+        os.environ[SHARED_FOLDER] = folder
+        name = f"{__name__}:worker_app"
+        uvicorn.run(name, factory=True, workers=server.workers, **_uvicorn_options(server))
+
+
+def worker_app() -> Starlette:
+    """The application of a worker process, which ends with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(os.environ[_PARENT]):
+        raise SystemExit("the gateway's parent process has ended")
+    return build_app(msgspec.json.decode(os.environ[_OPTIONS], type=GatewayOptions))
+
+
+def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
+    return {
+        "host": server.host,
+        "port": server.port,
+        "http": "httptools",
+        "ws": "none",
+        "ssl_keyfile": server.tls_key,
+        "ssl_certfile": server.tls_certificate,
+        "log_level": server.log_level,
+        "access_log": server.access_log,
+        "server_header": False,
+        "timeout_graceful_shutdown": server.exit_timeout,
+        "backlog": 2048,
+    }

@@ -1,0 +1,191 @@
+"""The Tritons behind a gateway: one client for all of them, and what they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy
+from inflight_gateway.errors import APIError, api_error, invalid, model_not_found
+from inflight_gateway.options import GatewayOptions
+
+__all__ = ["ServedModel", "Upstream", "text_inputs"]
+
+_LIST_SECONDS = 2.0  # for which the list of models is remembered
+_INFO_SECONDS = 30.0  # for which what a model says of itself is remembered
+
+# A model that has these takes text and answers with text: this contract's, and vllm_backend's own.
+_REQUIRED_INPUTS = {"text_input", "stream", "sampling_parameters"}
+_REQUIRED_OUTPUTS = {"text_output"}
+_RESUMES = "resume_token_ids"  # only this project's backend has this input
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that takes text.
+
+    Attributes:
+        name: Triton's.
+        inputs, outputs: their names.
+        info: what the model says of itself, see `AsyncClient.model_info`; empty for other backends.
+        since: when this process first saw it, in seconds since 1970.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    info: Mapping[str, Any] = field(default_factory=dict)
+    since: int = 0
+
+    @property
+    def is_inflight(self) -> bool:
+        """Whether it speaks the whole wire contract."""
+        return _RESUMES in self.inputs
+
+
+def text_inputs(metadata: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Names of a model's inputs and outputs, from its metadata; None if it does not take text."""
+    inputs = frozenset(entry["name"] for entry in metadata.get("inputs", ()))
+    outputs = frozenset(entry["name"] for entry in metadata.get("outputs", ()))
+    fits = inputs >= _REQUIRED_INPUTS and outputs >= _REQUIRED_OUTPUTS
+    return (inputs, outputs) if fits else None
+
+
+class Upstream:
+    """All calls to Triton go through here.
+
+    Args:
+        options: addresses, headers and limits.
+        client: takes the place of both clients, in tests.
+    """
+
+    def __init__(self, options: GatewayOptions, client: Any = None) -> None:
+        self._options = options
+        self.client: AsyncClient = client or _client(options, resume=True)
+        # Other backends know nothing of resumption, nor of the outputs that it needs.
+        self._plain: AsyncClient = client or _client(options, resume=False)
+        self._known: dict[str, tuple[float, ServedModel]] = {}
+        self._since: dict[str, int] = {}
+        self._listed: tuple[float, list[ServedModel]] = (float("-inf"), [])
+        self._lock = asyncio.Lock()
+
+    def stream(self, **arguments: Any) -> AsyncStream:
+        """Send a request; arguments as `AsyncClient.stream` takes them, with a `model` that was resolved."""
+        known = self._known.get(arguments["model"])
+        client = self.client if known is None or known[1].is_inflight else self._plain
+        return client.stream(**arguments)
+
+    async def resolve(self, name: str | None) -> ServedModel:
+        """The model of a request; None stands for the only one.
+
+        Raises:
+            APIError: 404 for a model that does not exist or takes no text, 400 if a name is needed, 503.
+        """
+        if name is None:
+            models = await self.models()
+            if len(models) != 1:
+                names = ", ".join(model.name for model in models) or "none"
+                raise invalid(f"model: give the name of a model; models here: {names}", "model")
+            return models[0]
+        model = self._remembered(name) or await self._look_up(name)
+        if model is None:
+            raise model_not_found(name, [one.name for one in await self.models()])
+        return model
+
+    async def models(self) -> list[ServedModel]:
+        """The models that take text and are loaded.
+
+        Raises:
+            APIError: 503.
+        """
+        async with self._lock:
+            if time.monotonic() - self._listed[0] > _LIST_SECONDS:
+                found = await asyncio.gather(*[self._look_up(name) for name in await self._names()])
+                self._listed = time.monotonic(), [model for model in found if model is not None]
+            return self._listed[1]
+
+    async def ready(self) -> bool:
+        """Whether a model that takes text can serve."""
+        with contextlib.suppress(APIError, InflightError):
+            for model in await self.models():
+                if await self.client.ready(model.name):
+                    return True
+        return False
+
+    async def _names(self) -> list[str]:
+        if self._options.models:
+            return list(self._options.models)
+        try:
+            return sorted({entry["name"] for entry in await self.client.repository_index()})
+        except InflightError as error:
+            raise api_error(error) from None
+
+    def _remembered(self, name: str) -> ServedModel | None:
+        seen, model = self._known.get(name, (float("-inf"), None))
+        return model if time.monotonic() - seen < _INFO_SECONDS else None
+
+    async def _look_up(self, name: str) -> ServedModel | None:
+        """Ask Triton; None if the model does not exist, is not loaded or takes no text."""
+        try:
+            metadata = await self.client.metadata(name)
+            names = text_inputs(metadata)
+            remembered = self._remembered(name)
+            if names is None or remembered is not None:
+                return remembered if names else None
+            info = await self.client.model_info(name) if _RESUMES in names[0] else {}
+        except InflightError as error:
+            self._known.pop(name, None)
+            found = api_error(error)
+            if found.code == "upstream_unreachable":
+                raise found from None
+            return None
+        model = ServedModel(name, *names, info=info, since=self._since.setdefault(name, int(time.time())))
+        self._known[name] = time.monotonic(), model
+        return model
+
+    async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]:
+        """Token ids of a prompt, as `AsyncClient.tokenize` returns them.
+
+        Raises:
+            APIError: the model cannot tell, or the prompt is invalid.
+        """
+        self._check_inflight(model)
+        try:
+            return await self.client.tokenize(**question, model=model.name)
+        except (InflightError, ValueError, TypeError) as error:
+            raise api_error(error) from None
+
+    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            APIError: the model cannot tell, or an id is not one of its own.
+        """
+        self._check_inflight(model)
+        try:
+            return await self.client.detokenize(token_ids, model=model.name)
+        except (InflightError, ValueError, TypeError) as error:
+            raise api_error(error) from None
+
+    @staticmethod
+    def _check_inflight(model: ServedModel) -> None:
+        if not model.is_inflight:
+            raise invalid(f"the backend of model {model.name!r} does not tell the token ids of a text", "model")
+
+    async def close(self) -> None:
+        """Cancel open requests and close the connections."""
+        await self.client.close()
+        await self._plain.close()
+
+
+def _client(options: GatewayOptions, resume: bool) -> AsyncClient:
+    # A server that cannot be reached may be restarting: new requests wait some seconds for it, too.  One that refuses a
+    # request means it: the caller gets its answer at once, unless another server takes it.
+    retries = RetryPolicy(
+        max_attempts=8, max_delay=2.0, max_retry_after=1.0, max_refusals=len(options.triton), resume=resume
+    )
+    return AsyncClient(list(options.triton), model="", retries=retries, headers=dict(options.headers))

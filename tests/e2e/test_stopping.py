@@ -1,0 +1,149 @@
+"""How `inflight serve` ends under load, in order or not, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_repository import write_repository
+from supervisor_rig import wait_for
+from wire import GrpcStream, Responses
+
+from inflight.frontend.state_page import states_of
+from inflight_tools.ports import resolve_ports
+from inflight_tools.processes import STUB_NAME, children
+
+SERVE = "from inflight_tools.cli import app; app()"
+PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+PROMPT = "the list of names"
+
+
+class Serving:
+    """An `inflight serve` of two instances with one engine process (a fake one), and streams that its engine holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._temporary = folder / "temporary"
+        self._temporary.mkdir()
+        repository = write_repository(folder)
+        config = repository / "fake" / "config.pbtxt"
+        config.write_text(config.read_text().replace("KIND_CPU", "KIND_CPU, count: 2"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, "serve", "--model-repository", str(repository), "--unrestricted", *PORTS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self._temporary)},
+        )
+        assert self.process.stdout is not None
+        self._ports = list(map(int, re.findall(r"127\.0\.0\.1:(\d+)", self.process.stdout.readline())))
+        self._all = psutil.Process(self.process.pid).children(recursive=True)
+        self.server = next(process.pid for process in self._all if process.name() == "tritonserver")
+        (self._engine,) = [process for process in self._all if "fake_engine" in " ".join(process.cmdline())]
+        self._stubs = children(self.server, STUB_NAME)
+        self.stream = GrpcStream(f"127.0.0.1:{self._ports[1]}", "fake")
+
+    def hold_streams(self) -> dict[str, Responses]:
+        """Four streams, of which at least the first has more to come; their engine process is stopped."""
+        for k in range(4):
+            tokens = {"max_tokens": 40 + k}
+            inputs = {"text_input": PROMPT, "stream": True, "sampling_parameters": tokens, "return_token_ids": True}
+            self.stream.send(str(k), **inputs, tenant="" if k else "stop=3")
+        wait_for(lambda: self._engine.status() == psutil.STATUS_STOPPED)
+        self._shared_memory = {name for process in self._all for name in _shared_memory(process)}
+        assert self._shared_memory, "the server and its stubs talk in shared memory"
+        return self.stream.answers
+
+    def wait_draining(self) -> None:
+        """Until an instance drains; one that has no stream is "drained" at once, or hears of it never."""
+        wait_for(lambda: "draining" in [state for pid in self._stubs for _, _, state in states_of(pid)])
+
+    def release_streams(self) -> None:
+        self._engine.resume()
+
+    def assert_nothing_left(self) -> None:
+        wait_for(lambda: not [process for process in self._all if _lives(process)])
+        assert [name for name in self._shared_memory if Path(name).exists()] == []
+        assert list(self._temporary.iterdir()) == []
+        http, grpc, metrics = self._ports
+        resolve_ports({"HTTP": http, "GRPC": grpc, "metrics": metrics}, "127.0.0.1")  # raises if one is taken
+
+    def close(self) -> None:
+        self.stream.close()
+        self.process.kill()
+        self.process.communicate()
+        for process in self._all:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _shared_memory(process: psutil.Process) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            if "/dev/shm/" in line:
+                yield line[line.index("/dev/shm/") :]
+
+
+@pytest.fixture
+def serving(triton_installed: None, tmp_path: Path) -> Iterator[Serving]:
+    serving = Serving(tmp_path)
+    yield serving
+    serving.close()
+
+
+def test_a_stop_lets_streams_finish_and_leaves_nothing(serving: Serving) -> None:
+    answers = serving.hold_streams()
+    serving.process.send_signal(signal.SIGTERM)
+    serving.wait_draining()
+    serving.release_streams()
+    _, errors = serving.process.communicate(timeout=60)
+    assert (serving.process.returncode, errors.splitlines()[-1]) == (0, "stopped")
+    assert [answer.error for answer in answers.values()] == [None] * 4
+    assert [len(answers[str(k)].token_ids) for k in range(4)] == [40, 41, 42, 43]
+    serving.assert_nothing_left()
+
+
+def test_a_second_stop_signal_ends_at_once(serving: Serving) -> None:
+    answers = serving.hold_streams()
+    serving.process.send_signal(signal.SIGINT)
+    serving.wait_draining()
+    serving.process.send_signal(signal.SIGINT)
+    _, errors = serving.process.communicate(timeout=20)  # drain_timeout is 30 s
+    assert (serving.process.returncode, errors.splitlines()[-1]) == (0, "stopped")
+    serving.stream.wait("0")
+    assert answers["0"].error
+    serving.assert_nothing_left()
+
+
+def test_a_server_that_is_killed_leaves_nothing(serving: Serving) -> None:
+    serving.hold_streams()
+    os.kill(serving.server, signal.SIGKILL)
+    _, errors = serving.process.communicate(timeout=20)
+    assert serving.process.returncode == 3
+    assert errors.splitlines()[-1].startswith("inflight: tritonserver died (SIGKILL)")
+    serving.assert_nothing_left()
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_once_streams_have_ended(serving: Serving) -> None:
+    answers = serving.hold_streams()
+    serving.process.kill()
+    serving.process.wait()
+    serving.wait_draining()
+    serving.release_streams()
+    serving.stream.wait(*answers)
+    assert [len(answers[str(k)].token_ids) for k in range(4)] == [40, 41, 42, 43]
+    serving.stream.close()  # the server waits for its clients, up to its exit timeout
+    serving.assert_nothing_left()

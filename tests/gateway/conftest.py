@@ -1,0 +1,83 @@
+"""A gateway on a port of its own, in the test's event loop, in front of a scripted client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from openai import AsyncOpenAI
+from scripted_client import ScriptedClient
+
+from inflight_gateway.app import build_app
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.upstream import Upstream
+
+
+class RunningGateway:
+    """A gateway that answers.
+
+    Attributes:
+        client: behind it.
+        url: in front of it.
+        http: a client for it.
+        openai: OpenAI's own.
+    """
+
+    def __init__(self, client: ScriptedClient, gateway: Gateway, url: str) -> None:
+        self.client = client
+        self.gateway = gateway
+        self.url = url
+        self.http = httpx.AsyncClient(base_url=url, timeout=20, verify=False)  # TLS certificates take long to load
+
+    @functools.cached_property
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
+
+    async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **options)
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        if "openai" in vars(self):
+            await self.openai.close()
+
+
+@contextlib.asynccontextmanager
+async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[RunningGateway]:
+    chosen = GatewayOptions(**options)
+    gateway = Gateway(chosen, Upstream(chosen, client))
+    config = uvicorn.Config(
+        build_app(chosen, gateway), port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server._serve())  # without signal handlers, which belong to pytest
+    while not server.started and not task.done():
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    front = RunningGateway(client, gateway, f"http://127.0.0.1:{port}")
+    try:
+        yield front
+    finally:
+        await front.close()
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Any]]:
+    """Start a gateway: `await start(client or script, **options)`; it ends with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def begin(client: Any, **options: Any) -> RunningGateway:
+            scripted = client if isinstance(client, ScriptedClient) else ScriptedClient(client)
+            return await stack.enter_async_context(running(scripted, **options))
+
+        yield begin

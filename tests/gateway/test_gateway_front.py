@@ -1,0 +1,262 @@
+"""Everything around the endpoints: keys, limits, paths, models, metrics, pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from scripted_client import ScriptedClient, text
+
+from inflight_client import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ServerError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+from inflight_gateway.options import GatewayOptions
+
+KEYS = ("first-key", "second-key")
+
+
+def ok(request):
+    return text("a")
+
+
+async def test_a_key_is_asked_for(start):
+    front = await start(ok, api_keys=KEYS)
+    for header in ({}, {"Authorization": "Bearer third-key"}, {"Authorization": f"Basic {KEYS[0]}"}):
+        response = await front.http.get("/v1/models", headers=header)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for key in KEYS:
+        assert (await front.http.get("/v1/models", headers={"Authorization": f"bearer  {key}"})).status_code == 200
+    for path in ("/health", "/ready", "/version"):
+        assert (await front.http.get(path)).status_code == 200
+    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/nowhere", "/health/", "//health"):
+        assert (await front.http.get(path)).status_code == 401
+    hostile = [b"Bearer \xff\xfe", b"Bearer", b"", b"Bearer first-key second-key"]
+    for value in hostile:
+        assert (await front.http.get("/v1/models", headers=[(b"Authorization", value)])).status_code == 401
+
+
+def test_keys_that_no_header_can_hold_are_refused():
+    for key in ("", "a b", "ключ", "a\n"):
+        with pytest.raises(ValueError, match="api_keys"):
+            GatewayOptions(api_keys=(key,))
+
+
+async def test_browsers_get_in_only_if_asked(start):
+    origin = {"Origin": "https://page.example"}
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    closed, opened = await start(ok), await start(ok, cors_origins=("https://page.example",), api_keys=KEYS)
+    assert (await closed.http.options("/v1/completions", headers=preflight)).status_code == 405
+    assert "access-control-allow-origin" not in (await closed.http.get("/health", headers=origin)).headers
+    allowed = await opened.http.options("/v1/completions", headers=preflight)
+    assert allowed.status_code == 200 and "authorization" in allowed.headers["access-control-allow-headers"]
+    refused = await opened.http.get("/v1/models", headers=origin)
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://page.example"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/embeddings", 404, "unsupported_endpoint"),
+        ("POST", "/v1/audio/speech", 404, "unsupported_endpoint"),
+        ("GET", "/v1/files", 404, "unsupported_endpoint"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/demo", 405, "method_not_allowed"),
+        ("GET", "/v1/models/gpt", 404, "model_not_found"),
+    ],
+)
+async def test_paths_that_are_not_there_answer_with_an_error_object(start, method, path, status, code):
+    front = await start(ok)
+    response = await front.http.request(method, path)
+    assert response.status_code == status and response.json()["error"]["code"] == code
+    assert status != 405 or response.headers["allow"]
+
+
+async def test_models_that_take_text_are_listed(start):
+    client = ScriptedClient(ok, ["demo", "org/other", "vllm"])
+    client.inputs["vllm"] = ("text_input", "stream", "sampling_parameters", "exclude_input_in_output")
+    client.inputs["resnet"] = ("image",)
+    front = await start(client)
+    models = [model async for model in await front.openai.models.list()]
+    assert [model.id for model in models] == ["demo", "org/other", "vllm"]
+    assert models[0].max_model_len == 2048 and models[0].created > 1_700_000_000
+    assert (await front.openai.models.retrieve("org/other")).id == "org/other"
+    with pytest.raises(openai.NotFoundError, match=r"'resnet' does not exist; models here: demo, org/other, vllm"):
+        await front.openai.completions.create(model="resnet", prompt="a")
+
+
+async def test_only_the_chosen_models_are_listed(start):
+    front = await start(ScriptedClient(ok, ["a", "b"]), models=("b", "gone"))
+    assert [model.id async for model in await front.openai.models.list()] == ["b"]
+
+
+async def test_a_request_without_a_model_means_the_only_one(start):
+    one, two = await start(ok), await start(ScriptedClient(ok, ["a", "b"]))
+    assert (await one.post("/v1/completions", {"prompt": "a"})).json()["model"] == "demo"
+    response = await two.post("/v1/completions", {"prompt": "a"})
+    assert response.status_code == 400 and "models here: a, b" in response.text
+
+
+async def test_another_backend_gets_only_what_it_knows(start):
+    client = ScriptedClient(ok)
+    client.inputs["demo"] = ("text_input", "stream", "sampling_parameters")
+    front = await start(client)
+    body = {"prompt": "a", "user": "me", "priority": 3, "cache_salt": "s", "max_tokens": 4}
+    assert (await front.post("/v1/completions", body)).status_code == 200
+    request = client.requests[0]
+    assert not request.return_token_ids and not request.return_num_cached_tokens
+    assert (request.tenant, request.request_priority, request.cache_salt) == (None, None, None)
+    assert (await front.post("/tokenize", {"prompt": "a"})).json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "wait"),
+    [
+        (InvalidRequestError("n=0: must be at least 1"), 400, None, None),
+        (UnavailableError("the queue is full; retry in 2.5 s"), 429, "queue_full", "3"),
+        (UnavailableError("the model is draining"), 503, "unavailable", "1"),
+        (ServerUnreachableError("cannot reach 127.0.0.1:1"), 503, "upstream_unreachable", "1"),
+        (DeadlineExceededError("deadline exceeded"), 504, "timeout", None),
+        (RequestCancelledError("Request was cancelled"), 503, "cancelled", "1"),
+        (ServerError("logits of the request are not finite"), 500, "upstream_error", None),
+        (KeyError("a fault of our own"), 500, "internal_error", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_of_triton_have_a_status(start, error, status, code, wait, stream):
+    front = await start(lambda request: [error])
+    response = await front.post("/v1/completions", {"prompt": "a", "stream": stream})
+    assert (response.status_code, response.headers.get("retry-after")) == (status, wait)
+    assert response.json()["error"]["code"] == code and "fault of our own" not in response.text
+
+
+async def test_when_one_prompt_fails_the_others_are_cancelled(start):
+    client = ScriptedClient(
+        lambda request: [InvalidRequestError("too long: at most 5")] if request.prompt == "bad" else [asyncio.Event()]
+    )
+    front = await start(client)
+    response = await front.post("/v1/completions", {"prompt": ["good", "bad"]})
+    assert response.status_code == 400 and client.streams[0].cancelled.is_set()
+    assert front.gateway.metrics.open_requests == 0
+
+
+async def test_too_many_open_requests_are_refused(start):
+    held = asyncio.Event()
+    front = await start(lambda request: [held, *text("a")], max_open_requests=1)
+    first = asyncio.create_task(front.post("/v1/completions", {"prompt": "a"}))
+    while not front.client.streams:
+        await asyncio.sleep(0.01)
+    refused = await front.post("/v1/completions", {"prompt": "a", "stream": True})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    held.set()
+    assert (await first).status_code == 200
+    assert (await front.post("/v1/completions", {"prompt": "a"})).status_code == 200
+
+
+async def raw(front, request: bytes) -> bytes:
+    """The answer to bytes on a connection of their own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
+    writer.write(request)
+    answer = await reader.read(65536)
+    writer.close()
+    return answer
+
+
+async def test_bodies_have_limits(start):
+    front = await start(ok, max_body_bytes=1000, max_body_depth=5, max_body_items=50, body_timeout=0.1)
+    deep = json.loads("[" * 8 + "]" * 8)
+    bodies = {
+        413: [b"x" * 1001],
+        400: [
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"a"',
+            b"1",
+            b"\xff",
+            b'{"prompt": "\xff"}',
+            b'{"prompt": "\\ud800"}',
+            b"NaN",
+        ],
+    }
+    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60}, {"prompt": "a", "a": {}})]
+    bodies[400].append(b'{"prompt":' + b"[" * 400 + b"]" * 400 + b"}")
+    for status, raws in bodies.items():
+        for content in raws:
+            response = await front.http.post("/v1/completions", content=content)
+            assert response.status_code == status and response.json()["error"]["message"], content
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n{"
+    assert (await raw(front, head)).startswith(b"HTTP/1.1 408")
+
+
+async def test_deeply_nested_bodies_do_not_exhaust_the_stack(start):
+    front = await start(ok)
+    response = await front.http.post("/v1/completions", content=b'{"prompt":' + b"[" * 200_000)
+    assert response.status_code == 400
+
+
+async def test_unknown_keys_are_refused_with_the_nearest_one_or_ignored(start):
+    strict, lenient = await start(ok), await start(ok, lenient=True)
+    response = await strict.post("/v1/completions", {"prompt": "a", "temprature": 1})
+    assert "did you mean 'temperature'?" in response.text
+    assert (await lenient.post("/v1/completions", {"prompt": "a", "temprature": 1})).status_code == 200
+    assert (await lenient.post("/v1/completions", {"prompt": "a", "best_of": 2})).status_code == 400
+
+
+async def test_tokens_have_vllms_form(start):
+    front = await start(ok)
+    answer = await front.post("/tokenize", {"model": "demo", "prompt": "ab"})
+    assert answer.json() == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": None}
+    chat = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False, "tools": []}
+    assert (await front.post("/tokenize", chat)).status_code == 200
+    assert front.client.questions[-1] == chat
+    assert (await front.post("/detokenize", {"tokens": [97, 98]})).json() == {"prompt": "ab"}
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/tokenize", {"prompt": "a", "tools": []}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {"tokens": [2000000]}),
+    ):
+        assert (await front.post(path, body)).status_code == 400
+
+
+async def test_readiness_follows_the_models(start):
+    client = ScriptedClient(ok)
+    front = await start(client)
+    assert (await front.http.get("/ready")).status_code == 200
+    client.is_ready = False
+    assert (await front.http.get("/ready")).json()["error"]["code"] == "not_ready"
+    assert (await front.http.get("/health")).status_code == 200
+
+
+async def test_metrics_count_requests_and_chunks(start):
+    front = await start(lambda request: text("a", "b"))
+    await front.post("/v1/completions", {"prompt": "a", "stream": True})
+    await front.http.get("/v1/models/nothing")
+    await front.http.get("/secret/path")
+    shown = (await front.http.get("/metrics")).text
+    assert 'inflight_gateway_requests_total{endpoint="/v1/completions",status="200"} 1.0' in shown
+    assert 'inflight_gateway_requests_total{endpoint="/v1/models/{model}",status="404"} 1.0' in shown
+    assert 'inflight_gateway_requests_total{endpoint="other",status="404"} 1.0' in shown
+    assert "inflight_gateway_chunks_total 2.0" in shown and "inflight_gateway_open_requests 0.0" in shown
+    assert 'inflight_gateway_request_seconds_count{endpoint="/v1/completions"} 1.0' in shown
+
+
+async def test_the_pages_describe_every_endpoint(start):
+    front = await start(ok)
+    document = (await front.http.get("/openapi.json")).json()
+    assert {"/v1/completions", "/v1/models/{model}", "/tokenize"} <= document["paths"].keys()
+    properties = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"prompt", "top_k", "stream_options"} <= properties.keys()
+    page = (await front.http.get("/docs")).text
+    assert all(path in page for path in document["paths"])

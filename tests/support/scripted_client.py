@@ -1,0 +1,141 @@
+"""A stand-in for `inflight_client.AsyncClient` that answers as a script says, and records what it was asked.
+
+Its streams accumulate, cancel and fail as `AsyncStream` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from inflight_client import ChoiceDelta, InvalidRequestError, RequestCancelledError, StreamChunk
+from inflight_client.request import GenerationRequest
+from inflight_client.results import GenerationResult, ResultBuilder
+
+INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters", "resume_token_ids")
+
+# What a script yields: a chunk, seconds to wait, an event to wait for, or an error to raise.
+Script = Iterable[StreamChunk | float | asyncio.Event | Exception]
+
+
+def text(*parts: str, finish: str | None = "stop", prompt: int = 3, index: int = 0, n: int = 1) -> list[StreamChunk]:
+    """Chunks with one token a part, the last with the finish reason; the other choices of `n` get nothing."""
+    chunks = []
+    for number, part in enumerate(parts):
+        reason = finish if number == len(parts) - 1 else None
+        deltas = [ChoiceDelta(index=i, text="") for i in range(n)]
+        deltas[index] = ChoiceDelta(index=index, text=part, token_ids=[7], num_tokens=1, finish_reason=reason)
+        chunks.append(StreamChunk(choices=deltas, num_input_tokens=prompt))
+    return chunks
+
+
+class ScriptedStream:
+    """One request's stream."""
+
+    def __init__(self, request: GenerationRequest, script: Script) -> None:
+        self.request = request
+        self.cancelled = asyncio.Event()
+        self._script = script
+        ids = request.input_ids
+        self._builder = ResultBuilder(request.n, None if ids is None else len(ids))
+        self._chunks = self._run()
+
+    def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        return self._chunks
+
+    async def _run(self) -> AsyncIterator[StreamChunk]:
+        try:
+            for item in self._script:
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, StreamChunk):
+                    self._builder.add(item)
+                    yield item
+                    continue
+                waits = asyncio.sleep(item) if isinstance(item, float) else item.wait()
+                await self._unless_cancelled(waits)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def _unless_cancelled(self, waits: Any) -> None:
+        tasks = {asyncio.ensure_future(waits), asyncio.ensure_future(self.cancelled.wait())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if self.cancelled.is_set():
+            raise RequestCancelledError("the request was cancelled by this client")
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def result(self) -> GenerationResult:
+        return self._builder.build(self.request.request_id, self.request.model, 1, 0.0)
+
+
+class ScriptedClient:
+    """Answers each request with what `answer` returns for it.
+
+    Attributes:
+        streams: of all requests so far.
+        questions: options of all calls of `tokenize`.
+        inputs: names of the inputs of each model.
+        info: what `model_info` returns.
+    """
+
+    def __init__(self, answer: Callable[[GenerationRequest], Script], models: Iterable[str] = ("demo",)) -> None:
+        self.answer = answer
+        self.inputs: dict[str, tuple[str, ...]] = dict.fromkeys(models, INPUTS)
+        self.info: dict[str, Any] = {
+            "checkpoint_id": "c0ffee",
+            "version": "0.1.0",
+            "max_model_len": 2048,
+            "tool_format": None,
+            "reasoning_tags": None,
+            "special_tokens": [],
+        }
+        self.streams: list[ScriptedStream] = []
+        self.questions: list[dict[str, Any]] = []
+        self.is_ready = True
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [stream.request for stream in self.streams]
+
+    def stream(self, prompt: Any = None, *, messages: Any = None, input_ids: Any = None, **options: Any) -> Any:
+        request = GenerationRequest.build(prompt, messages, input_ids, options, model="", timeout=None)  # type: ignore[arg-type]
+        self.streams.append(ScriptedStream(request, self.answer(request)))
+        return self.streams[-1]
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        return [{"name": name, "state": "READY"} for name in self.inputs]
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        if model not in self.inputs:
+            raise InvalidRequestError(f"Request for unknown model: '{model}' is not found", code="NOT_FOUND")
+        inputs = [{"name": name} for name in self.inputs[model]]
+        return {"name": model, "inputs": inputs, "outputs": [{"name": "text_output"}]}
+
+    async def model_info(self, model: str) -> dict[str, Any]:
+        return self.info
+
+    async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:
+        """A token for each character of a prompt, its code; none for messages, whose options come back instead."""
+        self.questions.append(options)
+        tokens = list(map(ord, prompt or ""))
+        return {"count": len(tokens), "max_model_len": 2048, "tokens": tokens}
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
+        if any(token_id > 0x10FFFF for token_id in token_ids):
+            raise InvalidRequestError("input_ids: 2000000 is not in the vocabulary")
+        return "".join(map(chr, token_ids))
+
+    async def ready(self, model: str) -> bool:
+        return self.is_ready
+
+    async def close(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
