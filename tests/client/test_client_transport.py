@@ -232,7 +232,7 @@ def test_a_status_of_the_call_itself(code: grpc.StatusCode, kind: type[Exception
 
 
 def _alive() -> dict[str, int]:
-    """Objects of a request that live, by type."""
+    """Objects of requests that live, those of other tests too, and what this test's loop has to do."""
     gc.collect()
     kinds = ("AsyncStream", "AsyncGrpcCall", "UnaryStreamCall", "StreamStreamCall", "Continuation", "_AioCall")
     counts = Counter(type(one).__name__ for one in gc.get_objects())
@@ -276,4 +276,4 @@ async def test_thousands_of_streams_leave_nothing() -> None:
                 await asyncio.gather(*(one(client) for _ in range(20)))
             after = _alive()
     assert after == before
-    assert [after[kind] for kind in ("AsyncStream", "AsyncGrpcCall", "Continuation", "timers")] == [0, 0, 0, 0]
+    assert after["timers"] == 0
