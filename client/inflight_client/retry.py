@@ -21,6 +21,7 @@ class RetryPolicy:
 
     Attributes:
         max_attempts: attempts per request, including the first; 1 never retries.
+        resume_attempts: the same once output has arrived that can be continued; None for `max_attempts`.
         initial_delay, max_delay: seconds.
         multiplier: growth of the delay, >= 1.
         jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
@@ -34,6 +35,7 @@ class RetryPolicy:
     """
 
     max_attempts: int = 4
+    resume_attempts: int | None = None
     initial_delay: float = 0.1
     max_delay: float = 5.0
     multiplier: float = 2.0
@@ -47,6 +49,7 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         checks = {
             "max_attempts": (self.max_attempts >= 1, "at least 1"),
+            "resume_attempts": (self.resume_attempts is None or self.resume_attempts >= 1, "at least 1, or None"),
             "initial_delay": (self.initial_delay >= 0, "at least 0 seconds"),
             "max_delay": (self.max_delay >= 0, "at least 0 seconds"),
             "multiplier": (self.multiplier >= 1, "at least 1"),
@@ -60,13 +63,15 @@ class RetryPolicy:
             if not valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
-    def delay(self, failures: int, elapsed: float) -> float | None:
+    def delay(self, failures: int, elapsed: float, received: bool = False) -> float | None:
         """Seconds to wait after the `failures`-th failed attempt (from 1); None if no attempt is left.
 
         Args:
             elapsed: seconds since the first attempt started.
+            received: output has arrived.
         """
-        if failures >= self.max_attempts:
+        resumed = self.resume_attempts if received else None
+        if failures >= (resumed or self.max_attempts):
             return None
         # The cap keeps multiplier**k within the range of floats.
         growth = self.multiplier ** min(failures - 1, 64)

@@ -162,7 +162,7 @@ class _Exchange:
         elif self._policy.max_refusals is not None and self._refusals >= self._policy.max_refusals:
             return None
         elapsed, asked = self._elapsed(), self._servers.endpoints.asked_wait()
-        delay = self._policy.delay(self._attempts, elapsed)
+        delay = self._policy.delay(self._attempts, elapsed, self._continuation.received)
         if delay is None or asked > self._policy.max_retry_after:
             return None
         delay = max(delay, asked)

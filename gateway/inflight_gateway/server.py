@@ -18,7 +18,7 @@ from inflight_gateway.app import build_app
 from inflight_gateway.metrics import SHARED_FOLDER
 from inflight_gateway.options import GatewayOptions
 
-__all__ = ["ServerOptions", "run", "worker_app"]
+__all__ = ["ServerOptions", "end_with_parent", "run", "worker_app"]
 
 # How the options reach worker processes, which import their application by name.
 _OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
@@ -32,7 +32,7 @@ class ServerOptions:
     Attributes:
         host, port: of its address.
         workers: processes; each uses at most one core.
-        tls_key, tls_certificate: PEM files; both or none.
+        ssl_keyfile, ssl_certfile: PEM files; both or none.
         exit_timeout: seconds that open requests have to finish on SIGTERM.
         log_level: uvicorn's: "critical", "error", "warning", "info", "debug" or "trace".
         access_log: log a line for each request.
@@ -41,8 +41,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 9000
     workers: int = 1
-    tls_key: Path | None = None
-    tls_certificate: Path | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     exit_timeout: int = 10
     log_level: str = "warning"
     access_log: bool = False
@@ -50,10 +50,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers={self.workers}: must be at least 1")
-        if (self.tls_key is None) != (self.tls_certificate is None):
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS takes both a key and a certificate")
-        for path in (self.tls_key, self.tls_certificate):
-            if path is not None and not path.is_file():
+        for path in (self.ssl_keyfile, self.ssl_certfile):
+            if path is not None and not Path(path).is_file():
                 raise ValueError(f"{path}: no such file")
 
 
@@ -72,10 +72,19 @@ def run(options: GatewayOptions, server: ServerOptions) -> None:
 
 def worker_app() -> Starlette:
     """The application of a worker process, which ends with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(os.environ[_PARENT]):
-        raise SystemExit("the gateway's parent process has ended")
+    end_with_parent(int(os.environ[_PARENT]))
     return build_app(msgspec.json.decode(os.environ[_OPTIONS], type=GatewayOptions))
+
+
+def end_with_parent(pid: int) -> None:
+    """Let the kernel end this process when the thread of its parent that started it ends.
+
+    Raises:
+        SystemExit: the parent has ended already.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != pid:
+        raise SystemExit("the gateway's parent process has ended")
 
 
 def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
@@ -84,8 +93,8 @@ def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
         "port": server.port,
         "http": "httptools",
         "ws": "none",
-        "ssl_keyfile": server.tls_key,
-        "ssl_certfile": server.tls_certificate,
+        "ssl_keyfile": server.ssl_keyfile,
+        "ssl_certfile": server.ssl_certfile,
         "log_level": server.log_level,
         "access_log": server.access_log,
         "server_header": False,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy
+from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy, ServerUnreachableError
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found
 from inflight_gateway.options import GatewayOptions
 
@@ -136,7 +136,7 @@ class Upstream:
             remembered = self._remembered(name)
             if names is None or remembered is not None:
                 return remembered if names else None
-            info = await self.client.model_info(name) if _RESUMES in names[0] else {}
+            info = await self._info(name) if _RESUMES in names[0] else {}
         except InflightError as error:
             self._known.pop(name, None)
             found = api_error(error)
@@ -146,6 +146,14 @@ class Upstream:
         model = ServedModel(name, *names, info=info, since=self._since.setdefault(name, int(time.time())))
         self._known[name] = time.monotonic(), model
         return model
+
+    async def _info(self, name: str) -> Mapping[str, Any]:
+        try:
+            return await self.client.model_info(name)
+        except ServerUnreachableError:
+            raise
+        except InflightError:  # an older version
+            return {}
 
     async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]:
         """Token ids of a prompt, as `AsyncClient.tokenize` returns them.
@@ -183,9 +191,14 @@ class Upstream:
 
 
 def _client(options: GatewayOptions, resume: bool) -> AsyncClient:
-    # A server that cannot be reached may be restarting: new requests wait some seconds for it, too.  One that refuses a
-    # request means it: the caller gets its answer at once, unless another server takes it.
+    # A server that cannot be reached may be restarting: new requests wait some seconds for it, open streams a minute.
+    # One that refuses a request means it: the caller gets its answer at once, unless another server takes it.
     retries = RetryPolicy(
-        max_attempts=8, max_delay=2.0, max_retry_after=1.0, max_refusals=len(options.triton), resume=resume
+        max_attempts=8,
+        resume_attempts=40,
+        max_delay=2.0,
+        max_retry_after=1.0,
+        max_refusals=len(options.triton),
+        resume=resume,
     )
     return AsyncClient(list(options.triton), model="", retries=retries, headers=dict(options.headers))

@@ -278,6 +278,21 @@ def test_attempts_are_bounded() -> None:
     assert caught.value.partial is not None and caught.value.partial.token_ids == [0, 1, 2]
 
 
+def test_refusals_are_bounded_until_output_has_come() -> None:
+    policy = RetryPolicy(max_attempts=9, resume_attempts=5, initial_delay=0.0, max_refusals=2)
+    full = UnavailableError("the queue is full")
+    for breaks, attempts in (
+        ([(0, full)] * 9, 2),
+        ([(0, LOST), (0, full), (0, full)], 3),
+        ([(1, full)] * 9, 5),
+        ([(0, LOST)] * 9, 9),
+    ):
+        cluster = Cluster([[5, 6, 7, 8, 9, 10, 11, 12]], breaks)
+        with pytest.raises(UnavailableError):
+            answer(cluster, policy)
+        assert len(cluster.opened) == attempts
+
+
 def test_an_answer_whose_last_flag_was_lost_is_complete() -> None:
     cluster = Cluster([[7, 8]], [(2, LOST)])
     assert answer(cluster).token_ids == [7, 8]

@@ -214,3 +214,10 @@ def test_an_interrupt_cancels_the_request() -> None:
         server.open = lambda *_: call  # type: ignore[method-assign]
         next(Stream(request(), FAST, server))
     assert call.cancelled.is_set()
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 40))
+def test_output_has_attempts_of_its_own(first: int, resumed: int, failures: int) -> None:
+    policy = RetryPolicy(max_attempts=first, resume_attempts=resumed)
+    assert (policy.delay(failures, 0.0) is None) == (failures >= first)
+    assert (policy.delay(failures, 0.0, received=True) is None) == (failures >= resumed)

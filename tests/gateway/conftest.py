@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -56,19 +55,17 @@ async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[Runni
     config = uvicorn.Config(
         build_app(chosen, gateway), port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=1
     )
+    config.load()
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    task = asyncio.create_task(server._serve())  # without signal handlers, which belong to pytest
-    while not server.started and not task.done():
-        await asyncio.sleep(0.005)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()  # without signal handlers, which belong to pytest
     port = server.servers[0].sockets[0].getsockname()[1]
     front = RunningGateway(client, gateway, f"http://127.0.0.1:{port}")
     try:
         yield front
     finally:
         await front.close()
-        server.should_exit = True
-        await task
+        await server.shutdown()
 
 
 @pytest.fixture

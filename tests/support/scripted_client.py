@@ -94,8 +94,10 @@ class ScriptedClient:
             "version": "0.1.0",
             "max_model_len": 2048,
             "tool_format": None,
+            "has_chat_template": True,
             "reasoning_tags": None,
-            "special_tokens": [],
+            "reasoning_opened": False,
+            "special_tokens": {},
         }
         self.streams: list[ScriptedStream] = []
         self.questions: list[dict[str, Any]] = []

@@ -16,7 +16,9 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight_client.cli import generate
 from inflight_tools import admin
+from inflight_tools.gateway import ApiKey, ApiKeyFile, gateway, gateway_options, read_keys
 from inflight_tools.operator import drain, status
+from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.restart import Restarts
 from inflight_tools.simulator.commands import calibrate, simulate
@@ -24,6 +26,7 @@ from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
 
 if TYPE_CHECKING:
+    from inflight_tools.gateway_process import GatewayProcess
     from inflight_tools.launcher import TritonServer
 
 __all__ = ["app"]
@@ -93,6 +96,14 @@ def serve(
     ] = 0,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
+    openai_port: Annotated[
+        int | None, typer.Option(help="Serve OpenAI's API on this port, too; 0 picks a free one (`inflight gateway`).")
+    ] = None,
+    openai_workers: Annotated[int, typer.Option(min=1, help="Processes for OpenAI's API.")] = 1,
+    tool_call_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
+    reasoning_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
@@ -138,7 +149,13 @@ def serve(
         )
         from inflight_tools.foreground import run_in_foreground
 
-        run_in_foreground(server, timeout, Restarts(restart))
+        beside = None
+        if openai_port is not None:
+            keys = read_keys(api_key, api_key_file)
+            parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+            with one_line_errors():
+                beside = _gateway_beside(server, openai_port, openai_workers, api_keys=keys, **parsers)
+        run_in_foreground(server, timeout, Restarts(restart), beside)
 
 
 @app.command()
@@ -233,6 +250,16 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     return TritonServer(model_repository, **options)
 
 
+def _gateway_beside(server: TritonServer, port: int, workers: int, **values: Any) -> GatewayProcess:
+    """A gateway for a server, neither of them started."""
+    options = gateway_options(headers=admin.grpc_metadata(server.admin_key), **values)
+    from inflight_gateway.server import ServerOptions
+    from inflight_tools.gateway_process import GatewayProcess
+
+    chosen = resolve_ports({"OpenAI": port}, server.host)["OpenAI"]
+    return GatewayProcess(options, ServerOptions(host=server.host, port=chosen, workers=workers))
+
+
 def _demo_repository() -> Path:
     for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (folder / "model_repository" / "demo").is_dir():
@@ -248,6 +275,7 @@ def _usage_errors() -> Iterator[None]:
         fail(str(error), status=2)
 
 
+app.command()(gateway)
 app.command()(generate)
 app.command()(status)
 app.command()(drain)

@@ -1,0 +1,173 @@
+"""OpenAI's API in front of a real tritonserver with the demo model, as `inflight serve --openai-port` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import AsyncOpenAI
+from processes_of import engine_processes
+
+from inflight_client import Client
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.gateway_process import GatewayProcess
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
+
+PROMPT = "Return a list of"
+LONG: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def url(server: TritonServer) -> Iterator[str]:
+    """A gateway's `base_url`."""
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
+    gateway.start(server.grpc_address)
+    yield gateway.url
+    gateway.stop()
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def direct(server: TritonServer) -> Iterator[Client]:
+    with Client(server.grpc_address) as client:
+        yield client
+
+
+def stats(direct: Client) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(direct.control("stats"))["frontend"]
+    return found
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_whole_and_streamed_completions_equal_tritons(client: AsyncOpenAI, direct: Client, n: int) -> None:
+    options: dict[str, Any] = {"max_tokens": 24, "seed": 5, "n": n, "temperature": 0.8}
+    expected = direct.generate(PROMPT, **options)
+    whole = await client.completions.create(model="demo", prompt=PROMPT, **options)
+    assert [choice.text for choice in whole.choices] == [choice.text for choice in expected.choices]
+    assert [choice.finish_reason for choice in whole.choices] == [choice.finish_reason for choice in expected.choices]
+    assert whole.usage is not None and whole.usage.completion_tokens == expected.usage.output_tokens
+    assert whole.usage.prompt_tokens == expected.usage.input_tokens
+    stream = await client.completions.create(
+        model="demo", prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **options
+    )
+    texts, reasons, chunks = [""] * n, [None] * n, [chunk async for chunk in stream]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in expected.choices]
+    assert reasons == [choice.finish_reason for choice in expected.choices]
+    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert whole.system_fingerprint and whole.system_fingerprint == chunks[0].system_fingerprint
+
+
+async def test_a_second_request_finds_its_prompt_in_the_cache(client: AsyncOpenAI) -> None:
+    prompt = "def area(width, height):\n    " * 20
+    cached = []
+    for _ in range(2):
+        answer = await client.completions.create(model="demo", prompt=prompt, max_tokens=1)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[1] > (cached[0] or 0)
+
+
+async def test_a_stop_string_ends_the_text(client: AsyncOpenAI, direct: Client) -> None:
+    text = direct.generate(PROMPT, max_tokens=30, temperature=0).text
+    stop = text[10:14]
+    answer = await client.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stop=stop)
+    assert answer.choices[0].text == text[: text.index(stop)] and answer.choices[0].finish_reason == "stop"
+
+
+async def test_echo_with_log_probabilities_and_token_ids(client: AsyncOpenAI, direct: Client) -> None:
+    ids = direct.tokenize(PROMPT)["tokens"]
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
+    answers = [
+        (await client.completions.create(model="demo", prompt=prompt, **options)).choices[0] for prompt in (PROMPT, ids)
+    ]
+    of_text, of_ids = [answer.logprobs for answer in answers]
+    assert of_text is not None and of_text.tokens is not None and of_text.token_logprobs is not None
+    assert of_ids is not None and of_ids.tokens is not None
+    assert of_text.token_logprobs == of_ids.token_logprobs and of_text.tokens[1:] == of_ids.tokens[1:]
+    assert of_text.token_logprobs[0] is None and len(of_text.tokens) == len(ids) + 4
+    # Special tokens are part of a prompt of ids, and no part of a text.
+    assert answers[0].text.startswith(PROMPT) and "".join(of_text.tokens) == answers[0].text
+    assert answers[1].text.startswith(direct.detokenize(ids)) and "".join(of_ids.tokens) == answers[1].text
+    scored = await client.completions.create(model="demo", prompt=PROMPT, **{**options, "max_tokens": 0})
+    assert scored.choices[0].text == PROMPT and scored.usage is not None and scored.usage.completion_tokens == 0
+    assert scored.choices[0].logprobs.token_logprobs == of_text.token_logprobs[: len(ids)]  # type: ignore[union-attr]
+
+
+async def test_models_tokens_and_errors(client: AsyncOpenAI, direct: Client) -> None:
+    (model,) = [model async for model in client.models.list()]
+    assert model.id == "demo"
+    tokens = await client.post("/../tokenize", body={"prompt": PROMPT}, cast_to=dict)  # type: ignore[type-var]
+    assert tokens["tokens"] == direct.tokenize(PROMPT)["tokens"]
+    text = await client.post("/../detokenize", body={"tokens": tokens["tokens"]}, cast_to=dict)  # type: ignore[type-var]
+    assert text["prompt"].endswith(PROMPT)
+    with pytest.raises(openai.NotFoundError, match="models here: demo"):
+        await client.completions.create(model="gpt-4", prompt=PROMPT)
+    for wrong in ({"temperature": -1.0}, {"logit_bias": {"999999999": 1}}, {"top_p": 7.0}):
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model="demo", prompt=PROMPT, stream=True, **wrong)  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary") as refused:
+        await client.completions.create(model="demo", prompt=[10**9])
+    assert refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_cancels_its_request(
+    client: AsyncOpenAI, direct: Client, server: TritonServer, stream: bool
+) -> None:
+    (engine,) = engine_processes(server)
+    engine.suspend()  # so that the request cannot end by itself
+    try:
+        cancelled = stats(direct)["requests"].get("cancelled", 0)
+        request = asyncio.create_task(client.completions.create(stream=stream, **LONG))
+        await until(lambda: stats(direct)["open_requests"] == 1)
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+        await until(lambda: stats(direct)["open_requests"] == 0)
+        assert stats(direct)["requests"]["cancelled"] == cancelled + 1
+    finally:
+        engine.resume()
+
+
+async def test_the_engines_death_goes_unnoticed(client: AsyncOpenAI, server: TritonServer, direct: Client) -> None:
+    options = {**LONG, "max_tokens": 300, "temperature": 1.0, "seed": 11}
+    expected = (await client.completions.create(**options)).choices[0].text
+    deaths = stats(direct)["engine_deaths"]
+    (engine,) = engine_processes(server)
+    stream = await client.completions.create(stream=True, **options)
+    text = ""
+    async for chunk in stream:
+        if not text:
+            engine.suspend()
+            os.kill(engine.pid, signal.SIGKILL)
+        text += chunk.choices[0].text
+    assert text == expected
+    assert stats(direct)["engine_deaths"] == deaths + 1
+    assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,129 @@
+"""`inflight gateway`: OpenAI's API in front of Triton servers that run already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inflight_tools import admin
+from inflight_tools.terminal import fail
+
+if TYPE_CHECKING:
+    from inflight_gateway.options import GatewayOptions
+
+__all__ = ["ApiKey", "ApiKeyFile", "gateway", "gateway_options", "read_keys"]
+
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="INFLIGHT_API_KEY", help="A key that clients must send; repeatable.  By default none is asked for."
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="A file with one key a line; empty lines and those that start with # do not count.")
+]
+
+
+def gateway(
+    triton: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="gRPC address of a Triton; repeatable, the preferred one first."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9000,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; each uses at most one core.")] = 1,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model to list; repeatable.  By default all that take text.")
+    ] = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Format of tool calls in the model's text; by default told by the chat template.")
+    ] = "",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="Format of reasoning in the model's text; by default told by the chat template.")
+    ] = "",
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call from a browser (CORS); repeatable; * for all.")
+    ] = None,
+    tenant_header: Annotated[
+        str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
+    ] = "",
+    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take; 0 for no limit.")] = 600.0,
+    max_open_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time, per process.")] = 1024,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
+    lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown keys of requests.")] = False,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=admin.ENVIRONMENT, help="Triton's admin key: without it a restricted server lists no models."
+        ),
+    ] = None,
+) -> None:
+    """Serve OpenAI's API in front of one Triton, or of several that serve the same models.
+
+    Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the port cannot be used, 2 wrong usage.
+    """
+    options = gateway_options(
+        triton=tuple(triton or ["127.0.0.1:8001"]),
+        models=tuple(model or ()),
+        headers=admin.grpc_metadata(admin_key),
+        api_keys=read_keys(api_key, api_key_file),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        cors_origins=tuple(allowed_origin or ()),
+        tenant_header=tenant_header,
+        request_timeout=request_timeout or None,
+        max_open_requests=max_open_requests,
+        max_body_bytes=max_body_bytes,
+        lenient=lenient,
+    )
+    from inflight_gateway.server import ServerOptions, run
+
+    try:
+        server = ServerOptions(
+            host=host,
+            port=port,
+            workers=workers,
+            ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
+            ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
+            access_log=access_log,
+        )
+    except ValueError as error:
+        fail(str(error), status=2)
+    scheme = "https" if ssl_keyfile else "http"
+    typer.echo(f"OpenAI's API at {scheme}://{host}:{port}/v1, in front of {', '.join(options.triton)}; Ctrl-C stops it")
+    run(options, server)
+
+
+def gateway_options(**values: Any) -> GatewayOptions:
+    """Checked options; exits if one is wrong, or if a package that the gateway needs is missing."""
+    try:
+        import inflight_gateway.server  # noqa: F401
+        from inflight_gateway.options import GatewayOptions
+
+        return GatewayOptions(**values)
+    except ModuleNotFoundError as error:
+        fail(f"{error.name} not found; the gateway needs it: pip install 'inflight[gateway]'")
+    except ValueError as error:
+        fail(str(error), status=2)
+
+
+def read_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """The API keys of the command line and of a file; exits if the file cannot be read or has none."""
+    keys = list(given or ())
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            fail(f"--api-key-file: {error}", status=2)
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            fail(f"--api-key-file: {file} has no keys; put one on each line", status=2)
+        keys += found
+    return tuple(keys)

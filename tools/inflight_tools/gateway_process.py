@@ -1,0 +1,126 @@
+"""The gateway beside a server: a child process that lives as long as `inflight serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import typer
+
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.installation import LauncherError
+from inflight_tools.processes import how_it_ended
+from inflight_tools.restart import Restarts
+
+__all__ = ["GatewayProcess"]
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 5.0  # beyond what open requests may take
+_POLL_SECONDS = 0.05
+
+
+class GatewayProcess:
+    """Starts and stops a gateway, and starts it again if it dies.  It stays while a server is restarted: open streams
+    wait for the next one.
+
+    Args:
+        options: without the addresses of Triton.
+        server: where it listens; the port must not be 0.
+        restarts: how often it may be started again.
+
+    Call it from the main thread only: the kernel ends the gateway together with the thread that started it.
+    """
+
+    def __init__(self, options: GatewayOptions, server: ServerOptions, restarts: Restarts | None = None) -> None:
+        self._options = options
+        self._server = server
+        self._restarts = restarts or Restarts(5)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What clients take as `base_url`."""
+        host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
+        return f"http://{host}:{self._server.port}/v1"
+
+    def start(self, triton: str, check: Callable[[], None] = lambda: None) -> None:
+        """Start it in front of `triton` (host:port) and wait until it answers; does nothing if it runs already.
+
+        Args:
+            check: called while waiting; may raise.
+
+        Raises:
+            LauncherError: it ended, or does not answer.
+        """
+        if self._process is not None:
+            return
+        self._options = replace(self._options, triton=(triton,))
+        self._spawn()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            check()
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise LauncherError(f"the gateway ended while it started: {how_it_ended(self._process.returncode)}")
+            if time.monotonic() > deadline:
+                raise LauncherError(f"the gateway did not answer within {_START_SECONDS:.0f} s")
+            time.sleep(_POLL_SECONDS)
+
+    def check(self) -> None:
+        """Start it again if it has died.
+
+        Raises:
+            LauncherError: it died too often.
+        """
+        if self._process is None or self._process.poll() is None:
+            return
+        how = how_it_ended(self._process.returncode)
+        pause = self._restarts.next_pause()
+        if pause is None:
+            raise LauncherError(f"the gateway died too often, lastly of {how}")
+        typer.echo(f"inflight: the gateway died of {how}; it is started again in {pause:g} s", err=True)
+        time.sleep(pause)
+        self._spawn()
+
+    def stop(self) -> None:
+        """End it: open requests may finish for a while, unless that is interrupted.  Safe to repeat."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.terminate()
+            process.wait(self._server.exit_timeout + _STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+            self._process = None
+
+    def _spawn(self) -> None:
+        start = {"options": self._options, "server": self._server, "parent": os.getpid()}
+        # A session of its own: Ctrl-C in a terminal reaches only this process.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "inflight_gateway"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: noticed by whoever looks next
+            self._process.stdin.write(msgspec.json.encode(start))
+            self._process.stdin.close()
+
+    def _answers(self) -> bool:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(self.url.removesuffix("/v1") + "/health", timeout=2.0) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
