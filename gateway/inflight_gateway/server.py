@@ -100,7 +100,4 @@ def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
         "server_header": False,
         "timeout_graceful_shutdown": server.exit_timeout,
         "backlog": 2048,
-        # Longer than pools of clients and proxies keep an idle connection (5 to 60 s): whoever closes it must not be
-        # this side, or a request that is just being sent is lost.
-        "timeout_keep_alive": 75,
     }
