@@ -5,6 +5,9 @@ The result goes into `structured_outputs`.  Formats are those that models were t
     hermes (Qwen, too)   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
     llama3               {"name": "f", "parameters": {...}}
     mistral              [TOOL_CALLS] [{"name": "f", "arguments": {...}}]
+    mistral_args         [TOOL_CALLS]f[ARGS]{...}   (Mistral's newer models)
+    pythonic (Llama 4)   [f(a=1, b="x")]
+    qwen3_coder          <tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from inflight_client.tool_formats import json_value, pythonic_calls, qwen3_coder_calls, some, tag
+
 __all__ = ["ToolFormat", "tool_calls"]
 
-ToolFormat = Literal["hermes", "llama3", "mistral"]
+ToolFormat = Literal["hermes", "llama3", "mistral", "mistral_args", "pythonic", "qwen3_coder"]
 
 
 def tool_calls(
@@ -35,7 +40,8 @@ def tool_calls(
         parallel: whether there may be several calls.
 
     Raises:
-        ValueError: no tools, a tool without a name, two of one name, or a choice or format that is not known.
+        ValueError: no tools, a tool without a name, two of one name, a choice or format that is not known, or a name
+            that the format cannot write.
     """
     functions = _functions(tools)
     if choice not in ("auto", "required"):
@@ -66,42 +72,26 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _call(name: str, schema: Any, key: str, before: str = "", behind: str = "") -> dict[str, Any]:
-    begin = f'{before}{{"name": {json.dumps(name)}, "{key}": '
-    return {
-        "type": "tag",
-        "begin": begin,
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": "}" + behind,
-    }
-
-
-def _some(calls: list[dict[str, Any]], separator: str, parallel: bool) -> dict[str, Any]:
-    return {
-        "type": "tags_with_separator",
-        "tags": calls,
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
+    return tag(f'{before}{{"name": {json.dumps(name)}, "{key}": ', json_value(schema), "}" + behind)
 
 
 def _hermes(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
     mark = "<tool_call>"
     calls = [_call(n, s, "arguments", mark + "\n", "\n</tool_call>") for n, s in functions.items()]
     if must:
-        return _some(calls, "\n", parallel)
+        return some(calls, "\n", parallel)
     return {"type": "triggered_tags", "triggers": [mark], "tags": calls, "stop_after_first": not parallel}
 
 
 def _llama3(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
-    calls = _some([_call(n, s, "parameters") for n, s in functions.items()], "; ", parallel)
+    calls = some([_call(n, s, "parameters") for n, s in functions.items()], "; ", parallel)
     if must:
         return calls
     return {"type": "or", "elements": [{"type": "regex", "pattern": r"([^{](?s:.*))?"}, calls]}
 
 
 def _mistral(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
-    mark, calls = "[TOOL_CALLS]", _some([_call(n, s, "arguments") for n, s in functions.items()], ", ", parallel)
+    mark, calls = "[TOOL_CALLS]", some([_call(n, s, "arguments") for n, s in functions.items()], ", ", parallel)
     opening, closing = ({"type": "const_string", "value": text} for text in (" [", "]"))
     listed = {"type": "sequence", "elements": [opening, calls, closing]}
     tag = {"type": "tag", "begin": mark, "content": listed, "end": ""}
@@ -110,4 +100,19 @@ def _mistral(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[s
     return {"type": "triggered_tags", "triggers": [mark], "tags": [tag], "stop_after_first": True}
 
 
-_WRITERS = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral}
+def _mistral_args(functions: Mapping[str, Any], must: bool, parallel: bool) -> dict[str, Any]:
+    mark = "[TOOL_CALLS]"
+    calls = [tag(f"{mark}{name}[ARGS]", json_value(schema)) for name, schema in functions.items()]
+    if must:
+        return some(calls, "", parallel)
+    return {"type": "triggered_tags", "triggers": [mark], "tags": calls, "stop_after_first": not parallel}
+
+
+_WRITERS = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "mistral_args": _mistral_args,
+    "pythonic": pythonic_calls,
+    "qwen3_coder": qwen3_coder_calls,
+}

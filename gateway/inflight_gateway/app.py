@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inflight_gateway.bodies import Body
+from inflight_gateway.chat import chat_completions
+from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.errors import APIError, error_response
 from inflight_gateway.front import Front, Keys
@@ -25,6 +27,8 @@ from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.responses import responses
+from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 __all__ = ["build_app"]
@@ -49,7 +53,9 @@ class _Endpoint:
 
 
 _ENDPOINTS = (
+    _Endpoint("/v1/chat/completions", chat_completions, "Answer chats", ChatBody),
     _Endpoint("/v1/completions", completions, "Continue prompts", CompletionBody),
+    _Endpoint("/v1/responses", responses, "Answer conversations, without keeping them", ResponsesBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from inflight_gateway.reasoning import check_reasoning_parser
+from inflight_gateway.tool_parsers import format_named
+
 __all__ = ["GatewayOptions"]
 
 
@@ -55,6 +58,9 @@ class GatewayOptions:
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        if self.tool_call_parser:
+            format_named(self.tool_call_parser)
+        check_reasoning_parser(self.reasoning_parser)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
         for key in self.api_keys:

@@ -33,7 +33,7 @@ async def test_a_slow_client_holds_back_its_own_stream_only(start):
         nonlocal pulled
         while True:
             pulled += 1
-            yield text("x" * 50_000, finish=None)[0]
+            yield text("x" * 5_000, finish=None)[0]
 
     front = await start(lambda request: endless() if request.prompt == "slow" else text("a"))
     slow = socket.socket()
@@ -45,7 +45,7 @@ async def test_a_slow_client_holds_back_its_own_stream_only(start):
         seen = pulled
         await asyncio.sleep(0.2)
         assert (await front.post("/v1/completions", {"prompt": "quick"})).status_code == 200
-    assert 0 < pulled < 2000
+    assert 0 < pulled < 5000
     slow.close()
     await asyncio.wait_for(front.client.streams[0].cancelled.wait(), 10)
     while front.gateway.metrics.open_requests:

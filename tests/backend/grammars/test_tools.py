@@ -16,6 +16,7 @@ from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import GrammarSpec
 from inflight_client import tool_calls
+from inflight_gateway.tool_parsers import CallArguments, CallStart, new_parser
 
 from .conftest import DEMO, EOS
 from .test_answers import Answers, grammar_params
@@ -39,12 +40,32 @@ CALLS = {
     ],
     "llama3": [f'{{"name": "weather", "parameters": {ARGUMENTS}}}', '{"name": "now", "parameters": {}}'],
     "mistral": [f'{{"name": "weather", "arguments": {ARGUMENTS}}}', '{"name": "now", "arguments": {}}'],
+    "mistral_args": [f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "[TOOL_CALLS]now[ARGS]{}"],
+    "pythonic": ['weather(city="Oslo", days=3)', "now()"],
+    "qwen3_coder": [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ],
 }
-SEPARATORS = {"hermes": "\n", "llama3": "; ", "mistral": ", "}
+WITH_ARGUMENT = {
+    "pythonic": "now(a=1)",
+    "qwen3_coder": CALLS["qwen3_coder"][1].replace("</f", "<parameter=a>\n1\n</parameter>\n</f"),
+}
+SEPARATORS = {
+    "hermes": "\n",
+    "llama3": "; ",
+    "mistral": ", ",
+    "mistral_args": "",
+    "pythonic": ", ",
+    "qwen3_coder": "\n",
+}
 
 
 def joined(format: str, *calls: str) -> str:
-    text = SEPARATORS[format].join(calls)
+    text = SEPARATORS.get(format, "\n").join(calls)
+    if format == "pythonic":
+        return f"[{text}]"
     return f"[TOOL_CALLS] [{text}]" if format == "mistral" else text
 
 
@@ -92,7 +113,7 @@ def test_text_and_calls_are_let_through_and_nothing_else(
         return accepts(*marked, spec, text)
 
     assert ok(auto, "It is sunny.") and ok(auto, joined(format, weather)) and ok(auto, joined(format, weather, now))
-    if format != "llama3":
+    if format not in ("llama3", "pythonic"):
         assert ok(auto, "Let me look. " + joined(format, weather))
     assert ok(required, joined(format, weather)) and ok(required, joined(format, now, weather))
     assert not ok(required, "It is sunny.") and not ok(required, "")
@@ -102,7 +123,7 @@ def test_text_and_calls_are_let_through_and_nothing_else(
         joined(format, weather.replace("Oslo", "Paris")),
         joined(format, weather.replace("3", "9")),
         joined(format, weather.replace("weather", "whether")),
-        joined(format, now.replace("{}", '{"a": 1}')),
+        joined(format, WITH_ARGUMENT.get(format, now.replace("{}", '{"a": 1}'))),
         joined(format, weather)[:-1],
     ):
         assert not ok(auto, wrong) and not ok(required, wrong), wrong
@@ -115,14 +136,15 @@ def test_generated_calls_have_arguments_that_validate(answers: Answers, format: 
         [([5], grammar_params(spec_of(format, choice="weather"), seed, **options)) for seed in range(12)]
     )
     assert not failed
-    key, stopped = ("parameters" if format == "llama3" else "arguments"), 0
+    stopped = 0
     for token_ids, reason in found.values():
         if reason == "stop":
             stopped += 1
-            text = answers.text(token_ids)
-            call = json.loads(text[text.index("{") : text.rindex("}") + 1])
-            assert call["name"] == "weather"
-            jsonschema.validate(call[key], WEATHER)
+            parser = new_parser(format, {"weather": WEATHER})
+            events = [*parser.feed(answers.text(token_ids)), *parser.finish()]
+            assert isinstance(events[0], CallStart) and events[0].name == "weather"
+            assert isinstance(events[1], CallArguments)
+            jsonschema.validate(json.loads(events[1].text), WEATHER)
     assert stopped >= 6
 
 
@@ -133,10 +155,59 @@ def test_generated_calls_have_arguments_that_validate(answers: Answers, format: 
         ({"tools": [{"function": {}}]}, "has no name"),
         ({"tools": [{"name": "a"}, {"name": "a"}]}, "two tools are named 'a'"),
         ({"tools": TOOLS, "choice": "later"}, "choice='later': must be auto, required, or one of weather, now"),
-        ({"tools": TOOLS, "format": "xml"}, "format='xml': must be one of hermes, llama3, mistral"),
+        (
+            {"tools": TOOLS, "format": "xml"},
+            "format='xml': must be one of hermes, llama3, mistral, mistral_args, pythonic, qwen3_coder",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         tool_calls(**arguments)
     assert message in str(caught.value)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": ["integer", "null"]},
+        "home": {"$ref": "#/$defs/place"},
+        "pets": {"enum": ["cat", 2]},
+    },
+    "required": ["home"],
+    "$defs": {"place": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        (
+            "qwen3_coder",
+            [
+                '<parameter=home>\n{"city": "X"}\n</parameter>\n',
+                '<parameter=name>\nA "b"\n\nc\n</parameter>\n<parameter=home>\n{"city": ""}\n</parameter>\n'
+                "<parameter=pets>\n2\n</parameter>\n",
+            ],
+            ["", "<parameter=home>\n5\n</parameter>\n", "<parameter=name>\nA\n</parameter>\n"],
+        ),
+        ("pythonic", ['home={"city": "X"}', 'home={"city": "X"}, name="a", age=null'], ["", "home=5", 'name="a"']),
+    ],
+)
+def test_optional_arguments_and_references(
+    marked: tuple[GuidanceGrammars, Tokenizer], format: Any, good: list[str], bad: list[str]
+) -> None:
+    spec = structured_outputs("test", tool_calls([{"name": "f", "parameters": PERSON}], format, "required"))
+    loose = structured_outputs("test", tool_calls([{"name": "f", "parameters": {"type": "object"}}], format, "f"))
+    assert spec is not None and loose is not None
+    call = "[f({})]" if format == "pythonic" else "<tool_call>\n<function=f>\n{}</function>\n</tool_call>"
+    for arguments in (*good, *bad):
+        text = call.replace("{}", arguments)
+        assert accepts(*marked, spec, text) == (arguments in good), arguments
+        assert accepts(*marked, loose, text)
+
+
+def test_a_name_that_python_does_not_have() -> None:
+    with pytest.raises(ValueError, match="tool 'f': 'user-id' cannot be the name of an argument in Python"):
+        tool_calls([{"name": "f", "parameters": {"properties": {"user-id": {}}}}], "pythonic")

@@ -1,0 +1,98 @@
+"""One answer of a model, read as it comes: reasoning, then content and calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight_gateway.reasoning import ReasoningParser
+from inflight_gateway.tool_parsers import CallArguments, CallStart, Content, Event, ToolParser
+
+__all__ = ["Answer", "AnswerEvent", "AnswerParser", "Call", "Reasoning"]
+
+
+@dataclass(slots=True)
+class Reasoning:
+    """What the model thought."""
+
+    text: str
+
+
+AnswerEvent = Reasoning | Event
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The events of an answer, joined."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class AnswerParser:
+    """Reads one answer, in pieces.
+
+    Args:
+        reasoning: for models that think, else None.
+        tools: where calls may be made, else None.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self.calls = 0  # so far
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        """More text of the answer."""
+        if self._reasoning is None:
+            return self._rest(text)
+        thought, text = self._reasoning.feed(text)
+        return [*_thought(thought), *self._rest(text)]
+
+    def finish(self) -> list[AnswerEvent]:
+        """The answer ended."""
+        events: list[AnswerEvent] = []
+        if self._reasoning is not None:
+            thought, text = self._reasoning.finish()
+            events += [*_thought(thought), *self._rest(text)]
+        if self._tools is not None:
+            events += self._counted(self._tools.finish())
+        return events
+
+    def whole(self, text: str) -> Answer:
+        """The answer of a whole text; nothing else may have been fed."""
+        answer = Answer()
+        content: list[str] = []
+        for event in [*self.feed(text), *self.finish()]:
+            if isinstance(event, Reasoning):
+                answer.reasoning += event.text
+            elif isinstance(event, Content):
+                content.append(event.text)
+            elif isinstance(event, CallStart):
+                answer.calls.append(Call(event.id, event.name))
+            elif isinstance(event, CallArguments):
+                answer.calls[event.index].arguments += event.text
+        answer.content = "".join(content)
+        return answer
+
+    def _rest(self, text: str) -> list[AnswerEvent]:
+        if self._tools is None:
+            return [Content(text)] if text else []
+        return self._counted(self._tools.feed(text)) if text else []
+
+    def _counted(self, events: list[Event]) -> list[AnswerEvent]:
+        self.calls += sum(isinstance(event, CallStart) for event in events)
+        return [*events]
+
+
+def _thought(text: str) -> list[AnswerEvent]:
+    return [Reasoning(text)] if text else []

@@ -1,0 +1,220 @@
+"""From a chat request to what is asked of Triton, and to how the answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+
+from inflight_gateway.answers import AnswerParser
+from inflight_gateway.arguments import base_arguments
+from inflight_gateway.bodies import SamplingBody
+from inflight_gateway.chat_messages import template_messages
+from inflight_gateway.chat_tools import ToolPlan, plan_tools
+from inflight_gateway.errors import invalid
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.reasoning import ReasoningParser, reasoning_opened, reasoning_tags
+from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
+from inflight_gateway.tool_parsers import FORMATS, format_named
+from inflight_gateway.upstream import ServedModel
+
+__all__ = ["ChatBody", "ChatPlan", "plan_chat"]
+
+_TEMPLATE_ARGUMENTS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_MAX_TOKENS = 2**31 - 1  # whatever the context leaves; the model ends a sequence there
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """A chat request."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (None, False),  # the template writes them
+        "audio": (None,),
+        "best_of": (None, 1),
+        "chat_template": (None,),
+        "echo": (None, False),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "length_penalty": (None, 1, 1.0),
+        "modalities": (None, [], ["text"]),
+        "moderation": (None,),
+        "prediction": (None,),
+        "use_beam_search": (None, False),
+        "web_search_options": (None,),
+    }
+    # They bill, store, cache or route elsewhere.  `verbosity` is a wish.
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "verbosity",
+        }
+    )
+
+    messages: Any
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    include_reasoning: bool | None = None
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A chat request, understood.
+
+    Attributes:
+        arguments: of `AsyncClient.stream`, without a request id.
+        tools: how tools are used; None if none may be called.
+        tags: of the model's reasoning, if the answer may contain some.
+        opened: whether the answer begins within the tags.
+        show_reasoning: whether the caller gets it.
+        prompt_token_ids: of the rendered chat, if the caller wants token ids.
+    """
+
+    arguments: dict[str, Any]
+    tools: ToolPlan | None
+    tags: tuple[str, str] | None
+    opened: bool
+    show_reasoning: bool
+    prompt_token_ids: list[int] | None = None
+
+    def parser(self) -> AnswerParser:
+        """Reads one of the n answers."""
+        return AnswerParser(
+            None if self.tags is None else ReasoningParser(self.tags, self.opened),
+            None if self.tools is None else self.tools.parser(),
+        )
+
+
+async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: ChatBody) -> ChatPlan:
+    """Check a request and decide what to ask of the model.
+
+    Raises:
+        APIError: the request is not valid, or the model cannot chat.
+    """
+    if "messages" not in model.inputs:
+        raise invalid(
+            f"model {model.name!r} takes no messages: its backend renders no chat template; use /v1/completions",
+            "model",
+        )
+    _check(body)
+    tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
+    tags, opened = await _reasoning(gateway, model, body)
+    arguments = base_arguments(gateway, http, model, body)
+    arguments |= _length(body, model) | _logprobs(body) | _template(body)
+    if tools is not None:
+        arguments["tools"] = tools.described
+    constraint = _constraint(body, tools)
+    if constraint is not None:
+        arguments["structured_outputs"] = constraint if tags is None else behind_reasoning(constraint, tags, opened)
+    marks = [*(tags or ()), *(FORMATS[tools.format].MARKS if tools else ())]
+    if any(mark in model.info.get("special_tokens", ()) for mark in marks):
+        arguments["skip_special_tokens"] = False  # the parsers must see them
+    ids = await _prompt_ids(gateway, model, arguments) if body.return_token_ids else None
+    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, ids)
+
+
+async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:
+    chat = {name: arguments[name] for name in _TEMPLATE_ARGUMENTS if name in arguments}
+    ids: list[int] = (await gateway.upstream.tokenize(model, **chat))["tokens"]
+    return ids
+
+
+def _check(body: ChatBody) -> None:
+    """Raise for values that exclude each other."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs are not part of a stream; leave out one of the two", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options are for requests with stream: true", "stream_options")
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid(
+            "continue_final_message: it excludes add_generation_prompt; set that to false", "continue_final_message"
+        )
+
+
+def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:
+    chosen = gateway.options.tool_call_parser or model.info.get("tool_format")
+    return format_named(chosen) if chosen else None
+
+
+async def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tuple[str, str] | None, bool]:
+    """The tags that the answer may contain, and whether it begins within them."""
+    tags = reasoning_tags(gateway.options.reasoning_parser, model.info)
+    if tags is None:
+        return None, False
+    if body.continue_final_message:
+        _, begun, behind = _last_content(body.messages).rpartition(tags[0])
+        within = bool(begun) and tags[1] not in behind
+        return (tags, True) if within else (None, False)
+    return tags, await reasoning_opened(gateway.upstream, model, tags[0], _template_kwargs(body))
+
+
+def _last_content(messages: Any) -> str:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    content = last.get("content") if isinstance(last, Mapping) else None
+    return content if isinstance(content, str) else ""
+
+
+def _length(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+    """`max_tokens`: without a limit, as in OpenAI's API, what the context leaves."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (limit := getattr(body, name)) is not None:
+            return {"max_tokens": limit}
+    known = model.info.get("max_model_len")
+    return {"max_tokens": known if isinstance(known, int) and known > 0 else _MAX_TOKENS}
+
+
+def _logprobs(body: ChatBody) -> dict[str, Any]:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise invalid("top_logprobs: logprobs must be true beside it", "top_logprobs")
+        return {}
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        raise invalid(f"top_logprobs: {body.top_logprobs} came; at least 0 is expected", "top_logprobs")
+    return {"logprobs": body.top_logprobs or 0}
+
+
+def _template(body: ChatBody) -> dict[str, Any]:
+    """What the chat template gets."""
+    found: dict[str, Any] = {"messages": template_messages(body.messages)}
+    if body.add_generation_prompt is not None:
+        found["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        found["continue_final_message"] = True
+    if options := _template_kwargs(body):
+        found["chat_template_kwargs"] = options
+    return found
+
+
+def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    return {name: value for name, value in given.items() if value is not None} | (body.chat_template_kwargs or {})
+
+
+def _constraint(body: ChatBody, tools: ToolPlan | None) -> dict[str, Any] | None:
+    """What the answer must look like, reasoning aside."""
+    response = response_constraint(body.response_format)
+    if body.structured_outputs is not None:
+        if response is not None:
+            raise invalid("structured_outputs: give it or response_format, not both", "structured_outputs")
+        response = body.structured_outputs
+    if tools is None or response is None:
+        return response if tools is None else tools.constraint()
+    return tools.calls() if tools.required else calls_or(tools.calls(), response)

@@ -1,0 +1,61 @@
+"""The Protocol of a tool parser, and what the parsers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from inflight_gateway.tool_parsers.events import Event, Output, call_id
+from inflight_gateway.tool_parsers.scanner import Scanner, Wait
+
+__all__ = ["MAX_NAME", "TextParser", "ToolParser"]
+
+MAX_NAME = 256  # characters of a tool's name
+
+
+class ToolParser(Protocol):
+    """Finds the calls of tools in one answer.
+
+    The joined events of a text do not depend on how it was cut: content is a string, each call a name and a string of
+    arguments.  Text that turns out to be no call is content, to the letter.  Nothing is ever taken back: once a call
+    has begun, what follows belongs to it until it ends, as JSON that is not valid if the model wrote none.
+    """
+
+    def feed(self, text: str) -> list[Event]:
+        """More text of the answer."""
+
+    def finish(self) -> list[Event]:
+        """The answer ended."""
+
+
+class TextParser:
+    """A parser written as a generator that reads a scanner: subclasses define `_parse`.
+
+    Args:
+        tools: JSON Schemas of the arguments, by name of the tool.
+
+    Attributes:
+        MARKS: what begins calls in this format, where a model may have special tokens for it.
+    """
+
+    MARKS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Mapping[str, Any], new_id: Callable[[], str] = call_id) -> None:
+        self._tools = tools
+        self._scan = Scanner()
+        self._out = Output(new_id)
+        self._run = self._parse()
+
+    def feed(self, text: str) -> list[Event]:
+        self._scan.add(text)
+        next(self._run)  # never ends before the text does
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        self._scan.ended = True
+        next(self._run, None)
+        self._out.finish()
+        return self._out.take()
+
+    def _parse(self) -> Wait[None]:
+        raise NotImplementedError
