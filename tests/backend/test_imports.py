@@ -211,3 +211,16 @@ def test_the_backend_works_without_the_tools():
         path = BACKEND / Path(*module.split(".")) if module else BACKEND
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         assert "inflight_tools" not in file.read_text(), f"inflight.{module} needs what an operator's desk has"
+
+
+def test_gateway_and_client_import_neither_the_backend_nor_the_tools():
+    code = (
+        "import pkgutil, importlib, sys, inflight_client, inflight_gateway\n"
+        "for package in (inflight_client, inflight_gateway):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        if not module.name.endswith('__main__'): importlib.import_module(module.name)\n"
+        "bad = {'torch', 'transformers', 'inflight', 'inflight_tools'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {bad}' if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

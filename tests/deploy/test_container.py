@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from inflight_tools import admin
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 START = ROOT / "deploy" / "container" / "inflight-tritonserver"
+GATEWAY = START.with_name("inflight-gateway")
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
 KEY = "chosen-by-0perator"
 
 
@@ -22,10 +26,13 @@ def test_the_image_runs_unprivileged_and_starts_with_an_admin_key() -> None:
     assert re.search(r"(?m)^USER 1000:1000$", image)
     command = json.loads(re.search(r"(?m)^CMD (.+)$", image)[1])  # type: ignore[index]
     assert command[0] == START.name
-    assert f"COPY --chmod=755 {START.relative_to(ROOT)} /usr/local/bin/" in image
-    assert "!deploy/container" in (ROOT / ".dockerignore").read_text().splitlines()
-    published = re.findall(r"docker run .* -p (\S+)", DOCKERFILE)
-    assert published and all(address.startswith("127.0.0.1:") for address in published)
+    scripts = f"{START.relative_to(ROOT)} {GATEWAY.relative_to(ROOT)}"
+    assert f"COPY --chmod=755 {scripts} /usr/local/bin/" in image
+    folders = re.findall(r"(?m)^COPY (?!--)(\S+) ", DOCKERFILE)
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    assert all(f"!{folder}" in context and (ROOT / folder).is_dir() for folder in ["deploy/container", *folders])
+    published = re.findall(r"-p (\S+)", DOCKERFILE)
+    assert len(published) > 1 and all(address.startswith("127.0.0.1:") for address in published)
 
 
 def test_the_tag_is_one_whose_flaws_are_listed() -> None:
@@ -75,6 +82,35 @@ def test_the_script_makes_a_key_and_prints_it_once(start) -> None:
 def test_the_script_restricts_nothing_if_asked(start) -> None:
     ended = start("--load-model=demo", INFLIGHT_UNRESTRICTED="1", INFLIGHT_ADMIN_KEY=KEY)
     assert ended.stdout.splitlines() == ["key=", "--load-model=demo"]
+
+
+def test_the_script_starts_a_gateway_if_it_gets_a_port(start, tmp_path: Path) -> None:
+    # Ends the loop that would start it again: here no container ends with the server.
+    fake = f'#!/bin/sh\nprintf "%s\\n" "key=$INFLIGHT_ADMIN_KEY" "$@" > {tmp_path}/started\nkill $PPID\n'
+    (tmp_path / "inflight-gateway").write_text(fake)
+    (tmp_path / "inflight-gateway").chmod(0o755)
+    start(INFLIGHT_ADMIN_KEY=KEY, INFLIGHT_OPENAI_PORT="9000")
+    said = (tmp_path / "started").read_text().splitlines()
+    assert said == [f"key={KEY}", "--host", "0.0.0.0", "--port", "9000"]
+    (tmp_path / "started").unlink()
+    start(INFLIGHT_ADMIN_KEY=KEY, INFLIGHT_OPENAI_PORT="")
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_gateways_script_takes_the_commands_arguments() -> None:
+    """In the image its packages lie in /opt/inflight; here they are this checkout's."""
+    script = GATEWAY.read_text().replace("/opt/inflight", f"{ROOT}/client:{ROOT}/gateway:{ROOT}/tools")
+    script = script.replace("python3", sys.executable)
+    ended = subprocess.run(["sh", "-c", script, "sh", "--help"], capture_output=True, text=True)
+    assert ended.returncode == 0 and "--triton" in ended.stdout, ended.stderr
+
+
+def test_compose_runs_both_and_publishes_them_on_this_machine_only() -> None:
+    services = COMPOSE["services"]
+    assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service["ports"])
+    command = services["gateway"]["command"]
+    assert command[0] == GATEWAY.name and command[command.index("--triton") + 1] == "triton:8001"
+    assert {service["image"] for service in services.values()} == {"inflight"}
 
 
 @pytest.mark.parametrize(

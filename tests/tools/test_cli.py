@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -215,6 +217,10 @@ import sys
 import typer
 from inflight_tools.foreground import run_in_foreground
 from inflight_tools.launcher import TritonServer
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.gateway_process import GatewayProcess
+from inflight_tools.ports import pick_ports
 from inflight_tools.restart import Restarts
 
 class Server(TritonServer):
@@ -224,7 +230,9 @@ class Server(TritonServer):
 
 def main(repository: str, backend: str, restarts: int) -> None:
     server = Server(repository, backend_dir=backend, metrics_port=0, exit_timeout=5)
-    run_in_foreground(server, 60, Restarts(restarts, first_pause=0.1))
+    options = ServerOptions(port=pick_ports(1)[0], exit_timeout=2)
+    gateway = GatewayProcess(GatewayOptions(), options) if restarts else None
+    run_in_foreground(server, 60, Restarts(restarts, first_pause=0.1), gateway)
 
 typer.run(main)
 """
@@ -278,13 +286,14 @@ def test_a_model_that_fails_is_status_1_with_its_reason_last(tmp_path: Path) -> 
     assert session_members(int(output)) == []
 
 
-def _ready(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Process id and HTTP address of the server, once it is ready."""
+def _ready(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Process id and addresses of the server, and the address of its gateway, once it is ready."""
     assert process.stdout is not None
-    pid, said = int(process.stdout.readline()), process.stdout.readline()
+    pid, front, said = int(process.stdout.readline()), process.stdout.readline(), process.stdout.readline()
+    assert front.startswith("ready: OpenAI's API at http://127.0.0.1:")
     address = re.match(r"ready: HTTP (127.0.0.1:\d+), gRPC (\S+), metrics (\S+);", said)
     assert address is not None, said
-    return pid, said
+    return pid, said, front.split()[-1].removesuffix("/v1")
 
 
 def _hanging_request(address: str) -> subprocess.Popen[str]:
@@ -309,13 +318,17 @@ except (OSError, http.client.HTTPException) as error:
 def test_a_server_whose_stub_or_itself_dies_is_started_again_on_its_ports_until_the_limit(tmp_path: Path) -> None:
     """Triton itself would keep reporting "ready" after its stub's death, and let every request hang."""
     with _foreground(tmp_path, "idle", restarts=1) as process:
-        pid, said = _ready(process)
+        pid, said, front = _ready(process)
+        (gateway,) = [p for p in psutil.Process(process.pid).children() if "inflight_gateway" in p.cmdline()]
         client = _hanging_request(said.split()[2].rstrip(","))
         (stub,) = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
         os.kill(stub, signal.SIGKILL)
         ended, _ = client.communicate(timeout=30)  # long before the 600 s of its request
-        second, again = _ready(process)
-        assert said == again, "the ports are the same"
+        second, again, same_front = _ready(process)
+        assert (said, front) == (again, same_front), "the ports are the same"
+        with urllib.request.urlopen(f"{front}/v1/models", timeout=20) as answer:
+            assert json.load(answer)["data"] == [], "no model takes text"
+        assert gateway.is_running(), "open streams wait for the next server"
         assert session_members(pid) == []
         os.kill(second, signal.SIGFPE)
         _, errors = process.communicate(timeout=60)
@@ -329,7 +342,7 @@ def test_a_server_whose_stub_or_itself_dies_is_started_again_on_its_ports_until_
     assert ours[1].endswith("(restarted 1 times in 600 s: --restart)")
     assert errors.splitlines()[-1] == ours[1]
     assert errors.count("successfully loaded 'idle'") == 2  # the log goes on
-    assert session_members(second) == []
+    assert session_members(second) == [] and not gateway.is_running()
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _COMPILE_SECONDS = 20.0
 _COMPILERS = 2  # threads: one slow grammar does not hold up the next
 # Tokens of a forced text that are looked up again for the end of the sequence behind them.
 _MAX_FORCED = 64
+_MAX_ENCODED = 4096  # texts whose tokens are remembered
 
 
 @dataclass
@@ -106,7 +108,7 @@ class GuidanceGrammars:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
+            self._executor = LLExecutor(min(8, len(os.sched_getaffinity(0))))
         return self._executor
 
     def _entry(self, spec: GrammarSpec) -> _Entry:
@@ -204,7 +206,7 @@ class _Wrapped:
         self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids, *missing} & set(range(vocab_size)))
         self.eos_token_id = eos_token_ids[0]
         self._vocab_size = vocab_size
-        self._encode = vocabulary.encode
+        self._encode = lru_cache(_MAX_ENCODED)(vocabulary.encode)  # forced texts repeat from row to row
 
     def __call__(self, text: bytes | str) -> list[int]:
         if isinstance(text, bytes):

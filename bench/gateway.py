@@ -1,0 +1,330 @@
+#!/usr/bin/env python3
+"""What the gateway adds to a stream: time to first token, gaps and CPU time; and how much one worker passes on.
+
+    python bench/gateway.py [--streams 32] [--rounds 6] [--seconds 9] [--output FILE]
+
+Latency: a real tritonserver whose engine process makes a step each 30 ms without a model (echo_engine.py).  Users
+stream completions straight over gRPC, then through a gateway, alternating, against the same server.  A user pauses
+for a random time between its requests, so that they meet the steps at random.  Both clients do as little as they can.
+
+Throughput: chunks as that server sends them, replayed as fast as they are taken (replaying_triton.py).  The gateway
+has one core, and what surrounds it the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+
+HERE = Path(__file__).parent
+MODEL, TOKENS, PAUSE = "bench", 24, 0.06
+PROMPT = "the list of names and the places where they live"
+REPLAYED_STREAMS, REPLAYED_SECONDS = 16, 6.0
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+_GATEWAY = (
+    "import json, sys; from inflight_gateway.options import GatewayOptions;"
+    "from inflight_gateway.server import ServerOptions, run;"
+    "run(GatewayOptions(triton=(sys.argv[1],)), ServerOptions(port=int(sys.argv[2])))"
+)
+
+Send = Callable[[], Awaitable[list[float]]]  # one request; when it began, and when each of its chunks came
+
+
+def free_port() -> int:
+    from inflight_tools.ports import resolve_ports
+
+    return resolve_ports({"port": 0}, "127.0.0.1")["port"]
+
+
+@contextlib.contextmanager
+def child(command: list[str], cores: set[int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block."""
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    try:
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def gateway(triton: str, cores: set[int] | None = None) -> Iterator[tuple[int, int]]:
+    """A gateway with one worker, ready; yields its port and process id."""
+    import httpx2
+
+    port = free_port()
+    with child([sys.executable, "-c", _GATEWAY, triton, str(port)], cores) as process:
+        for _ in range(200):
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                    break
+            time.sleep(0.05)
+        else:
+            raise RuntimeError("the gateway did not become ready within 10 s")
+        yield port, process.pid
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The two clients
+
+
+@contextlib.asynccontextmanager
+async def over_grpc(address: str) -> AsyncIterator[Send]:
+    import grpc
+    from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
+
+    message = stream_request()
+    async with grpc.aio.insecure_channel(address) as channel:
+        method = channel.stream_stream(STREAM_METHOD, response_deserializer=ModelStreamInferResponse.FromString)
+
+        async def send() -> list[float]:
+            times = [time.perf_counter()]
+            call = method((message,))
+            while (response := await call.read()) is not grpc.aio.EOF:
+                if response.error_message:
+                    raise RuntimeError(response.error_message)
+                if response.infer_response.outputs:
+                    times.append(time.perf_counter())
+            return times
+
+        await send()
+        yield send
+
+
+def stream_request() -> bytes:
+    """What the gateway sends for such a completion."""
+    from inflight_client.request import GenerationRequest
+    from inflight_client.wire import grpc_request
+
+    options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "return_num_cached_tokens": True}
+    request = GenerationRequest.build(PROMPT, None, None, options, model=MODEL, timeout=60)
+    return grpc_request(request, 60).SerializeToString()
+
+
+@contextlib.asynccontextmanager
+async def over_http(port: int, tokens: int = TOKENS) -> AsyncIterator[Send]:
+    body = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    request = head.encode() + content
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send() -> list[float]:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        times = [time.perf_counter()]
+        writer.write(request)
+        while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+            if line.startswith(b'data: {"id"'):
+                times.append(time.perf_counter())
+            elif line.startswith((b'data: {"error', b"HTTP/1.1 4", b"HTTP/1.1 5")) or not line:
+                raise RuntimeError(line)
+        while await reader.readline() != b"0\r\n":  # what ends a chunked body
+            pass
+        await reader.readline()
+        idle.append((reader, writer))
+        return times
+
+    await send()
+    yield send
+    for _, writer in idle:
+        writer.close()
+
+
+# Latency
+
+
+async def load(send: Send, streams: int, seconds: float, seed: int) -> list[list[float]]:
+    """So many users for so long; the times of all requests."""
+    found: list[list[float]] = []
+    end = time.perf_counter() + seconds
+
+    async def user(pauses: random.Random) -> None:
+        while time.perf_counter() < end:
+            await asyncio.sleep(pauses.uniform(0, PAUSE))
+            found.append(await send())
+
+    await asyncio.gather(*[user(random.Random(seed * 1000 + number)) for number in range(streams)])
+    return found
+
+
+def summary(times: list[list[float]], seconds_of: dict[str, float]) -> dict[str, Any]:
+    ttft = sorted(1e3 * (own[1] - own[0]) for own in times)
+    gaps = sorted(1e3 * (b - a) for own in times for a, b in itertools.pairwise(own[1:]))
+    chunks = sum(len(own) - 1 for own in times)
+    return {
+        "requests": len(times),
+        "chunks": chunks,
+        "ttft_ms": {"p50": ttft[len(ttft) // 2], "mean": statistics.fmean(ttft), "p99": ttft[len(ttft) * 99 // 100]},
+        "itl_ms": {"p50": gaps[len(gaps) // 2], "mean": statistics.fmean(gaps), "p99": gaps[len(gaps) * 99 // 100]},
+        "cpu_us_per_chunk": {name: 1e6 * seconds / chunks for name, seconds in seconds_of.items()},
+    }
+
+
+async def paired(server: Any, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    from frontends import cpu_seconds as parts_of
+
+    def spent(pid: int) -> dict[str, float]:
+        return {**parts_of(server.process.pid), "gateway": cpu_seconds(pid), "client": time.process_time()}
+
+    runs: dict[str, list[dict[str, Any]]] = {"grpc": [], "gateway": []}
+    with gateway(server.grpc_address) as (port, pid):
+        async with over_grpc(server.grpc_address) as straight, over_http(port) as through:
+            for number in range(args.rounds):
+                for side, send in (("grpc", straight), ("gateway", through)):
+                    before = spent(pid)
+                    times = await load(send, args.streams, args.seconds, number)
+                    cpu = {name: seconds - before[name] for name, seconds in spent(pid).items()}
+                    runs[side].append(summary(times, cpu))
+                    one = runs[side][-1]
+                    text = f"TTFT p50 {one['ttft_ms']['p50']:6.2f} ms  ITL p50 {one['itl_ms']['p50']:6.2f} ms"
+                    print(f"round {number + 1}/{args.rounds}  {side:<8} {text}  {one['requests']} requests", flush=True)
+    return runs
+
+
+def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Medians over the rounds of gateway minus gRPC, pair by pair; milliseconds."""
+    return {
+        f"{kind}_{figure}": statistics.median(
+            ours[kind][figure] - theirs[kind][figure] for ours, theirs in zip(runs["gateway"], runs["grpc"])
+        )
+        for kind in ("ttft_ms", "itl_ms")
+        for figure in ("p50", "mean", "p99")
+    }
+
+
+# Throughput
+
+
+def recorded(address: str) -> dict[str, Any]:
+    """What the server answers to the questions of a gateway, and to a request; as hexadecimal text."""
+    import grpc
+    from tritonclient.grpc import service_pb2 as pb
+
+    from inflight_client.questions import model_question
+    from inflight_client.wire import grpc_control
+
+    with grpc.insecure_channel(address) as channel:
+        stream = channel.stream_stream(STREAM_METHOD)
+        metadata = channel.unary_unary("/inference.GRPCInferenceService/ModelMetadata")
+        chunks = [chunk.hex() for chunk in stream(iter([stream_request()]))]
+        return {
+            "metadata": metadata(pb.ModelMetadataRequest(name=MODEL).SerializeToString()).hex(),
+            "model": [one.hex() for one in stream(iter([grpc_control(MODEL, model_question()).SerializeToString()]))],
+            "chunks": chunks,
+        }
+
+
+async def flood(port: int, seconds: float) -> int:
+    """Read streams without end for so long; returns the number of chunks."""
+    content = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "stream": True, "ignore_eos": True})
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n{content}"
+    count, end = 0, time.perf_counter() + seconds
+
+    async def read() -> None:
+        nonlocal count
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request.encode())
+        while time.perf_counter() < end and (data := await reader.read(65536)):
+            count += data.count(b'data: {"id"')
+        writer.close()
+
+    await asyncio.gather(*[read() for _ in range(REPLAYED_STREAMS)])
+    return count
+
+
+async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    first, *others = sorted(os.sched_getaffinity(0))
+    rest = set(others) or {first}
+    os.sched_setaffinity(0, rest)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "record.json").write_text(json.dumps(record))
+        port = free_port()
+        command = [sys.executable, str(HERE / "replaying_triton.py"), str(Path(folder) / "record.json"), str(port)]
+        with child(command, rest) as triton, gateway(f"127.0.0.1:{port}", {first}) as (http, pid):
+            await flood(http, 1.0)
+            for number in range(rounds):
+                before = cpu_seconds(pid), cpu_seconds(triton.pid), time.process_time()
+                begun = time.perf_counter()
+                chunks = await flood(http, REPLAYED_SECONDS)
+                wall = time.perf_counter() - begun
+                after = cpu_seconds(pid), cpu_seconds(triton.pid), time.process_time()
+                cost = [1e6 * (b - a) / chunks for a, b in zip(before, after)]
+                runs.append(
+                    {
+                        "chunks_per_second": chunks / wall,
+                        "cpu_us_per_chunk": dict(zip(("gateway", "replaying_triton", "client"), cost)),
+                    }
+                )
+                print(f"throughput {number + 1}/{rounds}  {chunks / wall:7.0f} chunks/s  gateway {cost[0]:.0f} us each")
+    return runs
+
+
+async def main() -> None:
+    from frontends import write_repository
+
+    from inflight_tools.launcher import TritonServer
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=9.0, help="of each run")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_repository(Path(folder), 1)
+        with TritonServer(Path(folder) / "repository") as server:
+            record = recorded(server.grpc_address)
+            runs: dict[str, Any] = await paired(server, args)
+    runs["throughput"] = await throughput(record, 3)
+    added = differences(runs)
+    rate = statistics.median(run["chunks_per_second"] for run in runs["throughput"])
+    cost = {
+        side: {
+            name: statistics.median(run["cpu_us_per_chunk"][name] for run in own) for name in own[0]["cpu_us_per_chunk"]
+        }
+        for side, own in runs.items()
+    }
+    print(f"\n{common.machine()}, {args.streams} streams, medians of {args.rounds} pairs")
+    for name, value in added.items():
+        print(f"  gateway - gRPC  {name:<14} {value:+.2f}")
+    print(f"  one worker passes on {rate:.0f} chunks/s")
+    for side, parts in cost.items():
+        print(f"  CPU us per chunk, {side:<10} " + "  ".join(f"{name} {us:.0f}" for name, us in parts.items()))
+    arguments = {"streams": args.streams, "rounds": args.rounds, "seconds": args.seconds, "tokens": TOKENS}
+    common.record(args.output, runs, arguments, added_ms=added, chunks_per_second=rate, cpu_us_per_chunk=cost)
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(main())
