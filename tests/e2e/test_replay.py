@@ -15,17 +15,33 @@ from typing import Any
 
 import psutil
 import pytest
-from faulty_engine import RAISES, write_interpreter
+from faulty_engine import DIES, NANS, RAISES, write_interpreter
 from frontend_rig import CHECKPOINT
 from processes_of import engine_processes
 from wire import GrpcStream, Responses, gauges, post
 
+from inflight.sampling.unusable import UNUSABLE_LOGITS
 from inflight_tools.launcher import TritonServer
 
 NUM_KILLS = int(os.environ.get("INFLIGHT_TEST_KILLS", "3"))  # more make the streams longer
 MAX_TOKENS = 40 + 12 * NUM_KILLS
 PATIENCE = 120.0 + 30 * NUM_KILLS  # seconds that a client waits: without a spare one an engine takes a while
 PROMPT = "def main(arguments): the list of names"
+
+# Much of it leaves no choice, and is computed several tokens in a step.
+NAMES = {
+    "json": {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["list", "set of names", "日本 ☃"]},
+            "description": {"const": "a list of names, some of which were given before"},
+            "names": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 9, "maxItems": 9},
+        },
+        "required": ["kind", "description", "names"],
+        "additionalProperties": False,
+    },
+    "disable_any_whitespace": True,
+}
 
 # Each stream has one of these, and a seed and a length of its own.
 OPTIONS: list[dict[str, Any]] = [
@@ -39,12 +55,18 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "bad_words": ["the", " list of"], "logit_bias": {"30": 2.0}, "min_p": 0.01},
     {"temperature": 1.0, "detokenize": False},
     {"temperature": 1.0, "n": 3, "ignore_eos": False, "stop_token_ids": [*range(5, 60)], "min_tokens": 3},
+    {"temperature": 1.0, "n": 2, "structured_outputs": NAMES, "logprobs": 1},
 ]
 FLAGS = ("finish_reason", "token_ids", "logprobs", "cumulative_logprob", "prompt_logprobs", "num_output_tokens")
 
 
 def request(number: int) -> dict[str, Any]:
-    options = {"ignore_eos": True, "seed": number, "max_tokens": MAX_TOKENS - number % 7, **OPTIONS[number % 10]}
+    options = {
+        "ignore_eos": True,
+        "seed": number,
+        "max_tokens": MAX_TOKENS - number % 7,
+        **OPTIONS[number % len(OPTIONS)],
+    }
     wanted = {f"return_{name}": True for name in FLAGS if name != "prompt_logprobs" or "prompt_logprobs" in options}
     if "logprobs" not in options:
         del wanted["return_logprobs"]
@@ -234,6 +256,51 @@ def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer
         stream.wait(*names)
         assert {tuple(stream.answers[name].token_ids) for name in names} == {tuple(stream.answers["alone"].token_ids)}
     assert engine_of(faulty) != engine
+
+
+def test_an_engine_that_dies_within_forced_tokens_costs_no_token(faulty: TritonServer) -> None:
+    deaths = count(faulty, "inflight_engine_deaths_total")
+    with GrpcStream(faulty.grpc_address, "faulty") as stream:
+        for name in ("disturbed", "alone"):  # the engine dies once
+            options = {"max_tokens": 150, "n": 2, "seed": 1, "structured_outputs": NAMES}
+            stream.send(
+                name,
+                input_ids=[DIES, 30, 5],
+                stream=True,
+                return_token_ids=True,
+                return_finish_reason=True,
+                sampling_parameters=options,
+            )
+            stream.wait(name)
+            assert stream.answers[name].error is None
+        assert count(faulty, "inflight_engine_deaths_total") - deaths == 1
+        disturbed, alone = (stream.answers[name] for name in ("disturbed", "alone"))
+        sequences = [alone.sequence(index) for index in range(2)]
+        assert [disturbed.sequence(index) for index in range(2)] == sequences
+        assert disturbed.chunks[-1]["finish_reason"].tolist() == alone.chunks[-1]["finish_reason"].tolist()
+        # Fewer responses than tokens: some of these came together.
+        assert len(alone.chunks) < max(map(len, sequences)) - 10
+
+
+def test_a_row_of_nan_ends_its_request_alone(faulty: TritonServer) -> None:
+    deaths = count(faulty, "inflight_engine_deaths_total")
+    with GrpcStream(faulty.grpc_address, "faulty") as stream:
+        options = {"max_tokens": 60, "ignore_eos": True, "temperature": 0, "n": 2}
+        for name in ("alone", "beside"):
+            stream.send(name, text_input=PROMPT, stream=True, return_token_ids=True, sampling_parameters=options)
+            stream.wait_chunks(name, 2)
+            for more in [{}, {"structured_outputs": NAMES}, {"n": 2, "temperature": 1.0}] if name == "beside" else []:
+                body = {"input_ids": [NANS, 5, 6], "parameters": {"max_tokens": 9, "ignore_eos": True, **more}}
+                body["sampling_parameters"] = json.dumps(body.pop("parameters"))
+                status, answer = post(f"http://{faulty.http_address}/v2/models/faulty/generate", body)
+                assert (status, json.loads(answer)["error"]) == (400, UNUSABLE_LOGITS)
+            stream.wait(name)
+            assert (stream.answers[name].error, stream.answers[name].finals) == (None, 1)
+        assert [stream.answers["beside"].sequence(k) for k in range(2)] == [
+            stream.answers["alone"].sequence(k) for k in range(2)
+        ]
+    assert count(faulty, "inflight_engine_deaths_total") == deaths
+    wait_for(lambda: count(faulty, "inflight_kv_blocks_used") == 0)
 
 
 def test_a_request_that_ends_the_engine_with_an_error_of_the_device_fails_alone(faulty: TritonServer) -> None:

@@ -158,7 +158,7 @@ def sockets_of(server: TritonServer) -> list[str]:
     return [line[-1] for line in lines if f"socket:[{line[6]}]" in inodes]
 
 
-def test_a_stub_that_is_killed_takes_only_its_own_streams_along(pair: TritonServer) -> None:
+def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(pair: TritonServer) -> None:
     """Last: Triton 24.10 does not restart a stub, and its streams hang."""
     alone = tokens_of(pair, "alone", 150)
     with GrpcStream(pair.grpc_address, "pair") as stream:
@@ -168,7 +168,10 @@ def test_a_stub_that_is_killed_takes_only_its_own_streams_along(pair: TritonServ
         victim = status_of(pair)["frontend"]["pid"]
         others = {pid: answer for pid, answer in frontends(pair).items() if pid != victim}
         (survivor,) = others.values()
+        engine = survivor["engine"]["pid"]
+        os.kill(engine, signal.SIGSTOP)  # in the middle of whatever it does
         os.kill(victim, signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         expected = survivor["frontend"]["open_requests"]
         assert 0 < expected < STREAMS
 
@@ -180,4 +183,4 @@ def test_a_stub_that_is_killed_takes_only_its_own_streams_along(pair: TritonServ
         for key in ended():
             assert stream.answers[key].token_ids == alone[int(key.split("-")[1])]
         stream.client.stop_stream(cancel_requests=True)
-    assert survivor["engine"]["pid"] in engine_processes(pair)
+    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 3  # a keeper, its engine, `alone`'s

@@ -198,7 +198,7 @@ class FakeEngine:
             if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
             if "stop" in due:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread makes no token more
             if "hang" in due:
                 time.sleep(60)
             if "nonsense" in due:
@@ -257,6 +257,8 @@ def main() -> int:
     parser.add_argument("--spare", action="store_true")
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(args.fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)

@@ -123,6 +123,18 @@ def test_a_stop_signal_that_comes_in_a_finaliser_is_not_lost(
     assert capsys.readouterr().err == "stopped\n"
 
 
+def test_the_second_stop_signal_insists_and_more_change_nothing() -> None:
+    with stop_signals() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        stop.check_again()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # whoever ends everything is not disturbed
+        with pytest.raises(KeyboardInterrupt):
+            stop.check_again()
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["running when the watch starts", "dead before"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_a_stub_that_stays_dead_is_lost(server: Server, number: signal.Signals, before: bool) -> None:

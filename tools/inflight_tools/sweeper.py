@@ -83,8 +83,11 @@ class Sweeper:
 
     def dismiss(self) -> None:
         """End the process: there is nothing to sweep.  Safe to repeat."""
-        if self._process.poll() is None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
             self._say(_DISMISSED)
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
             self._process.wait()
 
     def _say(self, line: str) -> None:

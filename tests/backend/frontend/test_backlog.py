@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_engine import echo
-from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
+from frontend_rig import CHECKPOINT, RecordingClient, RecordingStats, make_request
+from offline import make_core
+from resumer import CoreEngine
+from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 
-from inflight.engine.messages import SequenceDelta
+from inflight.engine.core import EngineCore
+from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.frontend.backlog import Backlog
+from inflight.frontend.streams import Streams
+from inflight.grammars.spec import GrammarSpec
 
 LIMIT = 20
 
@@ -108,3 +117,94 @@ def test_a_paused_stream_can_be_cancelled(rig: SupervisorRig) -> None:
     sent = tokens(client)
     assert sent == echo(PROMPT, 100)[: len(sent)]
     wait_for(lambda: not rig.supervisor._outbox.in_engine)
+
+
+class PausingEngine(CoreEngine):
+    """A real core; what the sender thread asks of it is done between two steps, as in the engine process."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self._asked: SimpleQueue[Future[bytes]] = SimpleQueue()
+        self._again: SimpleQueue[AddRequest] = SimpleQueue()
+        self.num_resumed = 0
+
+    def ask(self, question: object) -> Future[bytes]:
+        answer: Future[bytes] = Future()
+        self._asked.put(answer)
+        return answer
+
+    def resubmit(self, request: AddRequest) -> None:
+        self._again.put(request)
+
+    def take_messages(self) -> None:
+        self.apply_aborts()
+        while not self._asked.empty():
+            self._asked.get().set_result(b"")
+        while not self._again.empty():
+            self.submit(self._again.get())
+            self.num_resumed += 1
+
+
+def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
+    """What a client gets of a request with a grammar, and how often it was submitted again.
+
+    Args:
+        limit: of the backlog; the sender thread then stops whenever nothing is left of it, until it is exceeded.
+    """
+    engine, client = PausingEngine(core), RecordingClient()
+    streams = Streams(TOKENIZER, engine, RecordingStats(), pytest.fail)
+    may_go_on = Semaphore(0)
+    if limit is not None:
+        streams._backlog = Backlog(engine, streams._events.put, engine.resubmit, limit)
+    streams.start()
+    spec = GrammarSpec("json_schema", json.dumps(SCHEMA), "")
+    params = {"grammar": spec, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 200}
+    returns = {"return_token_ids", "return_finish_reason"}
+    streams.open(make_request([5, 6], returns=returns, **params), client)
+    (stream,) = wait_for(lambda: list(streams._streams.values()))
+    if limit is not None:
+        for sequence in stream.sequences:
+
+            def gated(delta: SequenceDelta, advance=sequence.advance) -> None:
+                assert may_go_on.acquire(timeout=30)
+                advance(delta)
+
+            sequence.advance = gated
+    num_deltas = 0
+    while not client.ended.is_set():
+        engine.take_messages()
+        message = engine.step()
+        if message is not None:
+            num_deltas += len(message.deltas) + len(message.tokens.token_ids)
+            streams.on_step(message)
+        if limit is not None and (message is None or num_deltas > 3 * limit):
+            for _ in range(num_deltas):
+                may_go_on.release()
+            num_deltas = 0
+            time.sleep(0.001)
+    streams.stop("over")
+    outputs: list[list[Any]] = [["", [], ""] for _ in range(2)]
+    for response in client.responses:
+        ids = iter(response["token_ids"].tolist())
+        for index, output in enumerate(outputs):
+            output[0] += response["text_output"][index].decode()
+            output[1] += [next(ids) for _ in range(response["token_counts"][index])]
+            output[2] = response["finish_reason"][index].decode()
+    return outputs, engine.num_resumed
+
+
+SCHEMA = {
+    "type": "array",
+    "items": {"enum": ["a long text without a choice", "日本 ☃", 7]},
+    "minItems": 12,
+    "maxItems": 14,
+}
+
+
+def test_a_paused_stream_with_a_grammar_gets_the_same_text() -> None:
+    core = make_core(str(CHECKPOINT), max_num_seqs=4)
+    whole, _ = read(core, None)
+    assert [reason for _, _, reason in whole] == ["stop", "stop"]
+    paused, num_resumed = read(core, 4)
+    assert num_resumed > 1
+    assert paused == whole
