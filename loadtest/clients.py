@@ -1,6 +1,6 @@
-"""Sends and times a request, over gRPC streaming or `/generate_stream`.
+"""Sends and times a request, over gRPC streaming, `/generate_stream` or OpenAI's `/v1/completions`.
 
-Both clients work with and without gevent's monkey patching.  The streaming calls of `tritonclient` pass
+All clients work with and without gevent's monkey patching.  The streaming calls of `tritonclient` pass
 responses to a callback on a thread of the client object; here every request is a call of its own, so a
 user is a plain loop.  The same clients serve Inflight and the baseline: the model's configuration (a batch
 dimension, decoupled responses) determines shapes and streaming.
@@ -12,10 +12,11 @@ import contextlib
 import http.client
 import itertools
 import json
+import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.errors import LoadTestError
 
-__all__ = ["Exchange", "GrpcClient", "LoadClient", "SseClient", "connect"]
+__all__ = ["Exchange", "GrpcClient", "LoadClient", "OpenAIClient", "SseClient", "connect"]
 
 _PROBE_SECONDS = 5.0
 _MAX_MESSAGE = 64 * 2**20
@@ -69,7 +70,7 @@ class Exchange:
 
 
 class LoadClient(Protocol):
-    """The interface of both clients."""
+    """The interface of all clients."""
 
     def check(self) -> None:
         """Raise LoadTestError unless server and model are ready."""
@@ -79,9 +80,10 @@ class LoadClient(Protocol):
 
 
 def connect(protocol: str, address: str, model: str) -> LoadClient:
-    """A client for protocol "grpc" or "http"; it connects on first use."""
+    """A client for protocol "grpc", "http" or "openai"; it connects on first use."""
     address = address.split("://", 1)[-1].rstrip("/")
-    return GrpcClient(address, model) if protocol == "grpc" else SseClient(address, model)
+    kinds: dict[str, Callable[[str, str], LoadClient]] = {"grpc": GrpcClient, "http": SseClient, "openai": OpenAIClient}
+    return kinds[protocol](address, model)
 
 
 def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool) -> Iterator[tuple[str, str, Any]]:
@@ -201,12 +203,53 @@ def _num_tokens(response: Any) -> int:
     return 0
 
 
-class SseClient(_Timed):
-    """`/v2/models/<model>/generate_stream`: one POST per request, server-sent events back."""
+class _HttpClient(_Timed):
+    """One POST per request, server-sent events back, each on a connection of its own."""
 
     def __init__(self, address: str, model: str) -> None:
         self._address, self._model = address, model
-        self._streams = False
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._address, timeout=_PROBE_SECONDS)
+        try:
+            connection.request("GET", path, headers=self._headers())
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise _unreachable(self._address, "HTTP", str(error) or type(error).__name__) from None
+        finally:
+            connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        return {}
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON objects of the answer's events."""
+        connection = http.client.HTTPConnection(self._address)
+        try:
+            headers = {"Content-Type": "application/json", **self._headers()}
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _Failed(f"HTTP {response.status}: {response.read().decode(errors='replace').strip()}")
+            while line := response.readline():
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if line.startswith(b"data:"):
+                    event = json.loads(line[5:])
+                    if "error" in event:
+                        raise _Failed(str(event["error"]))
+                    yield event
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise _Failed(f"HTTP: {type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+
+
+class SseClient(_HttpClient):
+    """`/v2/models/<model>/generate_stream`."""
+
+    _streams = False
 
     def check(self) -> None:
         if self._get("/v2/health/ready")[0] != 200:
@@ -216,33 +259,40 @@ class SseClient(_Timed):
         config = json.loads(self._get(f"/v2/models/{self._model}/config")[1])
         self._streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
 
-    def _get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._address, timeout=_PROBE_SECONDS)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise _unreachable(self._address, "HTTP", str(error) or type(error).__name__) from None
-        finally:
-            connection.close()
+    def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
+        body = {name: value for name, _, value in _inputs(prompt, max_tokens, self._streams)}
+        for event in self._events(f"/v2/models/{self._model}/generate_stream", body):
+            yield event.get("num_output_tokens", 0)
+
+
+class OpenAIClient(_HttpClient):
+    """`/v1/completions` of a gateway; the environment variable OPENAI_API_KEY is its key."""
+
+    def check(self) -> None:
+        status, answer = self._get(f"/v1/models/{self._model}")
+        if status == 404:
+            raise _no_model(self._model, self._address)
+        if status == 401:
+            raise LoadTestError(f"{self._address} asks for an API key; set the environment variable OPENAI_API_KEY")
+        if status != 200:
+            raise _unreachable(self._address, "HTTP", f"{status}: {answer.decode(errors='replace').strip()}")
+
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get("OPENAI_API_KEY")
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _responses(self, prompt: list[int] | str, max_tokens: int) -> Iterator[int]:
-        body = json.dumps({name: value for name, _, value in _inputs(prompt, max_tokens, self._streams)})
-        connection = http.client.HTTPConnection(self._address)
-        try:
-            path = f"/v2/models/{self._model}/generate_stream"
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise _Failed(f"HTTP {response.status}: {response.read().decode(errors='replace').strip()}")
-            while line := response.readline():
-                if line.startswith(b"data:"):
-                    event = json.loads(line[5:])
-                    if "error" in event:
-                        raise _Failed(event["error"])
-                    yield event.get("num_output_tokens", 0)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise _Failed(f"HTTP: {type(error).__name__}: {error}") from None
-        finally:
-            connection.close()
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        before = 0
+        for event in self._events("/v1/completions", body):
+            now = event["usage"]["completion_tokens"]
+            yield now - before
+            before = now

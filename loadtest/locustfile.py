@@ -2,6 +2,7 @@
 
     locust -f loadtest/locustfile.py GrpcUser --host 127.0.0.1:8001 --model demo --scenario lognormal --context 2048
     locust -f loadtest/locustfile.py SseUser --host http://127.0.0.1:8000 --headless --users 8 --csv out ...
+    locust -f loadtest/locustfile.py OpenAIUser --host http://127.0.0.1:9000 ...
 
 The web UI, `--headless`, `--csv`, `--run-time` and the rest are Locust's.
 """
@@ -23,9 +24,9 @@ from inflight_tools.workload.errors import WorkloadError
 from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.options import LoadOptions, add_arguments
-from loadtest.users import GrpcUser, RequestFeed, SseUser, StreamingUser
+from loadtest.users import GrpcUser, OpenAIUser, RequestFeed, SseUser, StreamingUser
 
-__all__ = ["GrpcUser", "SseUser"]
+__all__ = ["GrpcUser", "OpenAIUser", "SseUser"]
 
 grpc_gevent.init_gevent()  # before the first channel, so that gRPC waits in gevent's loop
 
@@ -46,7 +47,9 @@ def _prepare(environment: Environment, **_: Any) -> None:
         users = [user for user in environment.user_classes if issubclass(user, StreamingUser)]
         for user in users:
             if not environment.host:
-                raise LoadTestError("give --host, such as HOST:8001 for GrpcUser or HOST:8000 for SseUser")
+                raise LoadTestError(
+                    "give --host, such as HOST:8001 for GrpcUser, HOST:8000 for SseUser or HOST:9000 for OpenAIUser"
+                )
             user.triton = connect(user.protocol, environment.host, parsed.model)
             options.check(user.triton, parsed.model)
         StreamingUser.feed = RequestFeed(options, environment, Path(parsed.record) if parsed.record else None)

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from locust import LoadTestShape
 
 from inflight_tools.workload.scenarios import SCENARIOS, find_scenario
-from loadtest.locustfile import GrpcUser, SseUser
+from loadtest.locustfile import GrpcUser, OpenAIUser, SseUser
 from loadtest.shapes import ramp_users
 
-__all__ = ["GrpcUser", "MonthEnd", "SseUser"]
+__all__ = ["GrpcUser", "MonthEnd", "OpenAIUser", "SseUser"]
 
 
 class MonthEnd(LoadTestShape):

@@ -1,7 +1,7 @@
 """Locust users and what they share: the source of requests, and the reports to Locust.
 
-Locust's statistics have, by prompt class, the latency of each request (type `grpc` or `sse`; its size is
-the number of output tokens), `TTFT`, `TPOT`, and each gap between responses as `ITL`.  An error counts once,
+Locust's statistics have, by prompt class, the latency of each request (type `grpc`, `sse` or `openai`; its size
+is the number of output tokens), `TTFT`, `TPOT`, and each gap between responses as `ITL`.  An error counts once,
 under the request's type.
 """
 
@@ -21,7 +21,7 @@ from inflight_tools.workload.scenarios import Job
 from loadtest.clients import Exchange, LoadClient
 from loadtest.options import LoadOptions
 
-__all__ = ["GrpcUser", "RequestFeed", "SseUser", "StreamingUser"]
+__all__ = ["GrpcUser", "OpenAIUser", "RequestFeed", "SseUser", "StreamingUser"]
 
 _PREPARED = 512  # prompts generated before the load starts; the rest are generated on demand
 _IDLE_SECONDS = 0.2
@@ -160,3 +160,9 @@ class SseUser(StreamingUser):
     """`/generate_stream`, server-sent events; `--host http://HOST:8000`."""
 
     protocol, request_type = "http", "sse"
+
+
+class OpenAIUser(StreamingUser):
+    """`/v1/completions` of a gateway, server-sent events; `--host http://HOST:9000`."""
+
+    protocol, request_type = "openai", "openai"

@@ -51,16 +51,24 @@ class Continuation:
         self.received = True
         if self.possible and "token_ids" not in columns:
             self.possible = False  # a server that does not speak the whole wire contract
-        sums = token_logprob_sums(columns, [delta.num_tokens for delta in chunk.choices])
-        for delta, logprob in zip(chunk.choices, sums):
-            ids = self._token_ids[delta.index]
-            if ids is not None:
-                ids += delta.token_ids
-            self._any_tokens |= bool(delta.token_ids)
-            self._sums[delta.index] += logprob
-            self._ended[delta.index] |= delta.finish_reason is not None
+        if self.possible:
+            self._keep(columns, chunk)
+        for delta in chunk.choices:
+            if delta.finish_reason is not None:
+                self._ended[delta.index] = True
             if self._hides_ids:
                 delta.token_ids = []
+
+    def _keep(self, columns: Columns, chunk: StreamChunk) -> None:
+        for delta in chunk.choices:
+            ids = self._token_ids[delta.index]
+            if ids is not None and delta.token_ids:
+                ids += delta.token_ids
+                self._any_tokens = True
+        if "output_log_probs" in columns:
+            sums = token_logprob_sums(columns, [delta.num_tokens for delta in chunk.choices])
+            for delta, logprob in zip(chunk.choices, sums):
+                self._sums[delta.index] += logprob
 
     def rest(self) -> GenerationRequest:
         """The request for what has not arrived."""

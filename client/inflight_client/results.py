@@ -99,16 +99,6 @@ class Choice:
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
 
-    def add(self, delta: ChoiceDelta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.num_tokens += delta.num_tokens
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
-        if delta.cumulative_logprob is not None:
-            self.cumulative_logprob = delta.cumulative_logprob
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -184,6 +174,37 @@ class GenerationResult:
         return dataclasses.asdict(self)
 
 
+class _Sequence:
+    """What has arrived of one sequence; texts are joined when somebody asks, since there may be many."""
+
+    __slots__ = ("_choice", "_texts")
+
+    def __init__(self, index: int) -> None:
+        self._choice = Choice(index)
+        self._texts: list[str] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return self._choice.num_tokens
+
+    def add(self, delta: ChoiceDelta) -> None:
+        choice = self._choice
+        self._texts.append(delta.text)
+        choice.token_ids += delta.token_ids
+        choice.num_tokens += delta.num_tokens
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            choice.logprobs = delta.logprobs if choice.logprobs is None else choice.logprobs + delta.logprobs
+        if delta.cumulative_logprob is not None:
+            choice.cumulative_logprob = delta.cumulative_logprob
+
+    def choice(self) -> Choice:
+        """A copy: more may arrive."""
+        self._texts = ["".join(self._texts)]
+        return dataclasses.replace(self._choice, text=self._texts[0], token_ids=list(self._choice.token_ids))
+
+
 class ResultBuilder:
     """Accumulates chunks.  Times are seconds since the request was first sent.
 
@@ -193,27 +214,29 @@ class ResultBuilder:
     """
 
     def __init__(self, n: int, num_input_tokens: int | None = None) -> None:
-        self.choices = [Choice(index) for index in range(n)]
+        self._sequences = [_Sequence(index) for index in range(n)]
         self.num_input_tokens = num_input_tokens
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._arrivals: list[float] = []
 
     def add(self, chunk: StreamChunk) -> None:
+        is_new = False
         for delta in chunk.choices:
-            self.choices[delta.index].add(delta)
+            self._sequences[delta.index].add(delta)
+            is_new = is_new or bool(delta.num_tokens or delta.text)
         if chunk.num_input_tokens is not None:
             self.num_input_tokens = chunk.num_input_tokens
         if self.num_cached_tokens is None:  # of a request that is continued elsewhere, what counted at first
             self.num_cached_tokens = chunk.num_cached_tokens
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = chunk.prompt_logprobs
-        if any(delta.num_tokens or delta.text for delta in chunk.choices):
+        if is_new:
             self._arrivals.append(chunk.elapsed)
 
     def timings(self, total: float) -> Timings:
         arrivals = self._arrivals
-        longest = max(choice.num_tokens for choice in self.choices)
+        longest = max(sequence.num_tokens for sequence in self._sequences)
         spread = arrivals[-1] - arrivals[0] if arrivals else 0.0
         return Timings(
             ttft=arrivals[0] if arrivals else None,
@@ -226,9 +249,9 @@ class ResultBuilder:
         return GenerationResult(
             request_id=request_id,
             model=model,
-            choices=self.choices,
+            choices=[sequence.choice() for sequence in self._sequences],
             usage=Usage(
-                self.num_input_tokens, sum(choice.num_tokens for choice in self.choices), self.num_cached_tokens
+                self.num_input_tokens, sum(sequence.num_tokens for sequence in self._sequences), self.num_cached_tokens
             ),
             timings=self.timings(total),
             prompt_logprobs=self.prompt_logprobs,

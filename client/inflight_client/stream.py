@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -252,27 +252,11 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         self.close()
 
 
-class _Overdue:
-    """Runs `check` after `seconds`, again and again while it returns True, until cancelled."""
-
-    def __init__(self, seconds: float | None, check: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        self._check = check
-        self._seconds = seconds
-        self._task: asyncio.Task[None] | None = None
-        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._start)
-
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        while await self._check():
-            await asyncio.sleep(self._seconds or 0.0)
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+def _look_again(reference: weakref.ref[AsyncStream]) -> None:
+    """A timer's callback, which keeps no stream alive."""
+    stream = reference()
+    if stream is not None:
+        stream.check_stall(time.monotonic())
 
 
 class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
@@ -280,6 +264,8 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Servers) -> None:
         self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None  # one a stream: one a response costs more than the response
+        self._check: asyncio.Task[None] | None = None
         super().__init__(request, policy, servers)
 
     def __aiter__(self) -> AsyncStream:
@@ -295,13 +281,15 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     async def _read(self) -> StreamChunk | None:
         call: _AsyncCall = self._call
         try:
-            overdue = self._watch(call)
+            self._waiting_since = time.monotonic()
+            if self._timer is None:
+                self._arm(self._stall_timeout)
             try:
                 return self._take(await call.__anext__())
             except StopAsyncIteration:
                 self._check_end()
             finally:
-                overdue.cancel()
+                self._waiting_since = None
         except InflightError as error:
             delay = self._delay_after(error)
             if delay is None:
@@ -315,15 +303,35 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
             raise
         return None
 
-    def _watch(self, call: _AsyncCall) -> _Overdue:
-        return _Overdue(self._stall_timeout, partial(self._check_stall, call))
+    def _arm(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, _look_again, weakref.ref(self))
 
-    async def _check_stall(self, call: _AsyncCall) -> bool:
-        """A response is overdue; returns whether to wait on."""
-        if not self._continuation.received and await self._servers.is_ready(self._index, self.request.model):
-            return True  # the request may wait in a queue
-        self._stalled(call)
-        return False
+    def check_stall(self, now: float) -> None:
+        """See whether a response is overdue, and look again when the next may be."""
+        since, limit = self._waiting_since, self._stall_timeout
+        if self._ended or limit is None:
+            return
+        left = limit if since is None else since + limit - now
+        if left > 0:
+            self._arm(left)
+        else:
+            self._check = asyncio.get_running_loop().create_task(self._overdue(self._call, since))
+
+    async def _overdue(self, call: _AsyncCall, since: float | None) -> None:
+        may_wait = False
+        if not self._continuation.received:  # the request may wait in a queue
+            may_wait = await self._servers.is_ready(self._index, self.request.model)
+        if not self._ended and self._call is call and self._waiting_since == since:
+            self._waiting_since = time.monotonic() if may_wait else None
+            if not may_wait:
+                self._stalled(call)
+        self.check_stall(time.monotonic())
+
+    def _end(self) -> None:
+        super()._end()
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def _woken_within(self, seconds: float) -> bool:
         try:

@@ -3,7 +3,7 @@
 The streaming calls of `tritonclient` do not fit: its blocking client has one stream per client object,
 so a cancellation would hit every request of the client, and it leaks a thread for each cancelled
 stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling and generated
-stub are used, although the stub is a private attribute (`_client_stub`) of both clients.
+stub are used, although these are private attributes (`_channel`, `_client_stub`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from tritonclient.grpc.service_pb2 import ModelInferRequest
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelStreamInferResponse
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.connection import Connection
@@ -235,9 +235,15 @@ class AsyncGrpcTransport:
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
         self._headers = connection.grpc_headers()
+        self._metadata = tuple(self._headers.items())
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
-        self._stub = self._client._client_stub
+        # On the wire a stream of one request is a single request; for grpc it is two tasks less.
+        self._infer = self._client._channel.unary_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            request_serializer=ModelInferRequest.SerializeToString,
+            response_deserializer=ModelStreamInferResponse.FromString,
+        )
         self._closed = asyncio.Event()
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
@@ -250,7 +256,7 @@ class AsyncGrpcTransport:
         return control_answer([columns async for columns in call if columns])
 
     def _send(self, message: ModelInferRequest, timeout: float | None) -> AsyncGrpcCall:
-        call = self._stub.ModelStreamInfer((message,), metadata=tuple(self._headers.items()), timeout=timeout)
+        call = self._infer(message, metadata=self._metadata, timeout=timeout)
         return AsyncGrpcCall(call, self.address, self._closed)
 
     async def server_live(self) -> bool:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from inflight_client.errors import InflightError, ServerError, code_of_message, error_for
 from inflight_client.questions import Question
@@ -35,8 +33,9 @@ __all__ = [
 
 Columns = dict[str, list[Any]]
 
+_ZERO, _NONE = (0,), (None,)
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
-_FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q", "FP64": "d"}
+_NUMBERS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "FP64": "d"}
 # Codes of Triton's HTTP frontend; 400 may be INVALID_ARG, CANCELLED or UNKNOWN.
 _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 
@@ -111,7 +110,7 @@ def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
         encoded = values[0].encode("utf-8")
         return struct.pack("<I", len(encoded)) + encoded
     try:
-        return struct.pack(f"<{len(values)}{_FORMATS[datatype]}", *values)
+        return struct.pack(f"<{len(values)}{_NUMBERS[datatype]}", *values)
     except struct.error:
         raise ValueError(f"{name}: must be integers within the range of {datatype}") from None
 
@@ -167,11 +166,31 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
     inner = response.infer_response
     columns: Columns = {}
     for output, raw in zip(inner.outputs, inner.raw_output_contents):
-        if output.datatype == "BYTES":
-            columns[output.name] = [value.decode("utf-8") for value in deserialize_bytes_tensor(raw)]
-        else:
-            columns[output.name] = np.frombuffer(raw, dtype=triton_to_np_dtype(output.datatype)).tolist()
+        decode = _DECODERS.get(output.datatype)
+        if decode is not None:  # no output of the contract has another type
+            columns[output.name] = decode(raw)
     return columns
+
+
+def _texts(raw: bytes) -> list[str]:
+    """Strings, each behind its length in four bytes."""
+    texts, place = [], 0
+    while place < len(raw):
+        start = place + 4
+        place = start + int.from_bytes(raw[place:start], "little")
+        texts.append(raw[start:place].decode("utf-8"))
+    return texts
+
+
+def _numbers(code: str) -> Callable[[bytes], list[Any]]:
+    """A decoder of little-endian numbers; `code` as in the module `struct`.  A tenth of the time of numpy for one."""
+    return lambda raw: memoryview(raw).cast(code).tolist()  # type: ignore[call-overload, no-any-return]
+
+
+_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
+    "BYTES": _texts,
+    **{datatype: _numbers(code) for datatype, code in _NUMBERS.items()},
+}
 
 
 def http_columns(event: str) -> Columns:
@@ -215,14 +234,51 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
     count = len(texts)
     if count > n:
         raise ServerError(f"the server sent {count} sequences, but {n} were requested")
+    prompt, cached = columns.get("prompt_logprobs"), columns.get("num_cached_tokens")
+    num_input_tokens = columns.get("num_input_tokens")
+    return StreamChunk(
+        [_only_delta(columns, texts[0])] if count == 1 else _deltas(columns, texts),
+        num_input_tokens[0] if num_input_tokens else None,
+        cached[0] if cached else None,
+        _logprobs(prompt[0]) if prompt else None,
+    )
+
+
+def _only_delta(columns: Columns, text: str) -> ChoiceDelta:
+    """`_deltas` for one sequence, as most requests have: in a fifth of the time."""
+    ids = columns.get("token_ids")
+    tokens = columns.get("num_output_tokens", _ZERO) if ids is None else columns.get("token_counts", (len(ids),))
+    reasons = columns.get("finish_reason", _NONE)
+    logprobs = columns.get("logprobs", _NONE)
+    cumulative = columns.get("cumulative_logprob", _NONE)
+    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == 1:
+        raise _inconsistent(columns)
+    (count,), (reason,), (entries,) = tokens, reasons, logprobs
+    if ids is None:
+        ids = []
+    elif len(ids) != count:
+        raise _inconsistent(columns)
+    return ChoiceDelta(
+        0,
+        text,
+        ids,
+        count,
+        None if reason in _UNFINISHED else reason,
+        None if entries is None else _logprobs(entries),
+        cumulative[0],
+    )
+
+
+def _deltas(columns: Columns, texts: list[str]) -> list[ChoiceDelta]:
+    count = len(texts)
     ids = _split_ids(columns, count)
     tokens = [len(some) for some in ids] if "token_ids" in columns else columns.get("num_output_tokens", [0] * count)
     reasons = columns.get("finish_reason", [None] * count)
     logprobs = columns.get("logprobs", [None] * count)
     cumulative = columns.get("cumulative_logprob", [None] * count)
     if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == count:
-        raise ServerError(f"the server sent outputs of different lengths: { {k: len(v) for k, v in columns.items()} }")
-    deltas = [
+        raise _inconsistent(columns)
+    return [
         ChoiceDelta(
             index=index,
             text=texts[index],
@@ -234,13 +290,11 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
         )
         for index in range(count)
     ]
-    prompt = columns.get("prompt_logprobs")
-    return StreamChunk(
-        choices=deltas,
-        num_input_tokens=columns["num_input_tokens"][0] if columns.get("num_input_tokens") else None,
-        num_cached_tokens=columns["num_cached_tokens"][0] if columns.get("num_cached_tokens") else None,
-        prompt_logprobs=_logprobs(prompt[0]) if prompt else None,
-    )
+
+
+def _inconsistent(columns: Columns) -> ServerError:
+    lengths = {name: len(values) for name, values in columns.items()}
+    return ServerError(f"the server sent outputs of lengths that do not fit each other: {lengths}")
 
 
 def _split_ids(columns: Columns, count: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from inflight_client import (
     UnavailableError,
 )
 
-__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found"]
+__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -28,6 +29,13 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+
+
+# Too much work at once, rather than a server that cannot work.
+_OVERLOADED = re.compile(r"queue\b.* is full|queue is too long|exceeds maximum queue size|wait to be tokenised")
+# The backend begins with the key at fault, by its own name for it.
+_NAMED = re.compile(r"([a-z][a-z_]*)(?:=|: )")
+_PARAMS = {"input_ids": "prompt", "text_input": "prompt", "request_priority": "priority"}
 
 
 class APIError(Exception):
@@ -96,16 +104,19 @@ def api_error(error: BaseException) -> APIError:
         return error
     if isinstance(error, InflightError):
         return _of_client(error)
-    if isinstance(error, (ValueError, TypeError)):  # the client library's own checks of a request
-        return invalid(str(error))
     return APIError(500, "internal error of the gateway; see its log", code="internal_error")
+
+
+def request_error(error: Exception) -> APIError:
+    """An exception of the client library's own checks of a request, besides those of `api_error`."""
+    return invalid(str(error)) if isinstance(error, (ValueError, TypeError)) else api_error(error)
 
 
 def _of_client(error: InflightError) -> APIError:
     if isinstance(error, ServerUnreachableError):
         return APIError(503, error.message, code="upstream_unreachable", retry_after=1.0)
     if isinstance(error, UnavailableError):
-        if "queue is full" in error.message or "exceeds maximum queue size" in error.message:
+        if _OVERLOADED.search(error.message):
             return APIError(429, error.message, code="queue_full", retry_after=error.retry_after or 1.0)
         return APIError(503, error.message, code="unavailable", retry_after=error.retry_after or 1.0)
     if isinstance(error, DeadlineExceededError):
@@ -115,5 +126,6 @@ def _of_client(error: InflightError) -> APIError:
     if error.code == "NOT_FOUND":
         return APIError(404, error.message, param="model", code="model_not_found")
     if isinstance(error, InvalidRequestError):
-        return invalid(error.message)
+        named = _NAMED.match(error.message)
+        return invalid(error.message, _PARAMS.get(named[1], named[1]) if named else None)
     return APIError(500, error.message, code="upstream_error")

@@ -55,7 +55,7 @@ class Gateway:
 
     def log_failure(self, error: Exception, shown: APIError) -> None:
         """Log what the caller is not told: an exception that nobody expected."""
-        if shown.code == "internal_error":
+        if shown.code == "internal_error" and error is not shown:
             _log.error("a request failed", exc_info=error)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight_client import AsyncStream, GenerationResult, StreamChunk
-from inflight_gateway.errors import APIError, api_error
+from inflight_gateway.errors import APIError, api_error, request_error
 from inflight_gateway.sse import DONE, KEEP_ALIVE, event
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class Generation:
                 self._streams.append(self._gateway.upstream.stream(**arguments))
         except Exception as error:
             await self.close()
-            raise api_error(error) from None
+            raise request_error(error) from error
         self._running = len(self._streams)
         self._tasks = [asyncio.create_task(self._read(i, stream)) for i, stream in enumerate(self._streams)]
         self._tasks.append(asyncio.create_task(self._watch_client()))
@@ -232,19 +231,23 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            with contextlib.suppress(ClientGone):
+            try:
                 await self._send_events(send)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except asyncio.CancelledError:  # the server cancels what outlasts its exit timeout
+                await self._send_failure(send, APIError(503, "the gateway is shutting down", code="shutting_down"))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientGone:
+            pass
         finally:
             await self._generation.close()
 
     async def _send_events(self, send: Send) -> None:
-        encoder, metrics = self._encoder, self._gateway.metrics
+        encoder, sent = self._encoder, self._gateway.metrics.sent
         body = encoder.begin()
         try:
             async for pieces in self._generation.pieces():
                 if pieces:
-                    metrics.sent(len(pieces))
+                    sent(len(pieces))
                     body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
                 else:
                     body += KEEP_ALIVE
@@ -252,9 +255,18 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
             body += encoder.end()
-        except APIError as error:
-            metrics.broke()
-            body += encoder.failed(error)
+        except ClientGone:
+            raise
+        except Exception as error:
+            shown = api_error(error)
+            self._gateway.log_failure(error, shown)
+            await self._send_failure(send, shown, body)
+        else:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send_failure(self, send: Send, error: APIError, before: bytes = b"") -> None:
+        self._gateway.metrics.broke()
+        body = before + self._encoder.failed(error)
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -23,6 +23,7 @@ __all__ = ["ServerOptions", "end_with_parent", "run", "worker_app"]
 # How the options reach worker processes, which import their application by name.
 _OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
 _PR_SET_PDEATHSIG = 1
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: one that is closed under a request is an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,5 +100,5 @@ def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
         "access_log": server.access_log,
         "server_header": False,
         "timeout_graceful_shutdown": server.exit_timeout,
-        "backlog": 2048,
+        "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
     }

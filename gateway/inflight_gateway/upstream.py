@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy, ServerUnreachableError
-from inflight_gateway.errors import APIError, api_error, invalid, model_not_found
+from inflight_gateway.errors import APIError, api_error, invalid, model_not_found, request_error
 from inflight_gateway.options import GatewayOptions
 
 __all__ = ["ServedModel", "Upstream", "text_inputs"]
@@ -165,7 +165,7 @@ class Upstream:
         try:
             return await self.client.tokenize(**question, model=model.name)
         except (InflightError, ValueError, TypeError) as error:
-            raise api_error(error) from None
+            raise request_error(error) from None
 
     async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
         """The text of token ids.
@@ -177,7 +177,7 @@ class Upstream:
         try:
             return await self.client.detokenize(token_ids, model=model.name)
         except (InflightError, ValueError, TypeError) as error:
-            raise api_error(error) from None
+            raise request_error(error) from None
 
     @staticmethod
     def _check_inflight(model: ServedModel) -> None:

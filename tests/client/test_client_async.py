@@ -19,6 +19,7 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 
 Look = Callable[..., dict[str, Any]]
@@ -103,6 +104,57 @@ async def test_a_wait_for_that_times_out_cancels_the_request(aclient: AsyncClien
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(aclient.generate(script(key, tokens=1000, delay=0.02), max_tokens=1000), 0.2)
     await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"one_response": True}, {"n": 3}, {"n": 3, "one_response": True}, {"return_token_ids": False}],
+)
+@pytest.mark.parametrize("received", [False, True])
+async def test_a_task_that_is_cancelled_cancels_its_request(
+    scripted: TritonServer, seen: Look, key: str, options: dict[str, Any], received: bool
+) -> None:
+    """Whatever it was waiting for.  Over HTTP, Triton notices no client that hangs up before the next response."""
+    text = script(key, tokens=1000, delay=0.02)
+    arrived = asyncio.Event()
+
+    async def read(client: AsyncClient) -> None:
+        async with client.stream(text, **options, max_tokens=1000) as stream:
+            async for _ in stream:
+                arrived.set()
+
+    async with AsyncClient(scripted.grpc_address, model="scripted") as client:
+        task = asyncio.create_task(read(client))
+        if received and not options.get("one_response"):
+            await arrived.wait()
+        await asyncio.to_thread(seen, key, lambda report: report.get("running") == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        report = await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
+        assert report["finished"] == 0
+        assert (await client.generate("still serves")).text == "still serves"
+
+
+async def test_a_task_that_is_cancelled_between_two_responses_cancels_its_request(
+    scripted: TritonServer, seen: Look, key: str
+) -> None:
+    """As a gateway's, which waits until its own client takes what it has."""
+    waits = asyncio.Event()
+
+    async def read(client: AsyncClient) -> None:
+        async with client.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000) as stream:
+            async for _ in stream:
+                waits.set()
+                await asyncio.Event().wait()
+
+    async with AsyncClient(scripted.grpc_address, model="scripted") as client:
+        task = asyncio.create_task(read(client))
+        await waits.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1))["finished"] == 0
 
 
 async def test_unavailable_then_success(aclient: AsyncClient, key: str) -> None:

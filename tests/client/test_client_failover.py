@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -319,8 +320,6 @@ def checked(cluster: Cluster, after: float = 100.0) -> threading.Event:
     done = threading.Event()
 
     def look() -> None:
-        import time
-
         while not done.wait(0.01):
             for stream in list(cluster.watched):
                 stream.check_stall(time.monotonic() + after, {})
@@ -359,6 +358,22 @@ async def test_asyncio_a_stream_that_waits_in_vain_goes_on_elsewhere(received: i
     stream = AsyncStream(request(), FAST, cluster)
     assert [chunk.token_ids async for chunk in stream] == [[7], [8]]
     assert cluster.opened == [0, 1]
+
+
+async def test_asyncio_every_attempt_is_watched() -> None:
+    cluster = AsyncCluster([[7, 8, 9]], [(1, threading.Event), (1, threading.Event)])
+    stream = AsyncStream(request(), FAST, cluster)
+    assert [chunk.token_ids async for chunk in stream] == [[7], [8], [9]]
+    assert len(cluster.opened) == 3
+
+
+async def test_asyncio_a_reader_that_takes_its_time_is_no_stall() -> None:
+    cluster = AsyncCluster([[7, 8]], [])
+    stream = AsyncStream(request(), FAST, cluster)
+    await anext(stream)
+    stream.check_stall(time.monotonic() + 100)  # nobody waits for a response
+    assert [chunk.token_ids async for chunk in stream] == [[8]]
+    assert cluster.opened == [0]
 
 
 async def test_asyncio_a_request_in_a_queue_waits_as_long_as_its_server_is_well() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import json
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -15,6 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import (
+    AsyncClient,
     Client,
     InvalidRequestError,
     RetryPolicy,
@@ -151,9 +156,9 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @contextmanager
-def grpc_server(script: Script) -> Iterator[str]:
+def grpc_server(script: Script, threads: int = 2) -> Iterator[str]:
     """Address of a `GrpcServer`."""
-    server = grpc.server(ThreadPoolExecutor(2))
+    server = grpc.server(ThreadPoolExecutor(threads))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcServer(script), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -221,3 +226,54 @@ def test_a_status_of_the_call_itself(code: grpc.StatusCode, kind: type[Exception
     with pytest.raises(kind, match="because") as caught:
         over_grpc(script)
     assert caught.value.code == code.name  # type: ignore[attr-defined]
+
+
+# -- many streams on one connection -----------------------------------------------------------------
+
+
+def _alive() -> dict[str, int]:
+    """Objects of requests that live, those of other tests too, and what this test's loop has to do."""
+    gc.collect()
+    kinds = ("AsyncStream", "AsyncGrpcCall", "UnaryStreamCall", "StreamStreamCall", "Continuation", "_AioCall")
+    counts = Counter(type(one).__name__ for one in gc.get_objects())
+    return {kind: counts[kind] for kind in kinds} | {
+        "tasks": len(asyncio.all_tasks()),
+        "files": len(os.listdir("/proc/self/fd")),
+        "timers": sum(not timer.cancelled() for timer in asyncio.get_running_loop()._scheduled),  # type: ignore[attr-defined]
+    }
+
+
+async def test_thousands_of_streams_leave_nothing() -> None:
+    """Complete ones, failed ones, and some that are left after their first response."""
+    policy = RetryPolicy(max_attempts=1, resume=True)  # with a timer that watches each stream
+    kinds = itertools.cycle(["complete", "left", "failed"])
+
+    def script(context: grpc.ServicerContext) -> Iterator[Any]:
+        kind = next(kinds)
+        yield reply(kind)
+        if kind == "left":
+            gone = threading.Event()
+            if not context.add_callback(gone.set) or gone.wait(20):
+                return
+        if kind == "failed":
+            yield service_pb2.ModelStreamInferResponse(error_message="it failed")
+        else:
+            yield reply("b", final=True)
+
+    async def one(client: AsyncClient) -> None:
+        with suppress(ServerError):
+            async with client.stream("p") as stream:
+                async for chunk in stream:
+                    if chunk.text == "left":
+                        break
+
+    with grpc_server(script, threads=20) as address:
+        async with AsyncClient(address, retries=policy) as client:
+            for _ in range(5):
+                await asyncio.gather(*(one(client) for _ in range(20)))
+            before = _alive()
+            for _ in range(100):
+                await asyncio.gather(*(one(client) for _ in range(20)))
+            after = _alive()
+    assert after == before
+    assert after["timers"] == 0

@@ -114,7 +114,7 @@ def refused(server: TritonServer) -> str:
 
 
 def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) -> None:
-    short, long = Reading(loaded, "grpc", 8, 0.02), Reading(loaded, "http", 2000, 0.05)
+    short, long = Reading(loaded, "grpc", 30, 0.05), Reading(loaded, "http", 2000, 0.05)
     answer: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: answer.update(control_of(loaded, "drain")))
     asking.start()
@@ -138,6 +138,14 @@ def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded:
     assert "is draining" in refused(loaded)
     assert [stream.wait().error for stream in streams] == ["", ""]
     wait_for(lambda: states(loaded) == ["drained"])
+
+
+def test_an_unload_drains(loaded: TritonServer) -> None:
+    stream = Reading(loaded, "grpc", 2000, 0.05)
+    control = grpcclient.InferenceServerClient(loaded.grpc_address)
+    control.unload_model("fake", headers=KEY_HEADERS)
+    assert "drain_timeout=3 s" in stream.wait().error and stream.text
+    control.close()
 
 
 def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: TritonServer) -> None:

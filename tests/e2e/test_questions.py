@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +130,33 @@ def test_what_is_wrong_is_named(client: Client) -> None:
         client.detokenize([5, 2560])
     with pytest.raises(InvalidRequestError, match=r"control='tokenise': must be .* or \"model\""):
         client.control("tokenise")
+
+
+@pytest.mark.parametrize("options", [{}, {"one_response": True}, {"n": 3}, {"n": 3, "one_response": True}])
+async def test_a_task_that_is_cancelled_cancels_its_request(server: TritonServer, options: dict[str, Any]) -> None:
+    async def frontend() -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(await client.control("stats"))["frontend"]
+        return told
+
+    async with AsyncClient(server.grpc_address, model="demo") as client:
+        before = (await frontend())["requests"].get("cancelled", 0)
+        engines = engine_processes(server)
+        for engine in engines:
+            engine.suspend()  # it cannot finish the request meanwhile
+        try:
+            chat: Any = [{"role": "user", "content": "hi"}]
+            task = asyncio.create_task(client.generate(messages=chat, max_tokens=500, ignore_eos=True, **options))
+            while (await frontend())["open_requests"] == 0:
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while (await frontend())["open_requests"]:
+                await asyncio.sleep(0.02)
+        finally:
+            for engine in engines:
+                engine.resume()
+        assert (await frontend())["requests"]["cancelled"] == before + 1
 
 
 async def test_asyncio_asks_the_same(server: TritonServer) -> None:

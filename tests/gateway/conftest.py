@@ -29,7 +29,8 @@ class RunningGateway:
         openai: OpenAI's own.
     """
 
-    def __init__(self, client: ScriptedClient, gateway: Gateway, url: str) -> None:
+    def __init__(self, client: ScriptedClient, gateway: Gateway, url: str, server: uvicorn.Server) -> None:
+        self.shutdown = server.shutdown
         self.client = client
         self.gateway = gateway
         self.url = url
@@ -60,12 +61,13 @@ async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[Runni
     server.lifespan = config.lifespan_class(config)
     await server.startup()  # without signal handlers, which belong to pytest
     port = server.servers[0].sockets[0].getsockname()[1]
-    front = RunningGateway(client, gateway, f"http://127.0.0.1:{port}")
+    front = RunningGateway(client, gateway, f"http://127.0.0.1:{port}", server)
     try:
         yield front
     finally:
         await front.close()
-        await server.shutdown()
+        if server.servers[0].is_serving():
+            await server.shutdown()
 
 
 @pytest.fixture

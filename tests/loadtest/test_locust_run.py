@@ -18,6 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.installation import LauncherError, TritonInstallation
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
@@ -123,6 +126,33 @@ def test_text_prompts_over_server_sent_events(server: TritonServer, tmp_path: Pa
     # A busy machine may deliver many tokens in one response, but not all of them.
     assert {len(row["arrivals"]) > 1 for row in rows} == {model == "inflight"}
     assert int(_statistics(tmp_path / "run_stats.csv")[("sse", "uniform")]["Request Count"]) == 6
+
+
+def test_openai_users_stream_from_a_gateway(
+    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(api_keys=("secret",)), ServerOptions(port=port, exit_timeout=2))
+    gateway.start(server.grpc_address)
+    host = f"http://127.0.0.1:{port}"
+    locust = ["locust", "-f", str(LOCUSTFILE), "OpenAIUser", "--headless", "--host", host, "--model", "inflight"]
+    load = ["--scenario", "uniform", "--requests", "6", "--users", "3", "--spawn-rate", "9", "--record", "record.jsonl"]
+    try:
+        refused = _run(*locust, *load, folder=tmp_path)
+        assert refused.returncode == 2 and "set the environment variable OPENAI_API_KEY" in refused.stderr
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        done = _run(*locust, *load, "--csv", "run", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    finally:
+        gateway.stop()
+    rows = _rows(tmp_path / "record.jsonl")
+    assert [row["error"] for row in rows] == [None] * 6
+    assert {sum(count for _, count in row["arrivals"]) for row in rows} == {64}
+    assert all(len(row["arrivals"]) > 1 for row in rows)
+    statistics = _statistics(tmp_path / "run_stats.csv")
+    assert {int(statistics[(kind, "uniform")]["Request Count"]) for kind in ("openai", "TTFT")} == {6}
+    gaps = sum(len(row["arrivals"]) - 1 for row in rows)
+    assert int(statistics[("ITL", "uniform")]["Request Count"]) == gaps
 
 
 def test_an_open_loop_sends_when_requests_are_due(server: TritonServer, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ __all__ = ["ServerProbe", "listening_addresses"]
 
 _LISTEN = "0A"  # the state in /proc/net/tcp
 _SECONDS = 2.0
+_NOT_FOR_US = (401, 403)  # --http-restricted-api
 
 
 class ServerProbe:
@@ -34,13 +35,17 @@ class ServerProbe:
         self._address: tuple[str, int] | None = None
 
     def is_ready(self) -> bool | None:
-        """Whether the server takes requests for the model; None where that is unknown (no HTTP service, a timeout)."""
+        """Whether the server takes requests for the model.
+
+        None where that is unknown: no HTTP service, a timeout, an operator who keeps the question to himself.
+        """
         if self._address is None:
             self._address = self._find()
         if self._address is None:
             return None
         try:
-            return _status(self._address, self._path) == 200
+            status = _status(self._address, self._path)
+            return None if status in _NOT_FOR_US else status == 200
         except ConnectionError:  # a server that stops refuses or resets connections first of all
             return False
         except (OSError, http.client.HTTPException):
@@ -50,7 +55,8 @@ class ServerProbe:
         """The address of its HTTP service."""
         for address in listening_addresses(self._server):
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if _status(address, "/v2/health/live") == 200:
+                # The metrics service says 200 to every path.
+                if _status(address, "/v2/health/live") == 200 != _status(address, "/v2/health/no-such-path"):
                     return address
         return None
 

@@ -30,14 +30,15 @@ class Marks:
 
     def __init__(self, *marks: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, marks)))
+        self._first = re.compile("|".join({re.escape(mark[0]) for mark in marks}))
         self._marks = marks
         self._longest = max(map(len, marks))
 
     def held(self, text: str, start: int) -> int:
         """Where the end of `text` may begin a mark, at `start` or later; its length if nowhere."""
-        for at in range(max(start, len(text) - self._longest + 1), len(text)):
-            if any(mark.startswith(text[at:]) for mark in self._marks):
-                return at
+        for found in self._first.finditer(text, max(start, len(text) - self._longest + 1)):
+            if any(mark.startswith(text[found.start() :]) for mark in self._marks):
+                return found.start()
         return len(text)
 
 

@@ -145,13 +145,39 @@ def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    """Triton's HTTP service: knows its paths, and one model."""
+
     status = 200
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/v2/health/live" else type(self).status)
+        known = {"/v2/health/live": 200, "/v2/models/a%20model/versions/1/ready": type(self).status}
+        self.send_response(known.get(self.path, 400))
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None: ...
+
+
+class YesHandler(Handler):
+    """Triton's metrics service: 200 to every path."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (YesHandler, Handler)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    addresses = [server.server_address[:2] for server in servers]
+    monkeypatch.setattr("inflight.frontend.server_probe.listening_addresses", lambda pid: addresses)
+    monkeypatch.setattr(Handler, "status", 400)
+    assert ServerProbe("a model", "1", os.getpid()).is_ready() is False
+    monkeypatch.setattr(Handler, "status", 403)
+    assert ServerProbe("a model", "1", os.getpid()).is_ready() is None, "an operator restricts the question"
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 def test_the_probe_finds_the_server_and_knows_when_it_is_gone() -> None:

@@ -1,0 +1,67 @@
+"""Any request at all, against a scripted backend: no answer is an error of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from hostile_bodies import bodies, check_answer, encoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_client import ScriptedClient, text
+
+from inflight_gateway.app import build_app
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.upstream import Upstream
+
+_POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+_CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>'
+
+
+def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
+    """What an application of its own answers."""
+    client = ScriptedClient(lambda request: text("Hel", "lo", _CALL, n=request.n))
+    client.info.update(tool_format="hermes", reasoning_tags=["<think>", "</think>"], reasoning_opened=False)
+    options = GatewayOptions(max_body_depth=20, max_prompts=4, max_n=4)
+
+    async def send() -> httpx.Response:
+        app = build_app(options, Gateway(options, Upstream(options, client)))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            return await http.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(send())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), path=st.sampled_from(_POSTS))
+def test_any_json(data: Any, path: str) -> None:
+    check_answer(answer("POST", path, encoded(data.draw(bodies(path)))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(content=st.binary(max_size=30), path=st.sampled_from(_POSTS))
+def test_any_bytes(content: bytes, path: str) -> None:
+    check_answer(answer("POST", path, content))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
+    path=st.sampled_from(["/v1/models/", "/v1/", "/"]).flatmap(
+        lambda start: st.text(st.characters(codec="utf-8"), max_size=12).map(lambda rest: start + rest)
+    ),
+)
+def test_any_path(method: str, path: str) -> None:
+    found = answer(method, quote(path), b"")
+    assert found.status_code < 500
+    if found.status_code >= 400:
+        assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_nesting_beyond_the_limits() -> None:
+    for content in (b"[" * 100_000, b'{"prompt":' + b"[" * 30 + b"]" * 30 + b"}", b'{"a":' * 5000):
+        check_answer(answer("POST", "/v1/completions", content))
