@@ -64,7 +64,7 @@ $(BIN)/python:
 	@echo "creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: EXTRAS := backend,server,gateway
+$(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,gateway,loadtest
 $(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,test
 

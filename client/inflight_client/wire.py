@@ -52,7 +52,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     yield "exclude_input_in_output", "BOOL", True
     yield "sampling_parameters", "BYTES", json.dumps(request.sampling)
     yield "return_finish_reason", "BOOL", True
-    if request.input_ids is None:
+    # The length of ids is known, unless the server cuts them.
+    if request.input_ids is None or request.sampling.get("truncate_prompt_tokens") is not None:
         yield "return_num_input_tokens", "BOOL", True
     if request.return_num_cached_tokens:
         yield "return_num_cached_tokens", "BOOL", True

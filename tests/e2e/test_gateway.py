@@ -94,6 +94,18 @@ async def test_a_second_request_finds_its_prompt_in_the_cache(client: AsyncOpenA
     assert cached[1] > (cached[0] or 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_what_is_left_of_a_prompt_that_is_cut(client: AsyncOpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    cut = {"truncate_prompt_tokens": 4}
+    for prompt in ([5, 6, 7, 8, 9, 10], "one two three four five six seven"):
+        made = await client.completions.create(
+            model="demo", prompt=prompt, max_tokens=1, stream=stream, extra_body=cut, **options
+        )
+        usage = [chunk async for chunk in made][-1].usage if stream else made.usage
+        assert usage.prompt_tokens == 4 and usage.total_tokens == 5
+
+
 async def test_a_stop_string_ends_the_text(client: AsyncOpenAI, direct: Client) -> None:
     text = direct.generate(PROMPT, max_tokens=30, temperature=0).text
     stop = text[10:14]
