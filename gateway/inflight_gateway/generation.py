@@ -178,7 +178,6 @@ class Generation:
             if self._error is None:
                 self._error = api_error(error)
                 self._gateway.log_failure(error, self._error)
-            self.cancel()
         finally:
             self._running -= 1
             self._wake()

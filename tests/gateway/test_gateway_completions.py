@@ -42,6 +42,17 @@ async def test_several_prompts_are_numbered_as_openai_numbers_them(start):
     assert [choice.text for choice in answer.choices] == ["", "[1]", "", "[2, 3]"]
 
 
+async def test_streams_of_several_prompts_keep_the_numbers(start):
+    front = await start(lambda request: [*text("a", "b", "c", index=1, n=2), *text("z", index=0, n=2)])
+    stream = await front.openai.completions.create(model="demo", prompt=[[1], [2, 3]], n=2, stream=True)
+    texts, ends = [""] * 4, [None] * 4
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == ["z", "abc", "z", "abc"] and ends == ["stop"] * 4
+
+
 async def test_usage_says_what_came_from_the_cache(start):
     def answer(request):
         assert request.return_num_cached_tokens
