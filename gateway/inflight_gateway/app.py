@@ -76,12 +76,15 @@ _ABSENT = frozenset(
 )
 
 
-def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starlette:
+def build_app(
+    options: GatewayOptions, gateway: Gateway | None = None, on_stop: Callable[[], None] = lambda: None
+) -> Starlette:
     """The ASGI application.
 
     Args:
         options: of the operator.
         gateway: takes the place of a new one, in tests.
+        on_stop: called at the very end.
     """
     shared = gateway or Gateway(options)
 
@@ -89,6 +92,7 @@ def build_app(options: GatewayOptions, gateway: Gateway | None = None) -> Starle
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await shared.upstream.close()
+        on_stop()
 
     app = Starlette(
         routes=_routes(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -73,8 +74,14 @@ def run(options: GatewayOptions, server: ServerOptions) -> None:
 
 def worker_app() -> Starlette:
     """The application of a worker process, which ends with its parent."""
-    end_with_parent(int(os.environ[_PARENT]))
-    return build_app(msgspec.json.decode(os.environ[_OPTIONS], type=GatewayOptions))
+    parent = int(os.environ[_PARENT])
+    end_with_parent(parent)
+
+    def clean_up() -> None:
+        if os.getppid() != parent:  # it was killed, and could not do this itself
+            shutil.rmtree(os.environ[SHARED_FOLDER], ignore_errors=True)
+
+    return build_app(msgspec.json.decode(os.environ[_OPTIONS], type=GatewayOptions), on_stop=clean_up)
 
 
 def end_with_parent(pid: int) -> None:

@@ -105,9 +105,11 @@ def test_workers_share_their_metrics_and_end_with_their_parent(tmp_path: Path) -
         assert gateway._process is not None
         parent = psutil.Process(gateway._process.pid)
         workers = wait_for(lambda: [one for one in parent.children() if "spawn_main" in "".join(one.cmdline())])
+        folder = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
+        assert folder.is_dir()
         parent.send_signal(signal.SIGKILL)
         gateway._process.wait()
         psutil.wait_procs(workers, timeout=30)
-        assert not any(worker.is_running() for worker in workers)
+        assert not any(worker.is_running() for worker in workers) and not folder.exists()
     finally:
         gateway.stop()
