@@ -31,7 +31,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "hi"}], "temperature": 1.2, "seed": 9, "n": 2, **BASE}
     | {"max_tokens": 2 * LENGTH, "frequency_penalty": 0.3, "stop": ["zzzz", "\ufffd\ufffd\ufffd\ufffd"]},
 ]
-POLICY = RetryPolicy(stall_timeout=0.5)
+POLICY = RetryPolicy(stall_timeout=2.0)
 
 
 @pytest.fixture(scope="module")

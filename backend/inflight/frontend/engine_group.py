@@ -376,6 +376,8 @@ class SharedEngine:
         ended = None if self._stopped else self._group.wait_ended(self._number, _END_SECONDS)
         if ended is not None and ended.failure is not None:
             raise EngineStartError(ended.failure.message, ended.failure.fatal)
+        if self.pulse.beats or self.pulse.ran():
+            raise EngineStartError(f"the engine process died ({self.exit_text()})", lost=True)
         raise EngineStartError(f"the engine process exited while loading the model ({self.exit_text()})")
 
     def send(self, frame: bytes) -> None:

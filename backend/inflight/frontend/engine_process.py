@@ -71,11 +71,13 @@ class EngineStartError(RuntimeError):
 
     Attributes:
         fatal: a restart cannot help.
+        lost: it had been up, for another frontend, before this one could use it.
     """
 
-    def __init__(self, message: str, fatal: bool = False) -> None:
+    def __init__(self, message: str, fatal: bool = False, lost: bool = False) -> None:
         super().__init__(message)
         self.fatal = fatal
+        self.lost = lost
 
 
 def exit_words(status: int) -> str:

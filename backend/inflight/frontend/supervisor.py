@@ -336,6 +336,8 @@ class Supervisor:
             self._refuse(self._restarts.refusal(cause))
 
     def _note_failed_start(self, error: EngineStartError) -> None:
+        if error.lost:
+            return self._log("error", f"{error}: another frontend used it already; it is being restarted")
         self._restarts.not_started()
         self._log("error", f"restart {self._restarts.failed_starts} of the engine process failed: {error}")
         self._refuse(self._restarts.refusal(str(error), error.fatal))

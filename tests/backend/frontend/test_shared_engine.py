@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import REQUESTS_PER_FRONTEND
-from inflight.frontend.engine_group import EngineGroup
+from inflight.engine.pulse import Pulse
+from inflight.frontend.engine_group import EngineGroup, SharedEngine
+from inflight.frontend.engine_process import EngineStartError
 
 
 def make_rigs(folder: Path, turn_seconds: float = 30.0, **config: Any) -> list[SupervisorRig]:
@@ -94,6 +98,24 @@ def test_poison_of_one_frontend_is_held_against_no_request_of_another(
     assert tokens(idle.wait()) == echo(PROMPT, 3)
     assert [rig.stats.endings for rig in rigs] == [["poison"] if order else [] for order in orders]
     assert [tokens(rig.open(max_tokens=5).wait()) for rig in rigs] == [echo(PROMPT, 5)] * 3
+
+
+@pytest.mark.parametrize(("beats", "lost"), [(0, False), (1, True)])
+def test_an_engine_that_was_up_before_it_died_is_lost_and_no_failed_start(beats: int, lost: bool) -> None:
+    """The poison of a quicker frontend killed it."""
+    ours, theirs = socket.socketpair()
+    descriptor = Pulse.create(1)
+    pulse = Pulse(descriptor, 1)
+    os.close(descriptor)
+    for _ in range(beats):
+        pulse.beat(1)
+    group = SimpleNamespace(wait_ended=lambda number, seconds: None)
+    engine = SharedEngine(group, 1, 1, ours, pulse)  # type: ignore[arg-type]
+    theirs.close()
+    with pytest.raises(EngineStartError) as caught:
+        engine.wait_ready(20)
+    assert caught.value.lost is lost
+    ours.close()
 
 
 def test_after_a_death_one_frontend_sends_at_a_time(rigs: list[SupervisorRig]) -> None:

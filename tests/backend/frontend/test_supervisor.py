@@ -127,6 +127,24 @@ def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Pa
         rig.stop()
 
 
+def test_engines_that_others_kill_are_no_failed_restarts(rig: SupervisorRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = rig.open(orders="delay=0.01", max_tokens=100)
+    wait_for(lambda: client.responses)
+    launch, lost = rig.supervisor._launcher.launch, [True] * 2 * RestartPolicy().refuse_after
+
+    def next_launch() -> Any:
+        if not lost:
+            return launch()
+        lost.pop()
+        raise EngineStartError("the engine process died", lost=True)
+
+    monkeypatch.setattr(rig.supervisor._launcher, "launch", next_launch)
+    pid = rig.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert tokens(client.wait()) == echo(PROMPT, 100) and not lost
+
+
 def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(rig: SupervisorRig) -> None:
     rig.order(start="exit")
     pid = rig.supervisor.pid
