@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -77,14 +79,14 @@ def _next(server: TritonServer, restarts: Restarts, error: LauncherError) -> Tri
 
 def _serve_once(server: TritonServer, timeout: float, stop: StopRequest, gateway: GatewayProcess | None) -> NoReturn:
     """Raises ServerDied, or a LauncherError if the server did not become ready."""
-    end = server.kill  # until it is ready nothing runs
+    end: Callable[[], None] = server.kill  # until it is ready nothing runs
     try:
         out_of_memory = OutOfMemory()
         server.start()
         assert server.log_file is not None
         with echo_file(server.log_file, server.log_start):
             server.wait_ready(timeout, stop.check)
-            end = lambda: server.stop(stop.check_again)  # noqa: E731
+            end = partial(server.stop, stop.check_again)
             if gateway is not None:
                 gateway.start(server.grpc_address, stop.check)
                 typer.echo(f"ready: OpenAI's API at {gateway.url}")
