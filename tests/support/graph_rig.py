@@ -22,7 +22,7 @@ from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner import graphs
 from inflight.runner.device_runner import DeviceRunner
-from inflight.sampling import sampler, table
+from inflight.sampling import native, sampler
 from inflight.sampling.choose import draw
 from inflight.sampling.metadata import Kind, RandomGroup
 from inflight.sampling.unusable import NO_TOKEN
@@ -116,7 +116,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(loader, "select_backend", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
-    for module in (sampler, table):
+    for module in (sampler, native):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     monkeypatch.setattr(gpu_sampler, "choose", choose)
     # As on a GPU: on a CPU the host looks whether there is anything to mark.

@@ -32,6 +32,13 @@ class Grammar(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
 
+    def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Whether a mask would allow each of `token_ids`, chosen behind 0, 1, 2 ... of the drafts.
+
+        What comes behind the first that is not the draft at its place does not count.  False if there is an `error`,
+        or if only the mask tells, as behind the end.
+        """
+
     def forced(self, limit: int) -> list[int]:
         """Up to `limit` tokens that spell what must come next, as the tokenizer would; [] if there is a choice."""
 

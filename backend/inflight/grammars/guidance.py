@@ -179,6 +179,16 @@ class _Sequence:
             self.check()
             self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
 
+    def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+        if self.error:
+            return False
+        for i, token in enumerate(token_ids):
+            if self.matcher.validate_tokens([*draft_token_ids[:i], token]) <= i:
+                return False
+            if i == len(draft_token_ids) or token != draft_token_ids[i]:
+                break
+        return True
+
     def check(self) -> None:
         if not self.error and self.matcher.is_error():
             self.error = f"the grammar cannot go on: {_shown(self.matcher.get_error())}"

@@ -15,7 +15,8 @@ from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
-from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
+from inflight.sampling.metadata import Kind, SamplerOutput, SampleRow, SamplingMetadata
+from inflight.sampling.native import native_choose
 from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
 from inflight.sampling.rules.grammar_mask import apply_bitmask
 from inflight.sampling.table import sampling_metadata
@@ -42,17 +43,16 @@ class Sampler:
                 f"logits have shape {list(logits.shape)}, metadata is for {list(expected)}: "
                 "select the slots whose rows are passed, from a table with the vocabulary size of the logits"
             )
-        of_model = logits
         if metadata.masks:
-            logits = _edited(logits, metadata.masks)
-        failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
-        token_ids = _choose(logits, metadata, of_model)
+            token_ids, masked, failures = _choose_masked(logits, metadata)
+        else:
+            token_ids, masked, failures = _choose(logits, metadata, logits), logits, {}
         index = metadata.logprobs_rows
         if index is None:
             return SamplerOutput(token_ids, [], None, failures)
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
         chosen = token_ids[index].clamp_(min=0)
-        return SamplerOutput(token_ids, rows, token_logprobs(logits[index], chosen, tops), failures)
+        return SamplerOutput(token_ids, rows, token_logprobs(masked[index], chosen, tops), failures)
 
     def warm_up(
         self, vocab_size: int, dtype: torch.dtype, device: torch.device, rules: Sequence[type[LogitsRule]] = RULES
@@ -89,17 +89,69 @@ def _edited(logits: Tensor, edits: Sequence[LogitsEdit]) -> Tensor:
     return edited
 
 
+def _choose_masked(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """int64[R], the masked logits of all rows that return log probabilities, and the masks' failures."""
+    if metadata.edits or len(metadata.masks) > 1 or not logits.is_cpu or native_choose(logits.device) is None:
+        masked = _edited(logits, metadata.masks)
+        failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
+        return _choose(masked, metadata, logits), masked, failures
+    token_ids = _choose(logits, metadata, logits)
+    columns = None if metadata.columns is None else metadata.columns.numpy()
+    needed = metadata.masks[0].still_needed(token_ids.numpy(), _certain(metadata, columns))
+    if needed is None:
+        return token_ids, logits, {}
+    rows, mask = needed
+    index = torch.from_numpy(rows)
+    of_model, masked = logits[index], logits
+    few = of_model.to(torch.float32, copy=True)
+    mask.apply(few)
+    of_few = SamplingMetadata(len(rows), metadata.vocab_size, columns=_columns_of(rows, columns), masks=[mask])
+    token_ids[index] = _choose(few, of_few, of_model)
+    if metadata.logprobs:
+        masked = logits.to(torch.float32, copy=True)
+        masked[index] = few
+    return token_ids, masked, {int(rows[row]): reason for row, reason in mask.failures.items()}
+
+
+def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarray:
+    """bool[R]: rows that get the same token with a mask as without, if it allows that token.
+
+    The greedy ones, and those that race in the whole vocabulary: it is still the winner.
+    """
+    certain = np.ones(metadata.num_rows, dtype=bool)
+    if columns is not None:
+        certain[columns[0]] = columns[6] <= Kind.RANDOM
+    certain[list(metadata.logprobs)] = False
+    return certain
+
+
+def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor | None:
+    """`SamplingMetadata.columns` of logits with these rows only."""
+    if columns is None:
+        return None
+    places = np.empty(columns.shape[1], dtype=np.int64)
+    places[columns[0]] = np.arange(columns.shape[1])
+    taken = columns[:, places[rows]]
+    taken[0] = np.arange(len(rows))
+    return torch.from_numpy(taken)
+
+
+def _tops(logits: Tensor) -> Tensor:
+    """[R]: the largest logit of each row, or its NaN."""
+    return largest(logits)[0] if logits.is_cpu else logits.amax(-1)
+
+
 def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Tensor:
     """int64[R].  A row is unusable by the model's own logits: a mask neither hides NaN nor is taken for it."""
     if metadata.edits:
         logits = edit_logits(logits, metadata)
-    if metadata.columns is not None and can_launch(logits.device):
-        from inflight.kernels.gpu import gpu_sampler
-
-        if not (metadata.masks or metadata.edits):
-            return gpu_sampler.choose(logits, metadata.columns)
-        return mark_unusable(gpu_sampler.choose(logits, metadata.columns, marks=False), of_model.amax(-1))
-    greedy, suspect = metadata.greedy_rows, bool(metadata.masks or metadata.edits)
+    suspect = bool(metadata.masks or metadata.edits) and logits is not of_model
+    choose = None if metadata.columns is None else native_choose(logits.device)
+    if choose is not None:
+        assert metadata.columns is not None
+        token_ids = choose(logits, metadata.columns, not suspect)
+        return mark_unusable(token_ids, _tops(of_model)) if suspect else token_ids
+    greedy = metadata.greedy_rows
     if greedy is None:
         tops, token_ids = largest(logits)
         return mark_unusable(token_ids, largest(of_model)[0] if suspect else tops)

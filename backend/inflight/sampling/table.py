@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
+from inflight.sampling.native import native_choose
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.rules import RULES, LogitsMask, LogitsRule, Put, RowBatch
 from inflight.sampling.upload import upload
@@ -55,7 +55,7 @@ class SamplingTable:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._has_gpu_kernel = can_launch(self.device)
+        self._has_kernel = native_choose(self.device) is not None
         self._flags = np.zeros(max_num_seqs, dtype=np.int64)
         self._bucket = np.zeros(max_num_seqs, dtype=np.int64)
         self._origin = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -168,7 +168,7 @@ class SamplingTable:
     def fill_columns(
         self, columns: np.ndarray, slots: np.ndarray, positions: np.ndarray, rows: np.ndarray | None = None
     ) -> None:
-        """Describe R rows to the GPU kernel.
+        """Describe R rows to the kernel that draws them (`native.py`).
 
         Args:
             columns: int64[COLUMN_LINES, C >= R] on the host, overwritten; see `SamplingMetadata.columns`.  The
@@ -195,18 +195,20 @@ class SamplingTable:
         return upload(array, self.device)
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
-        if self._has_gpu_kernel and metadata.columns is not None:
+        if self._has_kernel and metadata.columns is not None:
+            return
+        # One array of 8-byte values, so that one copy brings everything to the device.
+        packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
+        if self._has_kernel:
+            self.fill_columns(packed, slots, positions)
+            metadata.columns = upload(packed, self.device)
             return
         bucket = self._bucket[slots]
         order = np.argsort(bucket, kind="stable")
-        # One array of 8-byte values, so that one copy brings everything to the device.
-        packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
         self.fill_columns(packed, slots[order], positions[order], order)
         uploaded = upload(packed, self.device)
         if metadata.columns is None:
             metadata.columns = uploaded
-        if self._has_gpu_kernel:
-            return
         sizes = np.bincount(bucket, minlength=_NUM_BUCKETS)
         metadata.greedy_rows = uploaded[0, : sizes[0]]
         top_k, top_p, min_p = packed[2], packed[4].view(np.float64), packed[5].view(np.float64)

@@ -199,6 +199,32 @@ def test_masks_of_drafts_are_those_of_the_same_tokens_taken_one_by_one(
     check()
 
 
+def test_a_token_is_allowed_exactly_where_a_mask_allows_it(grammars: GuidanceGrammars, tokenizer: Tokenizer) -> None:
+    words = GrammarSpec("json_schema", '{"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2}')
+    walks = [(SCHEMA, '{"a":-10}'), (DIGITS, "123456"), (words, '["né","☃☃☃"]'), (words, '["'), (SCHEMA, "x")]
+    for spec, text in walks:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        sequence = grammars.new(spec)
+        for token in [*ids, EOS]:
+            (tokens,) = allowed(grammars, MaskJob(sequence, 0, []))
+            if sequence.error:
+                assert not sequence.allows([], [token])
+                break
+            found = {one for one in range(VOCAB) if sequence.allows([], [one])}
+            assert found == tokens or (tokens == {EOS} and not found), "behind the end only the mask tells"
+            sequence.advance([token])
+        again = grammars.new(spec)
+        masks = allowed(grammars, MaskJob(again, 0, ids), rows=len(ids) + 1)
+        for wrong in range(len(ids) + 1):
+            for other in (5, 300, EOS):
+                chosen = [*ids[:wrong], other, *[7] * (len(ids) - wrong)]
+                good = all(chosen[i] in masks[i] for i in range(wrong + 1))
+                if wrong < len(ids) and other == ids[wrong]:
+                    continue
+                found_good = again.allows(ids, chosen)
+                assert found_good == good or masks[wrong] == {EOS}, "what follows another token does not count"
+
+
 def test_a_token_that_the_grammar_does_not_allow_ends_the_sequence_with_a_reason(
     grammars: GuidanceGrammars, tokenizer: Tokenizer
 ) -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
-from inflight.sampling import Sampler, SamplingTable, sampler, table
+from inflight.sampling import Sampler, SamplingTable, native, sampler
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
 from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties, penalties
@@ -145,8 +145,7 @@ def test_a_row_that_is_not_finite_gets_no_token_and_the_others_theirs(where, val
 @pytest.mark.usefixtures("blocks")
 def test_what_masks_have_made_of_a_row_is_no_reason(monkeypatch):
     """With edits the model's own logits decide, and not what the kernel sees."""
-    monkeypatch.setattr(sampler, "can_launch", lambda device: True)
-    monkeypatch.setattr(table, "can_launch", lambda device: True)
+    monkeypatch.setattr(native, "can_launch", lambda device: True)
     params = [msgspec.structs.replace(kind, min_tokens=3, stop_token_ids=[5]) for kind in KINDS] * 3
     logits = torch.full((len(params), 203), -float("inf"))
     logits[:, 5] = 1.0  # masked: nothing is left
@@ -270,8 +269,9 @@ def test_the_sampler_uses_the_kernel_if_there_is_one(monkeypatch):
         metadata = rows.select(np.arange(4), np.full(4, 12), history)
         return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
 
+    monkeypatch.setattr(native, "_choose_on_cpu", lambda: None)
     without, groups = run()
-    for module in (penalties, sampler, table):
+    for module in (penalties, native):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     assert run() == (without, 0)
     assert groups > 0 or DEVICE.type == "cuda"
@@ -293,7 +293,8 @@ def test_penalties_equal_those_of_the_cpu_bit_for_bit():
 
 
 def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
-    monkeypatch.setattr(sampler, "can_launch", lambda device: True)
+    for module in (sampler, native):
+        monkeypatch.setattr(module, "can_launch", lambda device: True)
     monkeypatch.setattr(penalties, "can_launch", lambda device: True)
     dtypes = []
     real = gpu_sampler.choose
@@ -308,7 +309,7 @@ def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
 
 
 def test_warm_up_runs_those_of_a_history_on_the_device(monkeypatch):
-    for module in (sampler, device_penalties, device_bad_words):
+    for module in (sampler, native, device_penalties, device_bad_words):
         monkeypatch.setattr(module, "can_launch", lambda device: True)
     calls = []
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from inflight.kernels.gpu import gpu_sampler
 from inflight.loading.loader import load
 from inflight.runner.device_queue import HostQueue
 from inflight.runner.device_runner import DeviceRunner
-from inflight.sampling import sampler, table
+from inflight.sampling import native, sampler
 
 META = torch.device("meta")
 
@@ -64,7 +64,7 @@ def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     for cache in loaded.layers.caches:
         cache.key, cache.value = cache.key.to(META), cache.value.to(META)
     loaded.device = META
-    for module in (sampler, table):
+    for module in (sampler, native):
         monkeypatch.setattr(module, "can_launch", lambda device: device.type == "meta")
     monkeypatch.setattr(
         gpu_sampler, "choose", lambda logits, columns, **_: torch.empty(len(logits), dtype=torch.int64, device=META)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import SampleRow
+from inflight.kernels.cpu.library import instruction_set, use_instruction_set
+from inflight.sampling import SampleRow, native
 from inflight.sampling.noise import mix_seed, negative_exponential, row_keys, token_hashes
 
 
@@ -74,3 +77,16 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference() -> type[Reference]:
     return Reference
+
+
+@pytest.fixture(params=["compiled", "avx2", "portable", "torch"], scope="module")
+def drawn_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How tokens are drawn on this CPU: by the kernel of one instruction set after another, or by torch's operations."""
+    best = instruction_set()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native, "_choose_on_cpu", lambda: None)
+        elif request.param != "compiled" and not use_instruction_set(request.param):
+            pytest.skip(f"no {request.param} here")
+        yield request.param
+    use_instruction_set(best)

@@ -12,6 +12,8 @@ from logprobs_of import logprobs_of
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, SampleRow, SamplingTable, sampling_metadata
 
+pytestmark = pytest.mark.usefixtures("drawn_by")
+
 sample = Sampler()
 V = 1013
 SHAPES: list[dict] = [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}]

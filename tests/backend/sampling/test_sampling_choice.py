@@ -9,6 +9,8 @@ from inflight.sampling import Sampler, SamplingTable, candidates
 from inflight.sampling.candidates import argmax, top_candidates
 from inflight.sampling.choose import _weights
 
+pytestmark = pytest.mark.usefixtures("drawn_by")
+
 sample = Sampler()
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
+from inflight.sampling import Sampler, SamplingMetadata, SamplingTable, native
 from inflight.sampling.metadata import COLUMN_LINES, Kind
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -44,7 +44,8 @@ def test_a_greedy_request_in_a_formerly_random_slot_is_greedy_beside_random_ones
     assert len({random for _, random in tokens}) > 4
 
 
-def test_rows_are_grouped_by_how_they_are_drawn():
+def test_rows_are_grouped_by_how_they_are_drawn_where_no_kernel_draws_them(monkeypatch):
+    monkeypatch.setattr(native, "_choose_on_cpu", lambda: None)
     table = SamplingTable(6, 5000)
     for slot, params in enumerate(
         [GREEDY, SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=8), SamplingParams(top_k=2000)]

@@ -16,6 +16,8 @@ from inflight.sampling.candidates import top_candidates
 from inflight.sampling.unusable import NO_TOKEN
 
 VOCAB = 301
+pytestmark = pytest.mark.usefixtures("drawn_by")
+
 NAN, INF = float("nan"), float("inf")
 KINDS = [
     SamplingParams(temperature=0.0),

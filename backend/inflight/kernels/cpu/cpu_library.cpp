@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "cpu_ops.h"
+#include "cpu_sampler.h"
 
 namespace inflight {
 
@@ -12,6 +13,7 @@ namespace inflight {
   namespace isa {                                                          \
   extern const AttentionKernels attention_kernels __attribute__((weak));   \
   extern const OpsKernels ops_kernels __attribute__((weak));               \
+  extern const SamplerKernels sampler_kernels __attribute__((weak));       \
   }
 INFLIGHT_DECLARE(avx512bf16)
 INFLIGHT_DECLARE(avx512)
@@ -40,17 +42,20 @@ bool has_avx2() { return false; }
 struct InstructionSet {
   const AttentionKernels* attention;
   const OpsKernels* ops;
+  const SamplerKernels* sampler;
   bool (*runs_here)();
 
-  bool available() const { return attention != nullptr && ops != nullptr && runs_here(); }
+  bool available() const {
+    return attention != nullptr && ops != nullptr && sampler != nullptr && runs_here();
+  }
 };
 
 // Best first.
 const InstructionSet kInstructionSets[] = {
-    {&avx512bf16::attention_kernels, &avx512bf16::ops_kernels, has_avx512bf16},
-    {&avx512::attention_kernels, &avx512::ops_kernels, has_avx512},
-    {&avx2::attention_kernels, &avx2::ops_kernels, has_avx2},
-    {&portable::attention_kernels, &portable::ops_kernels, [] { return true; }}};
+    {&avx512bf16::attention_kernels, &avx512bf16::ops_kernels, &avx512bf16::sampler_kernels, has_avx512bf16},
+    {&avx512::attention_kernels, &avx512::ops_kernels, &avx512::sampler_kernels, has_avx512},
+    {&avx2::attention_kernels, &avx2::ops_kernels, &avx2::sampler_kernels, has_avx2},
+    {&portable::attention_kernels, &portable::ops_kernels, &portable::sampler_kernels, [] { return true; }}};
 
 // The best instruction set of this name, or of any name if it is empty; null if none is available.
 const InstructionSet* find(std::string_view name) {
@@ -75,6 +80,7 @@ void advise(char* data, int64_t bytes, int advice) {
 
 const AttentionKernels& attention_kernels() { return *chosen->attention; }
 const OpsKernels& ops_kernels() { return *chosen->ops; }
+const SamplerKernels& sampler_kernels() { return *chosen->sampler; }
 
 }  // namespace inflight
 
@@ -84,7 +90,7 @@ using namespace inflight;
 extern "C" {
 
 // Incremented whenever a struct or a signature changes; library.py accepts this version only.
-int inflight_abi() { return 4; }
+int inflight_abi() { return 5; }
 
 // Digest of the sources; build.py searches the file for it.
 #if defined(INFLIGHT_SOURCES)

@@ -79,6 +79,18 @@ class LogitsMask(LogitsEdit, Protocol):
 
     failures: dict[int, str]
 
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, LogitsMask] | None:
+        """What remains of this mask once tokens were chosen without it, which costs less than to make all of it.
+
+        Args:
+            token_ids: int64[R], on the host.
+            certain: bool[R], rows whose token is still the one with the mask, provided that it is allowed.
+
+        Returns:
+            int64[s], the rows that need their mask after all, and the mask of s rows with just these; the whole mask,
+            with the rows it is for, where it is being made already.
+        """
+
 
 class LogitsRule(Protocol):
     """One kind of constraint or preference: its parameters and state for every slot of a table.

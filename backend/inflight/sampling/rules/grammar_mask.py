@@ -54,7 +54,7 @@ class GrammarMask:
         self._not_eos = np.full(mask_words(vocab_size), 2**32 - 1, dtype=np.uint32)
         self._overlaps = device.type != "cpu"
         self._thread: ThreadPoolExecutor | None = None
-        self._filling: Future[None] | None = None
+        self._filling: Future[np.ndarray] | None = None
 
     def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
         self._sequences[slot] = None
@@ -81,21 +81,27 @@ class GrammarMask:
             sequence.advance(tokens[start:first].tolist())
             self._ends[slot] = first
             jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
-        bitmask = np.empty((len(batch.rows), mask_words(self._vocab_size)), dtype=np.int32)
-        fill = partial(self._fill, jobs, bitmask, self._ignores_eos[batch.slots])
-        if self._overlaps:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
-            self._filling = self._thread.submit(fill)
-            return Mask(batch.rows, bitmask, jobs, self._filling.result)
-        return Mask(batch.rows, bitmask, jobs, fill)
+        ignores_eos = self._ignores_eos[batch.slots]
+        if not self._overlaps:
+            return LateMask(batch.rows, jobs, ignores_eos, self)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
+        self._filling = self._thread.submit(self.bitmask_of, jobs, ignores_eos)
+        return Mask(batch.rows, jobs, self._filling.result)
 
-    def _fill(self, jobs: list[MaskJob], bitmask: np.ndarray, ignores_eos: np.ndarray) -> None:
+    def bitmask_of(self, jobs: list[MaskJob], ignores_eos: np.ndarray) -> np.ndarray:
+        """int32 [r, mask_words(V)] for `jobs`, whose rows are 0 to r - 1, and `ignores_eos` bool [r]."""
+        bitmask = np.empty((len(ignores_eos), mask_words(self._vocab_size)), dtype=np.int32)
         self.grammars.fill(jobs, bitmask)
         if ignores_eos.any():
             going_on = bitmask & self._not_eos.view(np.int32)
             rows = ignores_eos & going_on.any(axis=1)
             bitmask[rows] = going_on[rows]
+        return bitmask
+
+    def is_eos(self, token_ids: np.ndarray) -> np.ndarray:
+        """bool [n], for int64 [n]."""
+        return (self._not_eos[token_ids // 32] >> (token_ids % 32).astype(np.uint32)) & 1 == 0
 
     def _wait(self) -> None:
         if self._filling is not None:
@@ -105,27 +111,56 @@ class GrammarMask:
 
 @dataclass(slots=True)
 class Mask:
-    """A `LogitsEdit` of r rows.
+    """A `LogitsMask` of r rows.
 
     Attributes:
         rows: int64 [r], rows of the logits, increasing.
-        bitmask: int32 [r, mask_words(V)], on the host; complete once `fill` has returned.
-        jobs: what it is made for; their `row` counts the rows of `bitmask`.
+        jobs: what it is made for; their `row` counts `rows`.
+        bitmask: returns int32 [r, mask_words(V)], on the host, and waits for it.
         failures: row of the logits -> why its grammar cannot go on; known once the edit was applied.
     """
 
     rows: np.ndarray
-    bitmask: np.ndarray
     jobs: list[MaskJob]
-    fill: Callable[[], None]
+    bitmask: Callable[[], np.ndarray]
     failures: dict[int, str] = field(default_factory=dict)
 
     def apply(self, logits: Tensor) -> None:
-        self.fill()
+        bitmask = self.bitmask()
         for job in self.jobs:
             if job.grammar.error:
                 self.failures[int(self.rows[job.row])] = job.grammar.error
-        apply_bitmask(logits, self.rows, self.bitmask)
+        apply_bitmask(logits, self.rows, bitmask)
+
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, Mask] | None:
+        return self.rows, Mask(np.arange(len(self.rows)), self.jobs, self.bitmask)
+
+
+class LateMask(Mask):
+    """A mask that is made when it is applied.
+
+    Most tokens of a model that writes what the grammar says are allowed, and one token is quickly looked up.  The
+    masks of most tokens are the slow ones, too: those that allow almost anything.
+    """
+
+    def __init__(self, rows: np.ndarray, jobs: list[MaskJob], ignores_eos: np.ndarray, rule: GrammarMask) -> None:
+        super().__init__(rows, jobs, partial(rule.bitmask_of, jobs, ignores_eos))
+        self._ignores_eos = ignores_eos
+        self._rule = rule
+
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, Mask] | None:
+        chosen = token_ids[self.rows].clip(min=0)  # a row without a token stays without, whatever is looked up here
+        certain = certain[self.rows] & ~(self._ignores_eos & self._rule.is_eos(chosen))
+        jobs: list[MaskJob] = []
+        places: list[int] = []
+        for job in self.jobs:
+            here = slice(job.row, job.row + 1 + len(job.draft_token_ids))
+            if not (certain[here].all() and job.grammar.allows(job.draft_token_ids, chosen[here].tolist())):
+                jobs.append(job._replace(row=len(places)))
+                places += range(here.start, here.stop)
+        if not jobs:
+            return None
+        return self.rows[places], LateMask(np.arange(len(places)), jobs, self._ignores_eos[places], self._rule)
 
 
 def apply_bitmask(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
