@@ -16,7 +16,8 @@ from loadtest.soak.cases import BAD_REQUESTS, Answer, Case, answer_of, matches
 __all__ = ["Traffic"]
 
 _END_SECONDS = 60.0  # within which every request must end
-_MAX_PROBLEMS = 20  # kept in words; all are counted
+_MAX_PROBLEMS = 5  # of those that begin alike; all are counted
+_SHED = "the queue is too long for the request's deadline"
 
 # What a client does with its requests, and how often.
 _HABITS = {"whole": 60, "slow": 8, "cancel": 16, "deadline": 10, "bad": 6}
@@ -61,7 +62,8 @@ class Traffic:
 
     def problem(self, text: str) -> None:
         self.num_problems += 1
-        if len(self.problems) < _MAX_PROBLEMS:
+        kind = ": ".join(text.split(": ")[:2])
+        if sum(known.startswith(kind) for known in self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
 
     # -- load ------------------------------------------------------------------------------
@@ -104,6 +106,8 @@ class Traffic:
                 if error.partial is not None:
                     self.problem(f"ended in the middle: {error}: {about}")
                 await asyncio.sleep(0.2)  # as a client's backoff would
+            elif habit == "deadline" and _SHED in str(error) and error.partial is None:
+                self.counts["refused because of the deadline"] += 1
             else:
                 self.counts["failed"] += 1
                 self.problem(f"{type(error).__name__}: {error}: {about}")

@@ -88,6 +88,9 @@ def ask(client: Client, habit: str, monkeypatch: pytest.MonkeyPatch, away: bool 
 CUT = (("one", (1,), None), ("", (), None))
 WRONG = (("two", (2,), None), ("", (), None))
 REFUSED = UnavailableError("the model is being unloaded")
+SHED = UnavailableError(
+    "the queue is too long for the request's deadline: it would end in about 0.2 s, and 0.1 s are left"
+)
 LOST = UnavailableError("the engine process died")
 LOST.partial = Client(CUT).result()
 
@@ -103,6 +106,9 @@ LOST.partial = Client(CUT).result()
         ("whole", Client(error=DeadlineExceededError("late")), False, "failed", "DeadlineExceededError"),
         ("whole", Client(hangs=True), False, "without an end", "no end within"),
         ("deadline", Client(CUT, DeadlineExceededError("late")), False, "ended by the deadline", None),
+        ("deadline", Client(error=SHED), False, "refused because of the deadline", None),
+        ("deadline", Client(error=REFUSED), False, "failed", "UnavailableError"),
+        ("whole", Client(error=SHED), False, "failed", "UnavailableError"),
         ("deadline", Client(WRONG, DeadlineExceededError("late")), False, "wrong", "wrong answer"),
         ("deadline", Client(CUT), False, "wrong", "wrong answer"),
         ("bad", Client(error=InvalidRequestError("no")), False, "refused as invalid", None),
@@ -117,6 +123,15 @@ def test_how_a_request_ends_is_judged(
     traffic = ask(client, habit, monkeypatch, away)
     assert traffic.counts == Counter({ending: 1} if ending else {})
     assert [text.startswith(str(problem)) for text in traffic.problems] == ([True] if problem else [])
+
+
+def test_many_problems_of_a_kind_hide_no_other() -> None:
+    traffic = Traffic({}, [], seed=1)
+    for index in range(9):
+        traffic.problem(f"UnavailableError: the queue is too long: it would end in {index} s")
+    traffic.problem("UnavailableError: the engine died: pid 7")
+    assert traffic.num_problems == 10
+    assert [text.split(": ")[1] for text in traffic.problems] == [*["the queue is too long"] * 5, "the engine died"]
 
 
 def test_a_cancelled_request_is_compared_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,11 @@ class Grammars(Protocol):
             ValueError: it is refused.
         """
 
-    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray) -> None:
+    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
         """Write the masks of all jobs to `bitmask` int32 [rows, mask_words(vocab_size)].
 
-        Rows behind a draft that the grammar refuses, and those of a sequence with an `error`, allow all.  Leaves
-        Python's lock alone while it works.
+        Rows behind a draft that the grammar refuses, and those of a sequence with an `error`, allow all.
+
+        Args:
+            in_background: use other threads, and leave Python's lock alone.
         """

@@ -31,6 +31,9 @@ _COMPILE_SECONDS = 20.0
 _COMPILERS = 2  # threads: one slow grammar does not hold up the next
 # Tokens of a forced text that are looked up again for the end of the sequence behind them.
 _MAX_FORCED = 64
+# For so long the calling thread makes masks itself.  Others take milliseconds to begin: the idle threads of the forward
+# pass hold on to the cores for a while.
+_SERIAL_SECONDS = 0.003
 _MAX_ENCODED = 4096  # texts whose tokens are remembered
 
 
@@ -90,19 +93,23 @@ class GuidanceGrammars:
             raise ValueError(compiled)
         return _Sequence(compiled.deep_copy(), self._eos_token_ids)
 
-    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray) -> None:
+    def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
         bitmask.fill(-1)
         live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
+        rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, bitmask)
+        self._fill_by_threads(rest, bitmask)
+        for job in live:
+            assert isinstance(job.grammar, _Sequence)
+            job.grammar.check()
+
+    def _fill_by_threads(self, jobs: list[MaskJob], bitmask: np.ndarray) -> None:
         masks, where = self._masks(), (bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask))
-        plain = [(_matcher(job), job.row) for job in live if not job.draft_token_ids]
-        drafted = [(_matcher(job), job.row, list(job.draft_token_ids)) for job in live if job.draft_token_ids]
+        plain = [(_matcher(job), job.row) for job in jobs if not job.draft_token_ids]
+        drafted = [(_matcher(job), job.row, list(job.draft_token_ids)) for job in jobs if job.draft_token_ids]
         if plain:
             masks.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        for job in live:
-            assert isinstance(job.grammar, _Sequence)
-            job.grammar.check()
 
     def _masks(self) -> Any:
         if self._executor is None:
@@ -222,6 +229,29 @@ class _Wrapped:
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
         return [token for token in self._encode(text) if token < self._vocab_size]
+
+
+def _fill_within(seconds: float, jobs: list[MaskJob], bitmask: np.ndarray) -> list[MaskJob]:
+    """Returns the jobs that are left when the time is over."""
+    end = time.perf_counter() + seconds
+    for done, job in enumerate(jobs):
+        if time.perf_counter() > end:
+            return jobs[done:]
+        _fill_job(job, bitmask)
+    return []
+
+
+def _fill_job(job: MaskJob, bitmask: np.ndarray) -> None:
+    matcher, num_bytes = _matcher(job), bitmask.shape[1] * bitmask.itemsize
+    first = bitmask.ctypes.data + job.row * num_bytes
+    matcher.unsafe_compute_mask_ptr(first, num_bytes)
+    taken = 0
+    for draft in job.draft_token_ids:
+        if matcher.try_consume_tokens([draft]) == 0:
+            break
+        taken += 1
+        matcher.unsafe_compute_mask_ptr(first + taken * num_bytes, num_bytes)
+    matcher.rollback(taken)
 
 
 def _matcher(job: MaskJob) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from inflight.kernels.gpu.launch import can_launch
 
-__all__ = ["Choose", "native_choose"]
+__all__ = ["Choose", "cpu_sampler", "native_choose"]
 
 # `choose(logits, columns, marks)` of `kernels/cpu/sampler.py` and `kernels/gpu/gpu_sampler.py`.
 Choose = Callable[[Tensor, Tensor, bool], Tensor]
@@ -22,12 +23,14 @@ def native_choose(device: torch.device) -> Choose | None:
         from inflight.kernels.gpu import gpu_sampler
 
         return lambda logits, columns, marks: gpu_sampler.choose(logits, columns, marks=marks)
-    return _choose_on_cpu() if device.type == "cpu" else None
+    module = cpu_sampler() if device.type == "cpu" else None
+    return None if module is None else module.choose
 
 
 @functools.cache
-def _choose_on_cpu() -> Choose | None:
+def cpu_sampler() -> ModuleType | None:
+    """`kernels/cpu/sampler.py`, which applies masks, too; None where its library cannot be had."""
     from inflight.kernels.cpu import sampler
     from inflight.kernels.cpu.library import unavailable
 
-    return sampler.choose if unavailable() is None else None
+    return sampler if unavailable() is None else None

@@ -15,8 +15,8 @@ from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import largest
 from inflight.sampling.choose import draw
 from inflight.sampling.logprobs import token_logprobs
-from inflight.sampling.metadata import Kind, SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.native import native_choose
+from inflight.sampling.metadata import COLUMN_LINES, Kind, SamplerOutput, SampleRow, SamplingMetadata
+from inflight.sampling.native import cpu_sampler, native_choose
 from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
 from inflight.sampling.rules.grammar_mask import apply_bitmask
 from inflight.sampling.table import sampling_metadata
@@ -91,7 +91,8 @@ def _edited(logits: Tensor, edits: Sequence[LogitsEdit]) -> Tensor:
 
 def _choose_masked(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor, dict[int, str]]:
     """int64[R], the masked logits of all rows that return log probabilities, and the masks' failures."""
-    if metadata.edits or len(metadata.masks) > 1 or not logits.is_cpu or native_choose(logits.device) is None:
+    kernel = cpu_sampler() if logits.is_cpu else None
+    if metadata.edits or len(metadata.masks) > 1 or kernel is None:
         masked = _edited(logits, metadata.masks)
         failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
         return _choose(masked, metadata, logits), masked, failures
@@ -100,17 +101,13 @@ def _choose_masked(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, 
     needed = metadata.masks[0].still_needed(token_ids.numpy(), _certain(metadata, columns))
     if needed is None:
         return token_ids, logits, {}
-    rows, mask = needed
+    rows, bitmask = needed.rows, needed.bitmask()
     index = torch.from_numpy(rows)
-    of_model, masked = logits[index], logits
-    few = of_model.to(torch.float32, copy=True)
-    mask.apply(few)
-    of_few = SamplingMetadata(len(rows), metadata.vocab_size, columns=_columns_of(rows, columns), masks=[mask])
-    token_ids[index] = _choose(few, of_few, of_model)
+    token_ids[index] = kernel.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
     if metadata.logprobs:
-        masked = logits.to(torch.float32, copy=True)
-        masked[index] = few
-    return token_ids, masked, {int(rows[row]): reason for row, reason in mask.failures.items()}
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        apply_bitmask(logits, rows, bitmask)
+    return token_ids, logits, needed.failures
 
 
 def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarray:
@@ -125,14 +122,15 @@ def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarr
     return certain
 
 
-def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor | None:
-    """`SamplingMetadata.columns` of logits with these rows only."""
+def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:
+    """`SamplingMetadata.columns` of these rows only; without any, all are greedy."""
     if columns is None:
-        return None
-    places = np.empty(columns.shape[1], dtype=np.int64)
-    places[columns[0]] = np.arange(columns.shape[1])
-    taken = columns[:, places[rows]]
-    taken[0] = np.arange(len(rows))
+        taken = np.zeros((COLUMN_LINES, len(rows)), dtype=np.int64)
+        taken[0], taken[6] = rows, int(Kind.GREEDY)
+    else:
+        places = np.empty(columns.shape[1], dtype=np.int64)
+        places[columns[0]] = np.arange(columns.shape[1])
+        taken = columns[:, places[rows]]
     return torch.from_numpy(taken)
 
 
@@ -145,7 +143,7 @@ def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Ten
     """int64[R].  A row is unusable by the model's own logits: a mask neither hides NaN nor is taken for it."""
     if metadata.edits:
         logits = edit_logits(logits, metadata)
-    suspect = bool(metadata.masks or metadata.edits) and logits is not of_model
+    suspect = logits is not of_model
     choose = None if metadata.columns is None else native_choose(logits.device)
     if choose is not None:
         assert metadata.columns is not None

@@ -33,9 +33,9 @@ def outcome(grammars: GuidanceGrammars, spec: GrammarSpec) -> str:
     return found
 
 
-def allowed(grammars: GuidanceGrammars, *jobs: MaskJob, rows: int = 1) -> list[set[int]]:
+def allowed(grammars: GuidanceGrammars, *jobs: MaskJob, rows: int = 1, in_background: bool = True) -> list[set[int]]:
     bitmask = np.empty((rows, mask_words(VOCAB)), dtype=np.int32)
-    grammars.fill(jobs, bitmask)
+    grammars.fill(jobs, bitmask, in_background)
     bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=VOCAB, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -169,9 +169,12 @@ def test_a_hostile_grammar_is_refused_or_walked_within_bounds(grammars: Guidance
     assert not sequence.error or "cannot go on" in sequence.error
 
 
+@pytest.mark.parametrize("seconds", [0.0, 10.0, None])
 def test_masks_of_drafts_are_those_of_the_same_tokens_taken_one_by_one(
-    grammars: GuidanceGrammars, tokenizer: Tokenizer
+    grammars: GuidanceGrammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, seconds: float | None
 ) -> None:
+    """By this thread, by others, and in the background."""
+    monkeypatch.setattr(guidance, "_SERIAL_SECONDS", seconds)
     texts = ['{"a":-10}', '{"a":1', '{"a":"x"', "", '{"b":[1,{"c":null}]', "nothing like JSON", '{"a":1}']
 
     @given(st.sampled_from(texts), st.integers(0, 6), st.sampled_from([SCHEMA, DIGITS]))
@@ -182,7 +185,7 @@ def test_masks_of_drafts_are_those_of_the_same_tokens_taken_one_by_one(
         sequence, one = grammars.new(spec), grammars.new(spec)
         sequence.advance(taken)
         one.advance(taken)
-        masks = allowed(grammars, MaskJob(sequence, 1, drafts), rows=len(drafts) + 2)
+        masks = allowed(grammars, MaskJob(sequence, 1, drafts), rows=len(drafts) + 2, in_background=seconds is None)
         assert len(masks[0]) == VOCAB, "a row that is nobody's allows all"
         everything = set(range(VOCAB))
         for row, draft in enumerate([*drafts, None], 1):

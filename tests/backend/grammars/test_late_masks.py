@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_the_same_tokens_as_with_the_masks_made_first(
     late = Sampler()(logits, metadata)
     for index, mask in enumerate(metadata.masks):
         assert isinstance(mask, LateMask)
-        metadata.masks[index] = Mask(mask.rows, mask.jobs, mask.bitmask)
+        metadata.masks[index] = Mask(mask.rows, mask.jobs, mask.make)
     first = Sampler()(logits, metadata)
     assert late.token_ids.tolist() == first.token_ids.tolist()
     assert not poison or late.token_ids[0] == NO_TOKEN
@@ -103,9 +104,12 @@ def test_no_mask_is_made_for_a_model_that_writes_what_it_should(
 ) -> None:
     made: list[int] = []
     fill = GuidanceGrammars.fill
-    monkeypatch.setattr(
-        GuidanceGrammars, "fill", lambda self, jobs, bitmask: (made.append(len(jobs)), fill(self, jobs, bitmask))
-    )
+
+    def counting(self: GuidanceGrammars, jobs: list[MaskJob], *args: Any, **options: Any) -> None:
+        made.append(len(jobs))
+        fill(self, jobs, *args, **options)
+
+    monkeypatch.setattr(GuidanceGrammars, "fill", counting)
     table = SamplingTable(3, VOCAB, "cpu", rules_of(grammars))
     for slot in range(3):
         table.set_row(slot, SamplingParams(temperature=temperature, grammar=DIGITS), slot, [EOS], 2)

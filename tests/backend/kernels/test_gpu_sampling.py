@@ -269,7 +269,7 @@ def test_the_sampler_uses_the_kernel_if_there_is_one(monkeypatch):
         metadata = rows.select(np.arange(4), np.full(4, 12), history)
         return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
 
-    monkeypatch.setattr(native, "_choose_on_cpu", lambda: None)
+    monkeypatch.setattr(native, "cpu_sampler", lambda: None)
     without, groups = run()
     for module in (penalties, native):
         monkeypatch.setattr(module, "can_launch", lambda device: True)

@@ -81,11 +81,11 @@ def reference() -> type[Reference]:
 
 @pytest.fixture(params=["compiled", "avx2", "portable", "torch"], scope="module")
 def drawn_by(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How tokens are drawn on this CPU: by the kernel of one instruction set after another, or by torch's operations."""
+    """How tokens are drawn on this CPU: by the kernel of each instruction set, or by torch's operations."""
     best = instruction_set()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(native, "_choose_on_cpu", lambda: None)
+            patch.setattr(native, "cpu_sampler", lambda: None)
         elif request.param != "compiled" and not use_instruction_set(request.param):
             pytest.skip(f"no {request.param} here")
         yield request.param

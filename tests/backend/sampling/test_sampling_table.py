@@ -45,7 +45,7 @@ def test_a_greedy_request_in_a_formerly_random_slot_is_greedy_beside_random_ones
 
 
 def test_rows_are_grouped_by_how_they_are_drawn_where_no_kernel_draws_them(monkeypatch):
-    monkeypatch.setattr(native, "_choose_on_cpu", lambda: None)
+    monkeypatch.setattr(native, "cpu_sampler", lambda: None)
     table = SamplingTable(6, 5000)
     for slot, params in enumerate(
         [GREEDY, SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=8), SamplingParams(top_k=2000)]

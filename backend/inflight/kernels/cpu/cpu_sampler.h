@@ -15,7 +15,9 @@ struct Draws {
   int64_t line;           // elements between lines of columns
   const int32_t* hashes;  // [size], noise.token_hashes
   int64_t* out;           // a token for each row, or kNoToken
-  int32_t marks;          // whether a row whose largest logit is not finite gets kNoToken
+  const uint32_t* masks;  // [columns, mask_words], a bit for each token that is allowed; or null
+  int64_t mask_words;
+  int32_t marks;  // whether a row whose largest logit is not finite gets kNoToken
 };
 
 constexpr int64_t kNoToken = -1;

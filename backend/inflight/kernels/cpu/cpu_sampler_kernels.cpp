@@ -97,9 +97,43 @@ struct Kept {
   bool operator()(float x, int64_t token) const { return x > floor || (x == floor && token < before); }
 };
 
+// A row of floats that grows on demand and lives until the thread ends.
+float* scratch(int64_t size) {
+  struct Float {
+    float x;
+  };
+  thread_local std::vector<Float> row;
+  if (int64_t(row.size()) < size) row.resize(size_t(size));
+  return &row[0].x;
+}
+
+INFLIGHT_INLINE Vec masked(Vec x, uint32_t bits) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_mask_blend_ps(__mmask16(bits), _mm512_set1_ps(-kInfinity), (__m512)x);
+#else
+  UintVec lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = 1u << i;
+  return ((UintVec{} + bits) & lanes) != 0 ? x : splat(-kInfinity);
+#endif
+}
+
+// Copy a row, with -inf for tokens that the mask does not allow.
+void apply_mask(const float* x, const uint32_t* mask, int64_t size, float* to) {
+  int64_t i = 0;
+  for (; i + 32 <= size; i += 32, ++mask) {
+    for (int lane = 0; lane < 32; lane += kLanes) store(to + i + lane, masked(load(x + i + lane), *mask >> lane));
+  }
+  for (; i < size; ++i) to[i] = (*mask >> (i % 32)) & 1 ? x[i] : -kInfinity;
+}
+
 class Row {
  public:
-  Row(const Draws& draws, const float* x) : x_(x), size_(draws.size), hashes_(draws.hashes), blocks_(buffer()) {
+  Row(int64_t size, const int32_t* hashes) : size_(size), hashes_(hashes), blocks_(buffer()) {}
+
+  // The logits, each of which is read once; others before.
+  void read(const float* x) {
+    x_ = x;
+    has_nan_ = false;
     blocks_.clear();
     UintVec is_nan = {};
     top_ = -kInfinity;
@@ -273,11 +307,11 @@ class Row {
     return bits < kEnd ? int32_t(bits) : kEnd;
   }
 
-  const float* x_;
+  const float* x_ = nullptr;
   int64_t size_;
   const int32_t* hashes_;
   std::vector<Peak>& blocks_;
-  float top_;
+  float top_ = 0;
   bool has_nan_ = false;
   uint32_t key_ = 0, offset_ = 0;
   double scale_ = 1;
@@ -323,14 +357,25 @@ double real(int64_t bits) {
 }
 
 void draw(const Draws& draws, int64_t first, int64_t last) {
+  Row row(draws.size, draws.hashes);
   for (int64_t i = first; i < last; ++i) {
     const auto at = [&](Line line) { return draws.columns[line * draws.line + i]; };
     if (at(kKind) == kPadding) continue;
-    Row row(draws, draws.logits + at(kRow) * draws.stride);
+    const float* x = draws.logits + at(kRow) * draws.stride;
     int64_t& token = draws.out[at(kRow)];
+    row.read(x);
     if (!row.usable()) {
       token = draws.marks ? kNoToken : row.greedy();
       continue;
+    }
+    if (draws.masks != nullptr) {
+      float* masked = scratch(draws.size);
+      apply_mask(x, draws.masks + i * draws.mask_words, draws.size, masked);
+      row.read(masked);
+      if (!row.usable()) {  // no token is left, which is no fault of the model
+        token = row.greedy();
+        continue;
+      }
     }
     row.randomize(at(kKeys), float(real(at(kInverseTemperature))));
     const double top_p = real(at(kTopP)), min_p = real(at(kMinP));

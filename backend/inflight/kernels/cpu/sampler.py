@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,20 +31,25 @@ class _Draws(ctypes.Structure):
         ("line", c_int64),
         ("hashes", c_void_p),
         ("out", c_void_p),
+        ("masks", c_void_p),
+        ("mask_words", c_int64),
         ("marks", c_int32),
     ]
 
 
-def choose(logits: Tensor, columns: Tensor, marks: bool = True) -> Tensor:
+def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndarray | None = None) -> Tensor:
     """int64[R]: one token per row of `logits[R, V]`.
 
     Args:
         columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; names rows at most once; others get token 0.
         marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks may have made it so.
+        bitmask: int32[C, mask_words(V)]: each column's allowed tokens, the first in the lowest bit.  A row that it
+            leaves without a token gets token 0.
     """
     if logits.dtype != torch.float32 or logits.stride(-1) != 1:
         logits = logits.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     columns = columns.contiguous()
+    bitmask = None if bitmask is None else np.ascontiguousarray(bitmask)
     out = torch.zeros(len(logits), dtype=torch.int64)
     hashes = token_hashes(logits.shape[-1], logits.device)
     draws = _Draws(
@@ -54,6 +60,8 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True) -> Tensor:
         columns.stride(0),
         hashes.data_ptr(),
         out.data_ptr(),
+        None if bitmask is None else bitmask.ctypes.data,
+        0 if bitmask is None else bitmask.shape[1],
         marks,
     )
     library().inflight_sampler_choose(ctypes.byref(draws), columns.shape[1], torch.get_num_threads())

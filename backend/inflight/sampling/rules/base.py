@@ -74,12 +74,17 @@ class LogitsMask(LogitsEdit, Protocol):
     """An edit that other rules cannot undo, and that log probabilities follow.
 
     Attributes:
-        failures: row of the logits -> why no token of it can be meant; complete once the edit was applied.
+        rows: int64 [r], rows of the logits, increasing.
+        failures: row of the logits -> why no token of it can be meant; complete once there is a `bitmask`.
     """
 
+    rows: np.ndarray
     failures: dict[int, str]
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, LogitsMask] | None:
+    def bitmask(self) -> np.ndarray:
+        """int32 [r, mask_words(V)] for `rows`, on the host; waits for it."""
+
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> LogitsMask | None:
         """What remains of this mask once tokens were chosen without it, which costs less than to make all of it.
 
         Args:
@@ -87,8 +92,7 @@ class LogitsMask(LogitsEdit, Protocol):
             certain: bool[R], rows whose token is still the one with the mask, provided that it is allowed.
 
         Returns:
-            int64[s], the rows that need their mask after all, and the mask of s rows with just these; the whole mask,
-            with the rows it is for, where it is being made already.
+            The mask of the rows that need it after all; all of it where it is being made already.
         """
 
 

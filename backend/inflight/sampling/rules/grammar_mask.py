@@ -92,7 +92,7 @@ class GrammarMask:
     def bitmask_of(self, jobs: list[MaskJob], ignores_eos: np.ndarray) -> np.ndarray:
         """int32 [r, mask_words(V)] for `jobs`, whose rows are 0 to r - 1, and `ignores_eos` bool [r]."""
         bitmask = np.empty((len(ignores_eos), mask_words(self._vocab_size)), dtype=np.int32)
-        self.grammars.fill(jobs, bitmask)
+        self.grammars.fill(jobs, bitmask, in_background=self._overlaps)
         if ignores_eos.any():
             going_on = bitmask & self._not_eos.view(np.int32)
             rows = ignores_eos & going_on.any(axis=1)
@@ -114,26 +114,27 @@ class Mask:
     """A `LogitsMask` of r rows.
 
     Attributes:
-        rows: int64 [r], rows of the logits, increasing.
         jobs: what it is made for; their `row` counts `rows`.
-        bitmask: returns int32 [r, mask_words(V)], on the host, and waits for it.
-        failures: row of the logits -> why its grammar cannot go on; known once the edit was applied.
+        make: returns `bitmask`, and waits for it.
     """
 
     rows: np.ndarray
     jobs: list[MaskJob]
-    bitmask: Callable[[], np.ndarray]
+    make: Callable[[], np.ndarray]
     failures: dict[int, str] = field(default_factory=dict)
 
-    def apply(self, logits: Tensor) -> None:
-        bitmask = self.bitmask()
+    def bitmask(self) -> np.ndarray:
+        bitmask = self.make()
         for job in self.jobs:
             if job.grammar.error:
                 self.failures[int(self.rows[job.row])] = job.grammar.error
-        apply_bitmask(logits, self.rows, bitmask)
+        return bitmask
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, Mask] | None:
-        return self.rows, Mask(np.arange(len(self.rows)), self.jobs, self.bitmask)
+    def apply(self, logits: Tensor) -> None:
+        apply_bitmask(logits, self.rows, self.bitmask())
+
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
+        return self
 
 
 class LateMask(Mask):
@@ -148,19 +149,18 @@ class LateMask(Mask):
         self._ignores_eos = ignores_eos
         self._rule = rule
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> tuple[np.ndarray, Mask] | None:
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
         chosen = token_ids[self.rows].clip(min=0)  # a row without a token stays without, whatever is looked up here
-        certain = certain[self.rows] & ~(self._ignores_eos & self._rule.is_eos(chosen))
+        is_certain = (certain[self.rows] & ~(self._ignores_eos & self._rule.is_eos(chosen))).tolist()
+        tokens = chosen.tolist()
         jobs: list[MaskJob] = []
         places: list[int] = []
         for job in self.jobs:
             here = slice(job.row, job.row + 1 + len(job.draft_token_ids))
-            if not (certain[here].all() and job.grammar.allows(job.draft_token_ids, chosen[here].tolist())):
+            if not (all(is_certain[here]) and job.grammar.allows(job.draft_token_ids, tokens[here])):
                 jobs.append(job._replace(row=len(places)))
                 places += range(here.start, here.stop)
-        if not jobs:
-            return None
-        return self.rows[places], LateMask(np.arange(len(places)), jobs, self._ignores_eos[places], self._rule)
+        return LateMask(self.rows[places], jobs, self._ignores_eos[places], self._rule) if jobs else None
 
 
 def apply_bitmask(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
