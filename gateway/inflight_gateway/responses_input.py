@@ -68,6 +68,9 @@ def chat_of_responses(body: ResponsesBody) -> ChatBody:
         raise invalid(f"n: {body.n} came; a response has one answer", "n")
     if body.max_tokens is not None:
         raise invalid("max_tokens: the name here is max_output_tokens", "max_tokens")
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if getattr(body, name):
+            raise invalid(f"{name}: a response has no place for them; /v1/chat/completions does", name)
     include = body.include or []
     for name in include:
         if name not in _INCLUDED:

@@ -154,6 +154,8 @@ def test_every_key_of_openais_request_is_known() -> None:
     ("change", "message"),
     [
         ({"store": True}, "store is not supported"),
+        ({"prompt_logprobs": 2}, "prompt_logprobs: a response has no place for them"),
+        ({"return_token_ids": True}, "return_token_ids: a response has no place for them"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
