@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+# What the engine process sets for itself: with threads that spin at OpenMP's barriers, throughput collapses as soon as
+# anything else runs on the cores.  Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 CACHE = Path(os.environ.get("INFLIGHT_BENCH_CACHE", Path.home() / ".cache" / "inflight-bench"))
 CHECKPOINT = "llama-60m-rand"
 
@@ -51,16 +54,11 @@ def workload(count: int | None, name: str = "b") -> list[dict[str, Any]]:
 
 
 def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run `script --side SIDE` with the arguments as JSON on stdin; its last output line is the result.
-
-    All sides use the wait policy that the engine process sets for itself: with threads that spin at OpenMP's
-    barriers, throughput collapses as soon as anything else runs on the cores.
-    """
+    """Run `script --side SIDE` with the arguments as JSON on stdin; its last output line is the result."""
     done = subprocess.run(
         [sys.executable, script, "--side", side],
         input=json.dumps(arguments),
         stdout=subprocess.PIPE,
-        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         text=True,
         check=True,
     )

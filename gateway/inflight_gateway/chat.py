@@ -47,7 +47,7 @@ async def chat_completions(http: Request) -> Response:
 
 def _whole(head: dict[str, Any], body: ChatBody, plan: ChatPlan, result: GenerationResult) -> dict[str, Any]:
     choices = [_choice(choice, body, plan) for choice in result.choices]
-    found = {**head, "choices": choices, "usage": usage_of([result])}
+    found = {**head, "choices": choices, "usage": usage_of([result], reasoning=plan.reasoning_tokens())}
     if result.prompt_logprobs is not None:
         found["prompt_logprobs"] = vllm_logprobs(result.prompt_logprobs)
     if plan.prompt_token_ids is not None:

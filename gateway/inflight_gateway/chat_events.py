@@ -38,7 +38,7 @@ class ChatEvents:
         self._head = {**head, "usage": None} if body.include_usage else head
         self._body = body
         self._plan = plan
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(reasoning=plan.reasoning_tokens())
         self._choices = [_Choice(index, plan.parser()) for index in range(body.n or 1)]
         self._plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
 

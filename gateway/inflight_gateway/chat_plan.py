@@ -16,6 +16,7 @@ from inflight_gateway.chat_tools import ToolPlan, plan_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.reasoning import ReasoningParser, reasoning_opened, reasoning_tags
+from inflight_gateway.reasoning_tokens import ReasoningTokens, reasoning_token_ids
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
 from inflight_gateway.tool_parsers import FORMATS, format_named
 from inflight_gateway.upstream import ServedModel
@@ -85,6 +86,7 @@ class ChatPlan:
         tags: of the model's reasoning, if the answer may contain some.
         opened: whether the answer begins within the tags.
         show_reasoning: whether the caller gets it.
+        tag_ids: the tokens of `tags`, if each is one.
         prompt_token_ids: of the rendered chat, if the caller wants token ids.
     """
 
@@ -93,6 +95,7 @@ class ChatPlan:
     tags: tuple[str, str] | None
     opened: bool
     show_reasoning: bool
+    tag_ids: tuple[int, int] | None = None
     prompt_token_ids: list[int] | None = None
 
     def parser(self) -> AnswerParser:
@@ -101,6 +104,10 @@ class ChatPlan:
             None if self.tags is None else ReasoningParser(self.tags, self.opened),
             None if self.tools is None else self.tools.parser(),
         )
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """Counts those of all n answers; None where they cannot be told."""
+        return None if self.tag_ids is None else ReasoningTokens(self.tag_ids, self.opened)
 
 
 async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: ChatBody) -> ChatPlan:
@@ -128,7 +135,8 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
     if any(mark in model.info.get("special_tokens", ()) for mark in marks):
         arguments["skip_special_tokens"] = False  # the parsers must see them
     ids = await _prompt_ids(gateway, model, arguments) if body.return_token_ids else None
-    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, ids)
+    tag_ids = None if tags is None else reasoning_token_ids(tags, model.info)
+    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, tag_ids, ids)
 
 
 async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:

@@ -36,10 +36,13 @@ async def responses(http: Request) -> Response:
     request = {**plan.arguments, "request_id": request_id}
     answer = _Answer(_head(body, f"resp_{request_id}", model.name), body, plan)
     if body.stream:
-        return await stream_events(gateway, http, [request], _Events(answer))
+        return await stream_events(gateway, http, [request], _Events(answer, plan))
     results = await complete(gateway, http, [{**request, "one_response": True}])
     answer.grow(results[0].choices[0])
-    return Response(encode_json(answer.response(usage_of(results))), media_type="application/json")
+    return Response(
+        encode_json(answer.response(usage_of(results, reasoning=plan.reasoning_tokens()))),
+        media_type="application/json",
+    )
 
 
 def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:
@@ -120,9 +123,9 @@ class _Answer:
 class _Events:
     """Encodes the stream of a response: numbered events, of which the last has the whole response."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: _Answer, plan: ChatPlan) -> None:
         self._answer = answer
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(reasoning=plan.reasoning_tokens())
         self._number = 0
 
     def begin(self) -> bytes:
@@ -149,13 +152,13 @@ class _Events:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's other form of it.  Tokens of reasoning are not counted by themselves."""
+    """OpenAI's other form of it.  Where tokens of reasoning cannot be told they count as none."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }
 

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_client import ScriptedClient
 from tokenizers import AddedToken, Tokenizer
 
 from inflight.frontend.structured_outputs import structured_outputs
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
-from inflight_client import tool_calls
+from inflight_client import ChoiceDelta, StreamChunk, tool_calls
 from inflight_gateway.errors import APIError
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.reasoning import ReasoningParser, reasoning_tags
+from inflight_gateway.reasoning_tokens import ReasoningTokens
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
 
 TAGS = ("<think>", "</think>")
@@ -70,6 +72,54 @@ def test_long_reasoning_is_read_once() -> None:
     for _ in range(20_000):
         parser.feed(" \n</think")
         assert len(parser._scan.text) - parser._scan.at < 10
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "opened", "expected"),
+    [
+        ([1, 5, 5, 2, 6], False, 2),
+        ([4, 1, 5, 2, 6, 1, 6], False, 1),  # whitespace before the tag, and another tag further on
+        ([6, 6, 1, 5, 2], False, 0),
+        ([5, 5, 5, 2, 6], True, 3),
+        ([1, 5, 2, 6], True, 1),
+        ([5, 5], True, 2),
+        ([1, 5, 5], False, 2),
+        ([1, 2, 6], False, 0),
+        ([], True, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(token_ids: list[int], opened: bool, expected: int) -> None:
+    whole, cut = ReasoningTokens((1, 2), opened), ReasoningTokens((1, 2), opened)
+    whole.add(0, token_ids)
+    for token in token_ids:
+        for index in range(3):
+            cut.add(index, [token])
+    assert (whole.count, cut.count) == (expected, 3 * expected)
+
+
+async def test_usage_tells_the_tokens_of_reasoning(start: Any) -> None:
+    parts = [("<think>", 1), ("h", 5), ("m", 5), ("</think>", 2), ("5", 6)]
+    chunks = [
+        StreamChunk(choices=[ChoiceDelta(index=0, text=text, token_ids=[token], num_tokens=1)], num_input_tokens=3)
+        for text, token in parts
+    ]
+    chunks[-1].choices[0].finish_reason = "stop"
+    client = ScriptedClient(lambda request: chunks)
+    client.info.update({"reasoning_tags": list(TAGS), "reasoning_token_ids": [1, 2]})
+    front = await start(client)
+    chat: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    whole = await front.openai.chat.completions.create(**chat)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 2
+    stream = await front.openai.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+    usage = [chunk async for chunk in stream][-1].usage
+    assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (5, 2)
+    response = await front.openai.responses.create(model="demo", input="Hi")
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    events = await front.openai.responses.create(model="demo", input="Hi", stream=True)
+    assert [event async for event in events][-1].response.usage.output_tokens_details.reasoning_tokens == 2
+    client.info["reasoning_token_ids"] = None
+    front = await start(client)
+    assert (await front.openai.chat.completions.create(**chat)).usage.completion_tokens_details is None
 
 
 def test_which_tags() -> None:

@@ -51,8 +51,18 @@ def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tok
         "tool_format": tool_format(chat.text or ""),
         "reasoning_tags": None if tags is None else list(tags),
         "reasoning_opened": tags is not None and prompt.rstrip().endswith(tags[0]),
+        "reasoning_token_ids": None if tags is None else _ids_of(tags, tokenizer),
         "special_tokens": tokenizer.special_tokens(),
     }
+
+
+def _ids_of(tags: tuple[str, str], tokenizer: Tokenizer) -> list[int] | None:
+    """The token of each tag; None if one has several."""
+    try:
+        tokens = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
+    except TokenizerError:  # the checkpoint has none
+        return None
+    return [int(ids[0]) for ids in tokens] if all(len(ids) == 1 for ids in tokens) else None
 
 
 class TextQuestions:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from chat_templates import HERMES, TEMPLATES
 from frontend_rig import CHECKPOINT, RecordingClient, demo_tokenizer
 from hypothesis import given, settings
@@ -167,13 +168,23 @@ def test_the_facts() -> None:
         "tool_format": None,
         "reasoning_tags": None,
         "reasoning_opened": False,
+        "reasoning_token_ids": None,
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
     }
     told = ask("model", of=make(ChatTemplate(HERMES)))
     assert (told["tool_format"], told["reasoning_tags"]) == ("hermes", ["<think>", "</think>"])
     assert told["reasoning_opened"] is False
+    assert told["reasoning_token_ids"] is None, "this vocabulary spells the tags"
     told = ask("model", of=make(ChatTemplate(None)))
     assert (told["has_chat_template"], told["tool_format"], told["reasoning_tags"]) == (False, None, None)
+
+
+def test_tags_that_are_tokens(tmp_path: Path) -> None:
+    vocabulary = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    vocabulary.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    told = ask("model", of=make(ChatTemplate(HERMES), Tokenizer.load(str(tmp_path), required=True)))
+    assert told["reasoning_token_ids"] == [vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")]
 
 
 @pytest.mark.parametrize(

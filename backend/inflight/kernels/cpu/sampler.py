@@ -19,6 +19,8 @@ from inflight.sampling.noise import token_hashes
 
 __all__ = ["choose"]
 
+_LOGITS_PER_THREAD = 2**16  # below this another thread is not worth waking
+
 
 class _Draws(ctypes.Structure):
     """`Draws` of cpu_sampler.h."""
@@ -64,5 +66,7 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
         0 if bitmask is None else bitmask.shape[1],
         marks,
     )
-    library().inflight_sampler_choose(ctypes.byref(draws), columns.shape[1], torch.get_num_threads())
+    count = columns.shape[1]
+    threads = max(1, min(torch.get_num_threads(), count, count * logits.shape[-1] // _LOGITS_PER_THREAD))
+    library().inflight_sampler_choose(ctypes.byref(draws), count, threads)
     return out
