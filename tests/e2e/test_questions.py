@@ -100,6 +100,7 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "tool_format": None,
         "reasoning_tags": None,
         "reasoning_opened": False,
+        "reasoning_token_ids": None,
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
     }
 

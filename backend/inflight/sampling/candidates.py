@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["argmax", "largest", "top_candidates"]
+__all__ = ["argmax", "largest", "largest_values", "top_candidates"]
 
 _LOW_HALF = 2**32 - 1
 
@@ -29,6 +29,11 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
         places = values.argmax(-1)
         return torch.from_numpy(values[np.arange(len(places)), places]), torch.from_numpy(places)
     return x.max(-1)
+
+
+def largest_values(x: Tensor) -> Tensor:
+    """The largest entry of each row of x[R, V], or its NaN: [R]."""
+    return largest(x)[0] if x.is_cpu else x.amax(-1)
 
 
 def top_candidates(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

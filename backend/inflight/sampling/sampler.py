@@ -12,10 +12,11 @@ from torch import Tensor
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import mask_words
 from inflight.kernels.gpu.launch import can_launch
-from inflight.sampling.candidates import largest
+from inflight.sampling.candidates import largest, largest_values
 from inflight.sampling.choose import draw
+from inflight.sampling.late_masks import mask_where_needed
 from inflight.sampling.logprobs import token_logprobs
-from inflight.sampling.metadata import COLUMN_LINES, Kind, SamplerOutput, SampleRow, SamplingMetadata
+from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.native import cpu_sampler, native_choose
 from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
 from inflight.sampling.rules.grammar_mask import apply_bitmask
@@ -97,46 +98,7 @@ def _choose_masked(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, 
         failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
         return _choose(masked, metadata, logits), masked, failures
     token_ids = _choose(logits, metadata, logits)
-    columns = None if metadata.columns is None else metadata.columns.numpy()
-    needed = metadata.masks[0].still_needed(token_ids.numpy(), _certain(metadata, columns))
-    if needed is None:
-        return token_ids, logits, {}
-    rows, bitmask = needed.rows, needed.bitmask()
-    index = torch.from_numpy(rows)
-    token_ids[index] = kernel.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
-    if metadata.logprobs:
-        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        apply_bitmask(logits, rows, bitmask)
-    return token_ids, logits, needed.failures
-
-
-def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarray:
-    """bool[R]: rows that get the same token with a mask as without, if it allows that token.
-
-    The greedy ones, and those that race in the whole vocabulary: it is still the winner.
-    """
-    certain = np.ones(metadata.num_rows, dtype=bool)
-    if columns is not None:
-        certain[columns[0]] = columns[6] <= Kind.RANDOM
-    certain[list(metadata.logprobs)] = False
-    return certain
-
-
-def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:
-    """`SamplingMetadata.columns` of these rows only; without any, all are greedy."""
-    if columns is None:
-        taken = np.zeros((COLUMN_LINES, len(rows)), dtype=np.int64)
-        taken[0], taken[6] = rows, int(Kind.GREEDY)
-    else:
-        places = np.empty(columns.shape[1], dtype=np.int64)
-        places[columns[0]] = np.arange(columns.shape[1])
-        taken = columns[:, places[rows]]
-    return torch.from_numpy(taken)
-
-
-def _tops(logits: Tensor) -> Tensor:
-    """[R]: the largest logit of each row, or its NaN."""
-    return largest(logits)[0] if logits.is_cpu else logits.amax(-1)
+    return mask_where_needed(kernel, logits, token_ids, metadata)
 
 
 def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Tensor:
@@ -148,7 +110,7 @@ def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Ten
     if choose is not None:
         assert metadata.columns is not None
         token_ids = choose(logits, metadata.columns, not suspect)
-        return mark_unusable(token_ids, _tops(of_model)) if suspect else token_ids
+        return mark_unusable(token_ids, largest_values(of_model)) if suspect else token_ids
     greedy = metadata.greedy_rows
     if greedy is None:
         tops, token_ids = largest(logits)

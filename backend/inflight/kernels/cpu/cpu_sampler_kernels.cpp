@@ -32,6 +32,19 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kEnd = std::numeric_limits<int32_t>::max();
 constexpr double kRounding = 4e-7;  // of sums and weights in float32: what is that close to a bound has reached it
 
+// exp and log of double need a newer C library than torch does; expm1 and log1p do not.
+double exponential(double x) { return 1.0 + std::expm1(x); }  // within 1e-16, which is all of a small result
+
+double logarithm(double x) {  // x > 0
+  int exponent;
+  double fraction = std::frexp(x, &exponent);
+  if (fraction < 0.70710678118654752) {
+    fraction *= 2.0;
+    --exponent;
+  }
+  return exponent * 0.69314718055994531 + std::log1p(fraction - 1.0);
+}
+
 // Right shifts of signed numbers are arithmetic.
 INFLIGHT_INLINE IntVec noise_bits(IntVec hashes, UintVec key, UintVec offset) {
   IntVec x = (IntVec)((UintVec)hashes * key + offset);
@@ -223,7 +236,7 @@ class Row {
   // The least logit whose weight, relative to the largest, reaches min_p.
   float floor_of(double min_p) const {
     if (min_p <= 0) return -kInfinity;
-    const double floor = top_ + (std::log(min_p) - kRounding) / scale_;
+    const double floor = top_ + (logarithm(min_p) - kRounding) / scale_;
     const float rounded = float(floor);
     return rounded < floor ? std::nextafter(rounded, kInfinity) : rounded;
   }
@@ -252,7 +265,7 @@ class Row {
 
   Kept before(int64_t token) const { return {x_[token], int32_t(token)}; }
 
-  double weight(float x) const { return std::exp((double(x) - top_) * scale_); }
+  double weight(float x) const { return exponential((double(x) - top_) * scale_); }
 
   // The k first tokens in rank, in that order; fewer if others are -inf.
   void list_top(int64_t k, std::vector<Entry>& list) const {
@@ -295,7 +308,7 @@ class Row {
 
   double score(float x, int64_t token) const {
     const float u = float(noise_bits(hashes_[token], key_, offset_)) * kToUnit;
-    return double(x) * scale_ - std::log(-std::log1p(-double(u)));
+    return double(x) * scale_ - logarithm(-std::log1p(-double(u)));
   }
 
   // The largest noise_bits with which a logit of at most `largest` can reach the score `best`; 0 if none can.
@@ -303,7 +316,7 @@ class Row {
     const double margin = double(largest) * scale_ - best;  // the exponential variate must be below exp(margin)
     if (!(margin > -23.0)) return 0;                        // the least is above 2^-32
     if (margin > 3.5) return kEnd;                          // the largest is below 24
-    const double bits = -std::expm1(-std::exp(margin)) / kToUnit * (1.0 + 1e-6) + 2.0;
+    const double bits = -std::expm1(-exponential(margin)) / kToUnit * (1.0 + 1e-6) + 2.0;
     return bits < kEnd ? int32_t(bits) : kEnd;
   }
 

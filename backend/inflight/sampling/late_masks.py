@@ -1,0 +1,63 @@
+"""On a CPU, tokens are chosen first, and masks made only for the rows whose token they do not allow."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.sampling.metadata import COLUMN_LINES, Kind, SamplingMetadata
+from inflight.sampling.rules.grammar_mask import apply_bitmask
+
+__all__ = ["mask_where_needed"]
+
+
+def mask_where_needed(
+    kernel: ModuleType, logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata
+) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """The tokens with the one mask of `metadata`, which has no edits.
+
+    Args:
+        kernel: `kernels/cpu/sampler.py`.
+        token_ids: int64[R], chosen without the mask; changed in place.
+
+    Returns:
+        int64[R], the masked logits of all rows that return log probabilities, and the mask's failures.
+    """
+    columns = None if metadata.columns is None else metadata.columns.numpy()
+    needed = metadata.masks[0].still_needed(token_ids.numpy(), _certain(metadata, columns))
+    if needed is None:
+        return token_ids, logits, {}
+    rows, bitmask = needed.rows, needed.bitmask()
+    index = torch.from_numpy(rows)
+    token_ids[index] = kernel.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
+    if metadata.logprobs:
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        apply_bitmask(logits, rows, bitmask)
+    return token_ids, logits, needed.failures
+
+
+def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarray:
+    """bool[R]: rows that get the same token with a mask as without, if it allows that token.
+
+    The greedy ones, and those that race in the whole vocabulary: it is still the winner.
+    """
+    certain = np.ones(metadata.num_rows, dtype=bool)
+    if columns is not None:
+        certain[columns[0]] = columns[6] <= Kind.RANDOM
+    certain[list(metadata.logprobs)] = False
+    return certain
+
+
+def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:
+    """`SamplingMetadata.columns` of these rows only; without any, all are greedy."""
+    if columns is None:
+        taken = np.zeros((COLUMN_LINES, len(rows)), dtype=np.int64)
+        taken[0], taken[6] = rows, int(Kind.GREEDY)
+    else:
+        places = np.empty(columns.shape[1], dtype=np.int64)
+        places[columns[0]] = np.arange(columns.shape[1])
+        taken = columns[:, places[rows]]
+    return torch.from_numpy(taken)
