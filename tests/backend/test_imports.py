@@ -101,7 +101,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "kernels": {"kernels"},
     "kernels.cpu": {"kernels.cpu", "attention.base", "attention.int8"},
-    "kernels.cpu.sampler": {"kernels.cpu", "sampling"},
+    "kernels.cpu.cpu_sampler": {"kernels.cpu", "sampling"},
     "kernels.gpu": {"kernels.gpu", "attention.base"},
     "kernels.gpu.gpu_ops": {"kernels.gpu", "attention.base", "ops.base", "ops.reference"},
     "kernels.gpu.gpu_ops_kernels": {"ops.base"},

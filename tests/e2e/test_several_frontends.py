@@ -115,14 +115,14 @@ def test_streams_of_both_survive_the_engine(pair: TritonServer) -> None:
 
 
 def engine_processes(server: TritonServer) -> list[int]:
-    """Keepers and engine processes below the server; a spare engine comes and goes by itself."""
+    """Keepers and engines below the server; a spare engine comes and goes by itself."""
     assert server.process is not None
     found = []
     for pid in session_members(server.process.pid):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            spare = Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-spare"
-            if not spare and (b"keeper.py" in command or b"inflight.worker" in command):
+            engine = Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-engine"
+            if engine or b"keeper.py" in command:
                 found.append(pid)
     return found
 

@@ -34,7 +34,7 @@ from inflight_tools.installation import LauncherError, TritonInstallation, find_
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children, end_of
 from inflight_tools.repository import longest_drain
-from inflight_tools.server_log import end_reason, last_line, load_failure
+from inflight_tools.server_log import LoadingModels, end_reason, last_line, load_failure
 from inflight_tools.sweeper import Sweeper, kill_session, remove_shared_memory, session_members
 from inflight_tools.tenant_headers import forward_arguments
 
@@ -237,9 +237,12 @@ class TritonServer:
                 it was not ready after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
+        loading = None if self.log_file is None else LoadingModels(self.log_file, self.log_start, timeout)
         while not self._is_ready():
             check()
             reason = load_failure(self.log_text())
+            if reason is None and loading is not None:
+                reason = loading.failure(time.monotonic())
             if reason is not None:
                 raise LauncherError(reason)
             if not self.is_running():

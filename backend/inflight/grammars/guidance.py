@@ -97,7 +97,8 @@ class GuidanceGrammars:
         bitmask.fill(-1)
         live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
         rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, bitmask)
-        self._fill_by_threads(rest, bitmask)
+        if rest:
+            self._fill_by_threads(rest, bitmask)
         for job in live:
             assert isinstance(job.grammar, _Sequence)
             job.grammar.check()

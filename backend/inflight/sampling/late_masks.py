@@ -20,7 +20,7 @@ def mask_where_needed(
     """The tokens with the one mask of `metadata`, which has no edits.
 
     Args:
-        kernel: `kernels/cpu/sampler.py`.
+        kernel: `kernels/cpu/cpu_sampler.py`.
         token_ids: int64[R], chosen without the mask; changed in place.
 
     Returns:

@@ -13,7 +13,7 @@ from inflight.kernels.gpu.launch import can_launch
 
 __all__ = ["Choose", "cpu_sampler", "native_choose"]
 
-# `choose(logits, columns, marks)` of `kernels/cpu/sampler.py` and `kernels/gpu/gpu_sampler.py`.
+# `choose(logits, columns, marks)` of `kernels/cpu/cpu_sampler.py` and `kernels/gpu/gpu_sampler.py`.
 Choose = Callable[[Tensor, Tensor, bool], Tensor]
 
 
@@ -29,8 +29,8 @@ def native_choose(device: torch.device) -> Choose | None:
 
 @functools.cache
 def cpu_sampler() -> ModuleType | None:
-    """`kernels/cpu/sampler.py`, which applies masks, too; None where its library cannot be had."""
-    from inflight.kernels.cpu import sampler
+    """`kernels/cpu/cpu_sampler.py`, which applies masks, too; None where its library cannot be had."""
+    from inflight.kernels.cpu import cpu_sampler as kernel
     from inflight.kernels.cpu.library import unavailable
 
-    return sampler if unavailable() is None else None
+    return kernel if unavailable() is None else None

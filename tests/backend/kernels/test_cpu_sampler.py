@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import mask_words
-from inflight.kernels.cpu import sampler
+from inflight.kernels.cpu import cpu_sampler
 from inflight.kernels.cpu.library import instruction_set, use_instruction_set
 from inflight.sampling import Sampler, SamplingTable, native
 from inflight.sampling.metadata import COLUMN_LINES, Kind
@@ -73,13 +73,13 @@ def test_the_tokens_of_torch_whatever_the_vocabulary(data: st.DataObject) -> Non
         table.set_row(slot, one, seed + slot, [], 1)
     columns = columns_of(table, len(params), position)
     expected = by_torch(logits, params, seed, position)
-    assert sampler.choose(logits, columns).tolist() == expected
+    assert cpu_sampler.choose(logits, columns).tolist() == expected
     # The same with a mask in place of infinities.
     words = np.zeros((len(params), mask_words(size) * 32), dtype=np.uint8)
     words[:, :size] = ~barred.numpy()
     bitmask = np.packbits(words, axis=1, bitorder="little").view(np.int32)
     whole = logits.masked_fill(barred, data.draw(st.sampled_from([0.0, 9.0])))
-    masked = sampler.choose(whole, columns, bitmask=bitmask).tolist()
+    masked = cpu_sampler.choose(whole, columns, bitmask=bitmask).tolist()
     assert masked == [0 if token == NO_TOKEN else token for token in expected], "nothing left is no fault of the model"
 
 
@@ -89,16 +89,16 @@ def test_rows_in_any_order_with_padding_between(each_set: None) -> None:
         table.set_row(slot, SamplingParams(top_k=slot % 3 * 5, temperature=0.7), slot, [], 1)
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
     columns = columns_of(table, 6, 9)
-    expected = sampler.choose(logits, columns).tolist()
+    expected = cpu_sampler.choose(logits, columns).tolist()
     order = torch.tensor([4, 0, 5, 2, 1, 3])
-    assert sampler.choose(logits, columns[:, order]).tolist() == expected
+    assert cpu_sampler.choose(logits, columns[:, order]).tolist() == expected
     padded = columns[:, order].clone()
     padded[6, [1, 3]] = int(Kind.PADDING)
-    assert sampler.choose(logits, padded).tolist() == [0 if row in (0, 2) else expected[row] for row in range(6)]
+    assert cpu_sampler.choose(logits, padded).tolist() == [0 if row in (0, 2) else expected[row] for row in range(6)]
     wide = torch.randn(6, 700)
     wide[:, 100:600] = logits
-    assert sampler.choose(wide[:, 100:600], columns).tolist() == expected, "rows need not be contiguous"
-    assert sampler.choose(logits[:0], columns[:, :0]).tolist() == []
+    assert cpu_sampler.choose(wide[:, 100:600], columns).tolist() == expected, "rows need not be contiguous"
+    assert cpu_sampler.choose(logits[:0], columns[:, :0]).tolist() == []
 
 
 def test_a_bias_beyond_measure_and_rows_that_are_not_numbers() -> None:
@@ -111,7 +111,7 @@ def test_a_bias_beyond_measure_and_rows_that_are_not_numbers() -> None:
     logits[2] = -INF
     logits[3, 7] = 3e38
     columns = columns_of(table, 4, 1)
-    assert sampler.choose(logits, columns).tolist() == [NO_TOKEN] * 3 + [7]
-    assert sampler.choose(logits, columns, marks=False).tolist()[0] == 200
+    assert cpu_sampler.choose(logits, columns).tolist() == [NO_TOKEN] * 3 + [7]
+    assert cpu_sampler.choose(logits, columns, marks=False).tolist()[0] == 200
     bitmask = np.full((4, mask_words(300)), -1, dtype=np.int32)
-    assert sampler.choose(logits, columns, bitmask=bitmask).tolist() == [NO_TOKEN] * 3 + [7], "a mask hides nothing"
+    assert cpu_sampler.choose(logits, columns, bitmask=bitmask).tolist() == [NO_TOKEN] * 3 + [7], "a mask hides nothing"

@@ -102,6 +102,8 @@ class DueOrder:
         return bisect_right(running, self.due(request), key=self.due)
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
+        if not self.preempts:  # the scheduler does not ask then, but whoever predicts a wait does
+            return
         due = self.due(request)
         for other in reversed(running):
             if self.due(other) <= due:

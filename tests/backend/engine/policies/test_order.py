@@ -123,6 +123,20 @@ def test_nothing_starves_under_an_endless_flood(policy, victim, flood):
             rig.add(1, 5, priority=0)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tenants", [{}, {"tenants": {"a": {"weight": 2}}}])
+def test_only_priorities_take_the_place_of_who_runs(policy: str, tenants: dict[str, object]) -> None:
+    """Also in the eyes of who predicts how long a request waits."""
+    rig = Clocked(scheduling_policy=policy, max_num_seqs=2, **tenants, **OPTIONS)
+    for _ in range(2):
+        rig.add(3, 40, priority=9)
+    for _ in range(2):
+        rig.step()
+    request = rig.add(3, 2, priority=-9, timeout=1)
+    outranked = list(rig.scheduler.waiting.outranked(request, rig.scheduler.running))
+    assert outranked == (rig.scheduler.running[::-1] if policy == "priority" else [])
+
+
 def saturated(**options) -> Clocked:
     """All slots taken by requests of class 2 that decode."""
     rig = Clocked(**{"scheduling_policy": "priority", "max_num_seqs": 4, "max_num_batched_tokens": 64, **options})
