@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import translated
 
 __all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
@@ -69,10 +70,16 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
 
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     """What the value could have been: the values of a `Literal`, or the keys of a nested object."""
-    if "enum" in error:
-        literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
-        return get_args(literals[0]) if literals else ()
-    return get_args(hint)[1].__struct_fields__ if "unknown field" in error else ()
+    kinds = (hint, *get_args(hint))
+    structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    if structs and "unknown field" in error:
+        return structs[0].__struct_fields__
+    if "enum" not in error:
+        return ()
+    if structs:  # of one of its keys
+        kinds = (get_type_hints(structs[0])[error.rstrip("`").rsplit(".", 1)[1]],)
+    literals = [kind for kind in kinds if get_origin(kind) is Literal]
+    return get_args(literals[0]) if literals else ()
 
 
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             above 1, one that needs more than max_num_batched_tokens / max_num_partial_prefills.
         async_scheduling: prepare step n + 1 while step n runs. Outputs are the same; a request that stops at a
             token wastes one row, and a new request waits one step longer.
+        speculative_config: drafts of tokens to come, of which several are verified in one step; outputs are the same.
+            Keys as vLLM's, see docs/speculation.md. `None`: no drafts but those that a grammar forces.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
         kv_cache_memory: size of the KV pool in bytes or as a string ("4GiB"). `None` takes a share of the free
@@ -245,6 +254,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_long_partial_prefills: _PositiveInt = 1
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     async_scheduling: bool = False
+    speculative_config: SpeculativeConfig | None = None
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
     kv_cache_memory: Annotated[int, Meta(le=2**62)] | str | None = None

@@ -18,7 +18,8 @@ _POLICIES = {"config", "grammars.base", "engine.policies.base", "engine.kv_pool"
 _BELOW_LOADING = {"runner.batch_state", "runner.memory", "runner.swap"}
 ALLOWED: dict[str, set[str]] = {
     "vllm_options": set(),
-    "config": {"vllm_options"},
+    "config": {"speculative", "vllm_options"},
+    "speculative": set(),
     "hub": set(),
     "grammars": {"grammars"},
     "engine.sampling_params": {"grammars.spec"},
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.kv_pool": {"engine.request"},
     "engine.pool_without": {"engine.kv_pool", "engine.request"},
     "engine.drafting": {"engine.drafting", "grammars.base", *_STATE},
+    "engine.drafting.copying": {"engine.drafting", "engine.request", "speculative"},
     "engine.policies.base": {"engine.kv_pool", "engine.drafting.base", *_STATE},
     "engine.policies.cost_model": {"engine.step"},
     "engine.policies.order": {"config", "engine.request"},
@@ -38,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.policies.victims": _POLICIES,
     "engine.policies.turns": _POLICIES,
     "engine.policies.grammar_admission": {"engine.drafting", *_POLICIES},
+    "engine.policies.drafted": {"engine.drafting", *_POLICIES},
     "engine.policies.admission": _POLICIES,
     "engine.policies.budget": {"engine.policies.cost_model", *_POLICIES},
     "engine.policies.in_time": {"engine.policies.admission", *_POLICIES},
@@ -54,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.policies",
         "engine.tenant_accounts",
         "grammars.base",
+        "speculative",
     },
     "engine.swap": {"engine.kv_pool", "engine.policies.cost_model", *_STATE},
     "engine.holding": {"engine.policies.base", *_STATE},

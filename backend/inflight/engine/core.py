@@ -218,6 +218,7 @@ class EngineCore:
             swapped_out_total=self.swap.num_swapped_out,
             swapped_in_total=self.swap.num_swapped_in,
             collected_first_total=getattr(self.runner, "num_collected_first", 0),
+            draft_totals=scheduler.policies.draft_counts.totals(),
         )
 
     def _make_trace(self) -> StepTrace | None:

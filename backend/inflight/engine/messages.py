@@ -148,7 +148,7 @@ class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """State of the engine after a step; times in seconds, the rest are counts.
 
-    `*_total` fields never decrease while the engine process lives.
+    `*_total` fields never decrease while the engine process lives; nor do `draft_totals`, see `DraftCounts.totals`.
     """
 
     running: int
@@ -166,6 +166,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     swapped_out_total: int = 0
     swapped_in_total: int = 0
     collected_first_total: int = 0
+    draft_totals: list[int] = []
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):

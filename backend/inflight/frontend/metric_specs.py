@@ -7,6 +7,7 @@ from typing import NamedTuple
 __all__ = [
     "COUNTED",
     "COUNTER",
+    "DRAFT_POSITIONS",
     "ENDINGS",
     "FINISHED_REASONS",
     "GAUGE",
@@ -26,6 +27,8 @@ COUNTED = "COUNTED"
 ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancelled", "timeout")
 # vLLM's: how a sequence ended.
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+# Places in a draft; later ones are in none of these.
+DRAFT_POSITIONS = tuple(map(str, range(8)))
 
 
 class MetricSpec(NamedTuple):
@@ -80,6 +83,15 @@ METRICS: tuple[MetricSpec, ...] = (
         COUNTER,
         "Sequences that ended, by the reason.",
         label=("finished_reason", FINISHED_REASONS),
+    ),
+    MetricSpec("vllm:spec_decode_num_drafts_total", COUNTER, "Rows that verified draft tokens."),
+    MetricSpec("vllm:spec_decode_num_draft_tokens_total", COUNTER, "Draft tokens verified."),
+    MetricSpec("vllm:spec_decode_num_accepted_tokens_total", COUNTER, "Draft tokens that the model chose itself."),
+    MetricSpec(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        COUNTER,
+        "Draft tokens that the model chose itself, by their place in the draft.",
+        label=("position", DRAFT_POSITIONS),
     ),
     # Our own.
     MetricSpec(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.engine.messages import EngineReady, StepMessage, StepStats
 from inflight.frontend.counting import CountedHistogram, TokenGaps
-from inflight.frontend.metric_specs import COUNTED, COUNTER, GAUGE, METRICS, MetricSpec, buckets_1_2_5
+from inflight.frontend.metric_specs import COUNTED, COUNTER, DRAFT_POSITIONS, GAUGE, METRICS, MetricSpec, buckets_1_2_5
 
 if TYPE_CHECKING:
     from inflight.frontend.open_stream import OpenStream
@@ -53,6 +53,13 @@ _TOTALS = {
     "vllm:prefix_cache_queries_total": "prefix_queries_total",
     "vllm:prefix_cache_hits_total": "prefix_hits_total",
 }
+# Of `StepStats.draft_totals`, in order.
+_DRAFT_TOTALS: tuple[Any, ...] = (
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    *(("vllm:spec_decode_num_accepted_tokens_per_pos_total", position) for position in DRAFT_POSITIONS),
+)
 
 
 def _gauges(now: StepStats) -> dict[str, float]:
@@ -161,7 +168,7 @@ class Metrics:
         self._lock = threading.Lock()  # guards what was counted and not published
         self._observations: deque[tuple[str, float]] = deque(maxlen=_MAX_KEPT)
         self._counts: Counter[Any] = Counter()  # of requests
-        self._step_counts: Counter[str] = Counter()
+        self._step_counts: Counter[Any] = Counter()
         self._now: StepStats | None = None
         self._pool: tuple[int, int] | None = None
         self._leads = True  # of the frontends that share an engine, one publishes what concerns it as a whole
@@ -207,6 +214,10 @@ class Metrics:
         for name, field in _TOTALS.items() if leads else ():
             value, base = getattr(stats, field), getattr(before, field, 0)
             self._step_counts[name] += value - base if value >= base else value  # a new engine counts from 0
+        if leads and stats.draft_totals:
+            bases = before.draft_totals if before is not None and before.draft_totals else [0] * len(stats.draft_totals)
+            for name, value, base in zip(_DRAFT_TOTALS, stats.draft_totals, bases):
+                self._step_counts[name] += value - base if value >= base else value
 
     def engine_ready(self, ready: EngineReady, again: bool) -> None:
         """An engine process is ready; `again`: after the first one."""
@@ -220,7 +231,8 @@ class Metrics:
             self._counts["inflight_engine_deaths_total"] += self._leads
             self._gaps.clear()
             if self._now is not None:
-                nothing: dict[str, int] = dict.fromkeys(StepStats.__struct_fields__, 0)
+                nothing: dict[str, Any] = dict.fromkeys(StepStats.__struct_fields__, 0)
+                nothing["draft_totals"] = []
                 nothing["blocks_free"] = self._now.blocks_used + self._now.blocks_free
                 self._take_stats(StepStats(**nothing), self._leads)
 

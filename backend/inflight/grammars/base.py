@@ -39,6 +39,9 @@ class Grammar(Protocol):
         or if only the mask tells, as behind the end.
         """
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may follow, up to the first that may not."""
+
     def forced(self, limit: int) -> list[int]:
         """Up to `limit` tokens that spell what must come next, as the tokenizer would; [] if there is a choice."""
 

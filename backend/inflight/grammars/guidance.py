@@ -197,6 +197,9 @@ class _Sequence:
                 break
         return True
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return 0 if self.error else int(self.matcher.validate_tokens(list(token_ids)))
+
     def check(self) -> None:
         if not self.error and self.matcher.is_error():
             self.error = f"the grammar cannot go on: {_shown(self.matcher.get_error())}"

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from inflight.engine.request import Request
 
-__all__ = ["Drafter"]
+__all__ = ["DraftCounts", "Drafter"]
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals of drafts; those that a grammar forces are not counted.
+
+    Attributes:
+        drafts: rows that verified a draft.
+        tokens: of these drafts.
+        accepted: tokens that the target chose itself.
+        at: accepted tokens by their place in the draft.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    at: list[int] = field(default_factory=list)
+
+    def totals(self) -> list[int]:
+        """`drafts`, `tokens`, `accepted`, then `at`; empty if there is no drafter."""
+        return [self.drafts, self.tokens, self.accepted, *self.at] if self.at else []
 
 
 class Drafter(Protocol):
     """Guesses tokens ahead (Leviathan et al., arXiv:2211.17192).  Called by the scheduler alone.
 
-    What it remembers of a request is in `Request.draft_state`.
+    `Request.draft_state` is for the one that the scheduler calls.
     """
 
     @property

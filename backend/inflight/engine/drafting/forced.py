@@ -37,28 +37,46 @@ class ForcedTokens:
         self._num_running += change
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
-        if request.params.grammar is not None and not num_unknown:
-            if request.draft_state is None:
-                grammar = self._grammars.new(request.params.grammar)
-                request.draft_state = _Progress(grammar, request.num_prompt_tokens)
-            forced = request.draft_state.forced(request, limit)
-            if forced:
-                return forced
-        return () if self._inner is None else self._inner.propose(request, num_unknown, limit)
+        if request.params.grammar is None:
+            return self._proposed_by_inner(request, num_unknown, limit)
+        if num_unknown:  # nobody knows where the grammar stands
+            return ()
+        if request.draft_state is None:
+            grammar = self._grammars.new(request.params.grammar)
+            request.draft_state = _Progress(grammar, request.num_prompt_tokens)
+        progress: _Progress = request.draft_state
+        forced = progress.forced(request, limit)
+        progress.is_forced = bool(forced)
+        return forced or progress.allowed(self._proposed_by_inner(request, 0, limit))
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if self._inner is not None:
+        is_forced = request.draft_state is not None and request.draft_state.is_forced
+        if self._inner is not None and not is_forced:
             self._inner.observe(request, num_drafts, num_accepted)
+
+    def _proposed_by_inner(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
+        if self._inner is None or not self._inner.active:
+            return ()
+        return self._inner.propose(request, num_unknown, limit)
 
 
 class _Progress:
-    """A request's grammar, and how many of its tokens the grammar has taken."""
+    """A request's grammar, and how many of its tokens the grammar has taken.
+
+    Attributes:
+        is_forced: the drafts that are being verified are those of the grammar.
+    """
 
     def __init__(self, grammar: Grammar, num_tokens: int) -> None:
         self._grammar = grammar
         self._num_tokens = num_tokens
+        self.is_forced = False
 
     def forced(self, request: Request, limit: int) -> list[int]:
         self._grammar.advance(request.token_ids[self._num_tokens : request.num_tokens].tolist())
         self._num_tokens = request.num_tokens
         return self._grammar.forced(limit)
+
+    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Those before the first that the grammar refuses; asked right after `forced`."""
+        return drafts[: self._grammar.num_allowed(drafts)] if drafts else drafts

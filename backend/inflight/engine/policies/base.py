@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from inflight.engine.drafting.base import Drafter
+from inflight.engine.drafting.base import DraftCounts, Drafter
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
@@ -268,3 +268,4 @@ class Policies:
     turns: TurnPolicy = field(default_factory=EveryStep)
     budget: BudgetPolicy = field(default_factory=StaticBudget)
     drafter: Drafter | None = None
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)

@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
+from inflight.engine.drafting.base import DraftCounts, Drafter
+from inflight.engine.drafting.copying import CopyDrafts
 from inflight.engine.drafting.forced import ForcedTokens
+from inflight.engine.drafting.thrifty import ThriftyDrafter
 from inflight.engine.policies.admission import make_admission
-from inflight.engine.policies.base import FcfsOrder, OrderPolicy, Policies
+from inflight.engine.policies.base import BudgetPolicy, FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import WeighedPrompts, make_budget
+from inflight.engine.policies.drafted import DraftedAdmission, DraftedBudget
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.in_time import InTimeAdmission
@@ -18,8 +22,11 @@ from inflight.engine.policies.turns import make_turns
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.tenant_accounts import TenantAccounts
 from inflight.grammars.base import Grammars
+from inflight.speculative import SpeculativeConfig
 
 __all__ = ["make_policies"]
+
+_NGRAM_TOKENS = 8
 
 
 def make_policies(
@@ -32,18 +39,33 @@ def make_policies(
         grammars: of the checkpoint; requests that have one wait until it is compiled.
     """
     admission = make_admission(config)
-    drafter = None
+    budget: BudgetPolicy = WeighedPrompts(make_budget(config), config.max_num_batched_tokens)
+    drafter: Drafter | None = None
+    counts = DraftCounts()
+    if config.speculative_config is not None:
+        drafter = thrifty = _make_drafter(config.speculative_config, config.itl_target_ms)
+        counts = thrifty.counts
+        admission, budget = DraftedAdmission(admission, thrifty), DraftedBudget(budget, thrifty)
     if grammars is not None:
-        drafter = ForcedTokens(grammars)
-        admission = GrammarAdmission(admission, grammars, drafter)
+        drafter = forced = ForcedTokens(grammars, drafter)
+        admission = GrammarAdmission(admission, grammars, forced)
     return Policies(
         order=_make_order(config),
         victim=make_victim(config),
         admission=InTimeAdmission(admission, clock),
         turns=make_turns(config),
-        budget=WeighedPrompts(make_budget(config), config.max_num_batched_tokens),
+        budget=budget,
         drafter=drafter,
+        draft_counts=counts,
     )
+
+
+def _make_drafter(config: SpeculativeConfig, itl_target_ms: float | None) -> ThriftyDrafter:
+    longest = config.num_speculative_tokens
+    if longest is None:
+        longest = config.suffix_decoding_max_tree_depth if config.method == "suffix" else _NGRAM_TOKENS
+    target = None if itl_target_ms is None else itl_target_ms / 1000
+    return ThriftyDrafter(CopyDrafts(config), longest, target)
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:

@@ -1,0 +1,117 @@
+"""What a draft token costs, measured in tokens that the engine would emit in the time.  No torch.
+
+A step with S sequences takes a + m d seconds with d draft tokens, and the engine emits r tokens a second.  To add a
+draft token that is accepted with probability p gains p tokens and costs m r of them, so it pays while p > m r: the
+condition for the most tokens a second.  Where steps read the weights and little else, m r is small; where every
+token costs the same, it is 1 and more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DraftPrices"]
+
+_MEMORY = 0.96  # of a step's weight is left after the next one of its size
+_PRIOR = 0.1  # price of a draft token while little is known, in a step of one sequence
+_BELIEF_WEIGHT = 16.0  # of what was believed before, in squared draft tokens
+_MARGIN = 1.1  # what is gained must be more than what is spent: looking things up takes time, too
+_FIRST_ROOM = 16  # draft tokens of a step that tells what they cost
+_OUTLIER = 3.0  # a step that takes so many times as long as expected was disturbed
+_PROBE_STEPS = 128  # steps without drafts until one shows whether they pay now
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Decayed sums over the steps of about one size.
+
+    Attributes:
+        believed: seconds of a draft token in those of a step without drafts, by the steps that have faded.
+    """
+
+    believed: float
+    count: float = 0.0
+    drafts: float = 0.0
+    squares: float = 0.0
+    seconds: float = 0.0
+    products: float = 0.0
+    emitted: float = 0.0
+
+    def add(self, num_drafts: int, seconds: float, emitted: int) -> None:
+        self.count = _MEMORY * self.count + 1.0
+        self.drafts = _MEMORY * self.drafts + num_drafts
+        self.squares = _MEMORY * self.squares + num_drafts**2
+        self.seconds = _MEMORY * self.seconds + seconds
+        self.products = _MEMORY * self.products + num_drafts * seconds
+        self.emitted = _MEMORY * self.emitted + emitted
+        if num_drafts:
+            base, slope = self.line()
+            self.believed = slope / base
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step without drafts, and of a draft token."""
+        mean, drafts = self.seconds / self.count, self.drafts / self.count
+        variance = max(0.0, self.squares - self.count * drafts**2)
+        covariance = self.products - self.count * mean * drafts
+        believed = self.believed * mean / (1.0 + self.believed * drafts)
+        slope = max(0.0, (covariance + _BELIEF_WEIGHT * believed) / (variance + _BELIEF_WEIGHT))
+        return max(mean - slope * drafts, 0.1 * mean), slope
+
+
+class DraftPrices:
+    """Follows what steps cost.
+
+    Attributes:
+        price: of a draft token in the next step; from 1 on none pays.
+        room: draft tokens that the next step may have.  Where none pays, a few all the same if it is long since a
+            step had any: that is how it shows that they pay again.
+    """
+
+    def __init__(self, target: float | None = None) -> None:
+        self._target = target
+        self._sizes: dict[int, _Steps] = {}
+        self._without = 0  # steps since one had drafts
+        self.price = float("inf")
+        self.room = 0
+
+    def begin(self, num_sequences: int) -> None:
+        """A step with so many sequences is about to be made."""
+        self.price, self.room = float("inf"), 0
+        if not num_sequences:
+            return
+        self.room = 2**20
+        steps = self._sizes.get(_size(num_sequences))
+        if steps is None:
+            self.price = _MARGIN * _first_belief(num_sequences) * num_sequences
+            self.room = _FIRST_ROOM
+            return
+        base, slope = steps.line()
+        self.price = _MARGIN * slope * steps.emitted / steps.seconds
+        if self.price >= 1.0:
+            self.room = 1 + num_sequences // 8 if self._without >= _PROBE_STEPS else 0
+            return
+        if self._target is not None and slope > 0.0:
+            self.room = max(0, int((self._target - base) / slope))
+
+    def observe(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Learn from a step that computed no prompts and took so long."""
+        self._without = 0 if num_drafts else self._without + 1
+        size = _size(num_sequences)
+        steps = self._sizes.get(size)
+        if steps is None:
+            steps = self._sizes[size] = _Steps(_first_belief(num_sequences))
+        if steps.count > 1.0:
+            base, slope = steps.line()
+            seconds = min(seconds, _OUTLIER * (base + slope * num_drafts))
+        steps.add(num_drafts, seconds, num_sequences + num_accepted)
+
+
+def _first_belief(num_sequences: int) -> float:
+    """Seconds of a draft token in those of a step: the larger the batch, the less of a step is reading weights."""
+    return _PRIOR / num_sequences**0.5
+
+
+def _size(num_sequences: int) -> int:
+    """Steps are alike whose sequences are as many, or differ by less than an eighth."""
+    shift = max(0, num_sequences.bit_length() - 4)
+    return (num_sequences >> shift) << shift

@@ -1,0 +1,158 @@
+"""Drafts only where they pay.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inflight.engine.drafting.base import DraftCounts
+from inflight.engine.drafting.copying import CopyDrafts, Guess
+from inflight.engine.drafting.prices import DraftPrices
+from inflight.engine.request import Request
+
+__all__ = ["ThriftyDrafter"]
+
+# Chance that a copied token is accepted, by the length of the match before it: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
+_FIRST_BELIEF = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
+_LEVELS = len(_FIRST_BELIEF)
+_TENANT_WEIGHT = 8.0  # tokens of its own that a request's experience needs to count as much as its tenant's
+_FORGET = 0.98  # for each token that was tried
+# Behind tokens that nobody knows yet a draft must bring more than the token of the step that the row then sits out.
+_SITTING_OUT = 1.5
+_MAX_TENANTS = 1000  # whose experience is kept
+_FIRST_PAUSE, _LONGEST_PAUSE = 2, 128  # tokens of a request for which nothing is looked up
+
+
+@dataclass(slots=True)
+class _Experience:
+    """Tokens tried and accepted, by level; older ones count less."""
+
+    tried: list[float] = field(default_factory=lambda: [0.0] * _LEVELS)
+    hits: list[float] = field(default_factory=lambda: [0.0] * _LEVELS)
+
+    def add(self, level: int, hit: bool) -> None:
+        self.tried[level] = _FORGET * self.tried[level] + 1.0
+        self.hits[level] = _FORGET * self.hits[level] + hit
+
+    def belief(self, level: int, prior: float) -> float:
+        return (self.hits[level] + _TENANT_WEIGHT * prior) / (self.tried[level] + _TENANT_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is known of one request.
+
+    Attributes:
+        match: tokens that matched before the draft that is being verified.
+        next_look: `num_tokens` from which it is worth looking for a draft again.
+    """
+
+    experience: _Experience = field(default_factory=_Experience)
+    match: int = 0
+    pause: int = _FIRST_PAUSE
+    next_look: int = 0
+
+
+class ThriftyDrafter:
+    """Implements `Drafter`: as much of a guess as is likely enough, at the price of the step.
+
+    Args:
+        guesser: what might come next.
+        max_tokens: of a draft.
+        target: seconds that a step with drafts should not exceed.
+    """
+
+    def __init__(self, guesser: CopyDrafts, max_tokens: int, target: float | None = None) -> None:
+        self._guesser = guesser
+        self._max_tokens = max_tokens
+        self._sequences: dict[Request, _Sequence] = {}
+        self._tenants: dict[str, _Experience] = {}
+        self.prices = DraftPrices(target)
+        self.counts = DraftCounts(at=[0] * max_tokens)
+        self._step_accepted = 0
+
+    @property
+    def active(self) -> bool:
+        return self.prices.room > 0
+
+    def begin(self, num_sequences: int) -> None:
+        """A step with so many sequences is about to be made."""
+        self.prices.begin(num_sequences)
+
+    def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
+        if num_sequences:
+            self.prices.observe(num_sequences, num_drafts, self._step_accepted, seconds)
+        self._step_accepted = 0
+
+    def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
+        limit = min(limit, self._max_tokens, self.prices.room)
+        if limit <= 0:
+            return ()
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            sequence = self._sequences[request] = _Sequence()
+        if request.num_tokens < sequence.next_look:
+            return ()
+        guess = self._guesser.guess(request, limit + num_unknown)
+        count = 0 if guess is None else self._worth(guess, num_unknown, request, sequence)
+        if guess is None or not count:
+            probes = guess is not None and (sequence.pause >= _LONGEST_PAUSE or self.prices.price >= 1.0)
+            sequence.next_look = request.num_tokens + sequence.pause
+            sequence.pause = min(_LONGEST_PAUSE, 2 * sequence.pause)
+            if guess is None or not probes:
+                return ()
+            count = 1
+        sequence.match = guess.match + num_unknown
+        self.prices.room -= count
+        return guess.tokens[num_unknown : num_unknown + count]
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._step_accepted += num_accepted
+        sequence = self._sequences[request]
+        counts = self.counts
+        counts.drafts += 1
+        counts.tokens += num_drafts
+        counts.accepted += num_accepted
+        for place in range(num_accepted):
+            counts.at[place] += 1
+        if num_accepted:
+            sequence.pause, sequence.next_look = _FIRST_PAUSE, 0
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._tenants[request.tenant] = _Experience()
+            if len(self._tenants) > _MAX_TENANTS:  # names may be made up
+                del self._tenants[next(iter(self._tenants))]
+        for place in range(min(num_drafts, num_accepted + 1)):
+            level = _level(sequence.match + place)
+            tenant.add(level, place < num_accepted)
+            sequence.experience.add(level, place < num_accepted)
+
+    def ended(self, request: Request) -> None:
+        """It will not be asked about again."""
+        self._sequences.pop(request, None)
+        self._guesser.ended(request)
+
+    def _worth(self, guess: Guess, num_unknown: int, request: Request, sequence: _Sequence) -> int:
+        """How many of the tokens behind the first `num_unknown` are each worth their price."""
+        price = self.prices.price
+        if price >= 1.0:
+            return 0
+        tenant = self._tenants.get(request.tenant)
+        chance, gain, count = 1.0, 0.0, 0
+        for place, share in enumerate(guess.shares):
+            level = _level(guess.match + place)
+            prior = _FIRST_BELIEF[level] if tenant is None else tenant.belief(level, _FIRST_BELIEF[level])
+            chance *= share * sequence.experience.belief(level, prior)
+            if chance <= price:
+                break
+            if place >= num_unknown:
+                gain += chance
+                count += 1
+        if num_unknown and gain < _SITTING_OUT:
+            return 0
+        return count
+
+
+def _level(match: int) -> int:
+    return min(match.bit_length(), _LEVELS - 1)

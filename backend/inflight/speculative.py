@@ -1,0 +1,45 @@
+"""`speculative_config` of a `model.json`: the keys are vLLM's.  No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["SpeculativeConfig"]
+
+_Count = Annotated[int, Meta(ge=1, le=2**20)]
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where drafts come from, and how long they may be.  How long they are is decided step by step.
+
+    Attributes:
+        method: "suffix" copies what followed the longest earlier occurrence of the last tokens, in the request's own
+            prompt and output and in past outputs; "ngram" looks in the request alone.
+        num_speculative_tokens: most draft tokens of a sequence in one step; `None`: `suffix_decoding_max_tree_depth`
+            for "suffix", 8 for "ngram".
+        prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must match, and at most do.
+        suffix_decoding_max_tree_depth: of "suffix": most tokens of a match, and of a draft.
+        suffix_decoding_max_cached_requests: of "suffix": past outputs that are looked into; 0: none, and no request
+            ever sees what another one got.
+        suffix_decoding_max_spec_factor: of "suffix": a draft is at most this many times as long as its match.
+        suffix_decoding_min_token_prob: of "suffix": a draft ends before a token that is less likely than this.
+    """
+
+    method: Literal["suffix", "ngram"]
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=256)] | None = None
+    prompt_lookup_min: _Count = 2
+    prompt_lookup_max: _Count = 5
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=2**20)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0.1, le=256)] = 2.0
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}; "
+                "lower it"
+            )

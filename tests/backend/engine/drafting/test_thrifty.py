@@ -1,0 +1,188 @@
+"""Drafts where they pay, and nowhere else: on a clock that a made-up machine moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.engine.drafting.copying import CopyDrafts
+from inflight.engine.drafting.prices import DraftPrices
+from inflight.engine.drafting.thrifty import ThriftyDrafter
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
+from inflight.speculative import SpeculativeConfig
+
+Machine = Callable[[int, int], float]  # sequences, draft tokens -> seconds
+
+
+def reads_weights(num_sequences: int, num_drafts: int) -> float:
+    """A step takes as long as reading the weights, and a little for each token."""
+    return 0.01 + 0.0001 * (num_sequences + num_drafts)
+
+
+def computes(num_sequences: int, num_drafts: int) -> float:
+    """Every token costs the same: a device that is busy."""
+    return 0.001 * (num_sequences + num_drafts)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 64),
+    st.floats(1e-4, 1.0),
+    st.floats(0.0, 1.0),
+    st.lists(st.integers(0, 30), min_size=60, max_size=120),
+    st.integers(0, 2**20),
+)
+def test_the_price_is_what_a_draft_token_costs(
+    num_sequences: int, base: float, cost: float, drafts: list[int], seed: int
+) -> None:
+    """In tokens that the engine emits in that time, whatever the machine; up to noise, and outliers are cut."""
+    rng = random.Random(seed)
+    prices = DraftPrices()
+    accepted_share = rng.random()
+    emitted = seconds = 0.0
+    for number, count in enumerate([*drafts, *[0, 30] * 20]):
+        took = base * (1 + cost * count) * rng.uniform(0.99, 1.01)
+        accepted = int(count * accepted_share)
+        prices.observe(num_sequences, count, accepted, took * (40 if number == 20 else 1))
+        if number >= len(drafts):
+            emitted += num_sequences + accepted
+            seconds += took
+    prices.begin(num_sequences)
+    assert prices.price == pytest.approx(1.1 * base * cost * emitted / seconds, rel=0.25, abs=0.1 * num_sequences / 30)
+
+
+def test_little_is_risked_before_anything_is_known() -> None:
+    prices = DraftPrices()
+    assert prices.price == float("inf") and not prices.room
+    prices.begin(0)
+    assert not prices.room, "nobody runs"
+    prices.begin(1)
+    assert prices.price == pytest.approx(0.11)
+    prices.begin(100)
+    assert prices.price == pytest.approx(1.1), "of a full batch nothing is believed"
+
+
+def test_drafts_leave_a_step_within_its_target() -> None:
+    prices = DraftPrices(target=0.02)
+    for count in [0, 10] * 50:
+        prices.observe(4, count, 0, 0.01 + 0.001 * count)
+    prices.begin(4)
+    assert prices.room == pytest.approx(10, abs=1)
+    late = DraftPrices(target=0.005)
+    for count in [0, 10] * 50:
+        late.observe(4, count, 0, 0.01 + 0.001 * count)
+    late.begin(4)
+    assert late.room == 0
+
+
+def text(kind: str, number: int) -> list[int]:
+    rng = random.Random(number)
+    if kind == "copies":
+        piece = [rng.randrange(10_000) for _ in range(150)]
+        return piece * 100
+    return [rng.randrange(30) for _ in range(6000)]  # pairs occur again by accident alone
+
+
+def serve(
+    texts: list[list[int]], machine: Machine, steps: int, drafter: ThriftyDrafter | None
+) -> tuple[float, int, list[int]]:
+    """Decode so many sequences together; seconds, tokens, and the draft tokens of each step."""
+    requests = [Request(n, text[:200], SamplingParams(max_tokens=5000)) for n, text in enumerate(texts)]
+    seconds, emitted, drafted = 0.0, 0, []
+    for _ in range(steps):
+        proposals: list[list[int]] = [[] for _ in requests]
+        if drafter is not None:
+            drafter.begin(len(requests))
+            if drafter.active:
+                proposals = [list(drafter.propose(request, 0, 64)) for request in requests]
+        for request, drafts, whole in zip(requests, proposals, texts):
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == whole[request.num_tokens + accepted]:
+                accepted += 1
+            request.token_ids.extend(whole[request.num_tokens : request.num_tokens + accepted + 1])
+            request.num_tokens = len(request.token_ids)
+            emitted += accepted + 1
+            if drafts and drafter is not None:
+                drafter.observe(request, len(drafts), accepted)
+        drafted.append(sum(map(len, proposals)))
+        took = machine(len(requests), drafted[-1])
+        seconds += took
+        if drafter is not None:
+            drafter.step_took(len(requests), drafted[-1], took)
+    return seconds, emitted, drafted
+
+
+def make_drafter() -> ThriftyDrafter:
+    return ThriftyDrafter(CopyDrafts(SpeculativeConfig(method="suffix")), 24)
+
+
+def gain(kind: str, count: int, machine: Machine, steps: int = 100) -> tuple[float, list[int]]:
+    """Tokens a second with drafts over those without."""
+    texts = [text(kind, number) for number in range(count)]
+    drafter = make_drafter()
+    seconds, emitted, drafted = serve(texts, machine, steps, drafter)
+    plain_seconds, plain_emitted, _ = serve(texts, machine, steps, None)
+    return emitted / seconds * plain_seconds / plain_emitted, drafted
+
+
+def test_text_that_is_copied_comes_several_times_as_fast() -> None:
+    assert gain("copies", 1, reads_weights)[0] > 6
+    assert gain("copies", 8, reads_weights)[0] > 4
+
+
+@pytest.mark.parametrize("count", [1, 4, 32])
+@pytest.mark.parametrize("machine", [reads_weights, computes])
+@pytest.mark.parametrize("kind", ["copies", "accidents"])
+def test_drafts_cost_nothing_where_they_bring_nothing(kind: str, count: int, machine: Machine) -> None:
+    """In simulated time, where looking them up is free."""
+    assert gain(kind, count, machine, 400 if kind == "accidents" else 100)[0] > 0.98
+
+
+def test_nothing_is_drafted_where_every_token_costs_the_same_but_a_probe() -> None:
+    drafted = gain("copies", 16, computes, 300)[1]
+    assert sum(count > 0 for count in drafted[100:]) <= 3
+    assert sum(drafted[100:]) > 0, "the machine may have changed"
+
+
+def test_a_machine_that_becomes_free_gets_drafts_again() -> None:
+    texts = [text("copies", number) for number in range(4)]
+    drafter = make_drafter()
+    serve(texts, computes, 300, drafter)
+    _, _, drafted = serve([text("copies", number) for number in range(20, 24)], reads_weights, 500, drafter)
+    assert sum(drafted[-50:]) > 50
+
+
+def test_a_sequence_whose_text_begins_to_repeat_gets_drafts_again() -> None:
+    whole = text("accidents", 1)[:1200] + text("copies", 1)
+    drafter = make_drafter()
+    _, _, drafted = serve([whole], reads_weights, 1300, drafter)
+    assert sum(drafted[600:900]) < 30, "it has learned that nothing comes of it"
+    assert sum(drafted[-40:]) > 200
+
+
+def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> None:
+    drafter = make_drafter()
+    period = list(range(1, 30))
+    sure = Request(1, period * 3, SamplingParams(max_tokens=900))
+    drafter.begin(1)
+    assert list(drafter.propose(sure, 1, 8)) == period[1:9]
+    unsure = Request(2, [1, 2, 3, 4, 9, 1, 2], SamplingParams(max_tokens=900))
+    assert drafter.propose(unsure, 0, 8), "its chances are fair"
+    assert not drafter.propose(unsure, 1, 8)
+
+
+def test_made_up_tenants_and_ended_requests_are_forgotten() -> None:
+    drafter = make_drafter()
+    for number in range(1100):
+        request = Request(number, [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(max_tokens=9), tenant=str(number))
+        drafter.begin(1)
+        assert drafter.propose(request, 0, 2)
+        drafter.observe(request, 2, 1)
+        drafter.ended(request)
+    assert len(drafter._tenants) == 1000 and "1099" in drafter._tenants
+    assert not drafter._sequences and not drafter._guesser._own

@@ -1,0 +1,150 @@
+"""`speculative_config` changes no output, leaks nothing, and saves steps where a text repeats itself."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import engine_rig
+import pytest
+from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inflight.engine.core import EngineCore
+from inflight.engine.drafting.thrifty import ThriftyDrafter
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "suffix"},
+    {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 3},
+    {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+]
+
+
+def repeating(token_ids: list[int]) -> int:
+    """A token that the last two determine, but one of twenty depends on all before it."""
+    text = bytes(token_ids) if len(token_ids) % 20 == 0 else bytes(token_ids[-2:])
+    return 1 + hashlib.blake2b(text, digest_size=2).digest()[0] % 8
+
+
+@contextmanager
+def repeating_model() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_rig, "next_token", repeating)
+        yield
+
+
+def even_clock() -> Callable[[], float]:
+    """Every step takes as long, whatever it computes: drafts are cheap."""
+    ticks = itertools.count()
+    return lambda: next(ticks) / 1000
+
+
+def drafter_of(core: EngineCore) -> ThriftyDrafter:
+    drafter = core.scheduler.policies.drafter
+    assert isinstance(drafter, ThriftyDrafter)
+    return drafter
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(METHODS),
+    st.fixed_dictionaries(
+        {
+            "block_size": st.sampled_from([1, 2, 4, 16]),
+            "max_num_batched_tokens": st.sampled_from([1, 2, 7, 64, 2048]),
+            "max_num_seqs": st.sampled_from([1, 2, 3, 8]),
+            "enable_prefix_caching": st.booleans(),
+            "async_scheduling": st.booleans(),
+            "preemption_mode": st.sampled_from(["recompute", "swap"]),
+            "swap_space": st.just("1MiB"),
+            "scheduling_policy": st.sampled_from(["fcfs", "priority", "sjf"]),
+            "itl_target_ms": st.sampled_from([None, 0.001, 100]),
+            "tenants": st.sampled_from([{}, {"*": {}}]),
+        }
+    ),
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(
+            st.integers(0, 8),  # steps before it arrives
+            st.lists(st.integers(1, 3), min_size=1, max_size=30),
+            st.integers(1, 60),  # max_tokens
+            st.sampled_from([1, 1, 3]),  # n
+            st.one_of(st.none(), st.integers(0, 30)),  # steps until it is aborted
+            st.sampled_from(["a", "b"]),
+            st.one_of(st.just(0), st.integers(0, 20)),  # output tokens that it arrives with
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_every_request_gets_the_tokens_that_it_gets_without(
+    method: dict[str, Any], options: dict[str, Any], size: int, load: list[Any]
+) -> None:
+    info = Info(num_blocks=size * 128 // options["block_size"], num_host_blocks=20, max_model_len=128)
+    with repeating_model():
+        core = make_core(info, even_clock(), speculative_config=method, **options)
+        outputs: dict[Any, list[int]] = {}
+        reasons: dict[Any, str] = {}
+        expected: dict[Any, Any] = {}
+        aborts: dict[int, int] = {}
+        for request_id, (gap, prompt, max_tokens, n, abort_after, tenant, given_count, stops) in enumerate(load):
+            for _ in range(gap):
+                collect(core, outputs, reasons)
+            params = add_params = {"max_tokens": max_tokens, "n": n, "stop_token_ids": [7, 8] if stops else []}
+            tokens, reason = expected_output(prompt, engine_rig.SamplingParams(**params), info)
+            given_tokens = tokens[: min(given_count, len(tokens) - 1)]
+            resumed = [given_tokens for _ in range(n)] if given_tokens else []
+            add(core, request_id, prompt, {"tenant": tenant, "output_token_ids": resumed}, **add_params)
+            for index in range(n):
+                expected[request_id, index] = tokens[len(given_tokens) :], reason
+            if abort_after is not None:
+                aborts[request_id] = abort_after
+        for step in range(max(aborts.values(), default=0) + 1):
+            for request_id, when in aborts.items():
+                if when == step:
+                    core.abort(request_id)
+                    core.check_integrity()
+            collect(core, outputs, reasons)
+        run_until_idle(core, outputs, reasons)
+    for key, (tokens, reason) in expected.items():
+        if key in reasons or key[0] not in aborts:
+            assert (outputs[key], reasons[key]) == (tokens, reason)
+        else:
+            assert outputs.get(key, []) == tokens[: len(outputs.get(key, []))]
+    drafter = drafter_of(core)
+    assert not drafter._sequences and not drafter._guesser._own, "an ended request is remembered"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_that_repeats_itself_takes_fewer_steps(method: dict[str, Any]) -> None:
+    with repeating_model():
+        info = Info(max_model_len=600, num_blocks=600)
+        core = make_core(info, even_clock(), speculative_config=method)
+        prompt = [1, 2, 3]
+        add(core, 0, prompt, max_tokens=500)
+        outputs: dict[Any, list[int]] = {}
+        run_until_idle(core, outputs, {})
+        assert outputs[0, 0] == expected_output(prompt, engine_rig.SamplingParams(max_tokens=500), info)[0]
+    counts = core.scheduler.policies.draft_counts
+    assert counts.accepted > 150
+    assert core.runner.num_drafts == counts.tokens and core.runner.num_accepted == counts.accepted  # type: ignore[attr-defined]
+    assert len(core.runner.batch_sizes) == 1 + 500 - 1 - counts.accepted  # type: ignore[attr-defined]
+    assert sum(counts.at) == counts.accepted and counts.at == sorted(counts.at, reverse=True)
+    assert core.stats(engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
+
+
+def test_a_later_request_copies_what_an_earlier_one_of_its_tenant_got() -> None:
+    with repeating_model():
+        core = make_core(Info(max_model_len=200, num_blocks=200), even_clock(), speculative_config={"method": "suffix"})
+        accepted = []
+        for number, tenant in enumerate(["a", "b", "a"]):
+            before = core.scheduler.policies.draft_counts.accepted
+            add(core, number, [1, 2, 3], {"tenant": tenant}, max_tokens=18)
+            run_until_idle(core, {}, {})
+            accepted.append(core.scheduler.policies.draft_counts.accepted - before)
+    assert accepted[2] > accepted[0] and accepted[1] <= accepted[0]

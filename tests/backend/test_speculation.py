@@ -1,0 +1,106 @@
+"""Drafts and the demo model: every token is the one without drafts, whatever else is asked for."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inflight import LLM, SamplingParams
+from inflight.engine.drafting.prices import DraftPrices
+from inflight.grammars.spec import GrammarSpec
+
+DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")
+CODE = """\
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+def read(path):
+    with open(path) as file:
+        return"""
+PROMPTS = [CODE, "one two three four one two three four one two", "def main", "naïve 你好 naïve 你"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ignore_eos": True, "max_tokens": 250},  # long enough to go round in circles
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 1.3, "seed": 2, "top_k": 20, "top_p": 0.9, "n": 3},
+    {"min_p": 0.05, "temperature": 0.9, "seed": 3, "logprobs": 2},
+    {"logprobs": 1, "prompt_logprobs": 1},
+    {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    {"stop": ["re", "wo t"], "include_stop_str_in_output": True},
+    {"min_tokens": 30, "stop_token_ids": [300, 301]},
+    {"bad_words_ids": [[300], [310, 320]]},
+    {"logit_bias": {300: 5.0}, "allowed_token_ids": list(range(200, 900))},
+    {"grammar": GrammarSpec("regex", "(one|two|three| ){3,40}"), "temperature": 0.8, "seed": 4},
+    {"grammar": GrammarSpec("json_schema", '{"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 6}')},
+]
+ALL = [
+    (prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **options}))
+    for prompt, options in itertools.product(PROMPTS, OPTIONS)
+]
+
+
+def free_drafts(prices: DraftPrices, num_sequences: int) -> None:
+    prices.price, prices.room = 0.01, 64
+
+
+@pytest.fixture(scope="module")
+def without() -> list[Any]:
+    return answers(LLM(DEMO, dtype="float32", kv_cache_memory="64MiB"))
+
+
+def answers(llm: LLM) -> list[Any]:
+    found = llm.generate([prompt for prompt, _ in ALL], [params for _, params in ALL])
+    llm.core.check_integrity()
+    return [(result.prompt_logprobs, result.outputs) for result in found]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({"method": "suffix"}, {}),
+        ({"method": "ngram", "prompt_lookup_min": 1}, {"native_forward": False}),
+        ({"method": "suffix"}, {"async_scheduling": True}),
+        ({"method": "suffix", "num_speculative_tokens": 4}, {"num_gpu_blocks_override": 40, "max_model_len": 512}),
+        ({"method": "suffix"}, {"swap_space": "16MiB", "preemption_mode": "swap", "num_gpu_blocks_override": 40}
+         | {"max_model_len": 512, "enable_prefix_caching": False, "max_num_batched_tokens": 64}),
+    ],
+)  # fmt: skip
+def test_the_answers_are_those_without_drafts(
+    without: list[Any], config: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftPrices, "begin", free_drafts)
+    llm = LLM(
+        DEMO,
+        **{"dtype": "float32", "kv_cache_memory": "64MiB", "admission": "free_blocks", **options},
+        speculative_config=config,
+    )
+    found = answers(llm)
+    exact = options.get("native_forward", True)  # else log probabilities depend on the batch in their last bits
+    for (prompt, params), one, other in zip(ALL, found, without):
+        if exact:
+            assert one == other, (prompt, params)
+        assert [(o.token_ids, o.text, o.finish_reason, o.stop_reason) for o in one[1]] == [
+            (o.token_ids, o.text, o.finish_reason, o.stop_reason) for o in other[1]
+        ], (prompt, params)
+    counts = llm.core.scheduler.policies.draft_counts
+    assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
+
+
+def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftPrices, "begin", free_drafts)
+    llm = LLM(DEMO, dtype="float32", kv_cache_memory="64MiB", speculative_config={"method": "suffix"})
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    results = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+    for prompt, result in zip(PROMPTS, results):
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            whole = model.generate(**ids, min_new_tokens=200, max_new_tokens=200, do_sample=False, eos_token_id=-1)
+        assert result.outputs[0].token_ids == whole[0, ids["input_ids"].shape[1] :].tolist()
+    assert llm.core.scheduler.policies.draft_counts.accepted > 50
