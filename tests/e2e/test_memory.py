@@ -19,7 +19,12 @@ CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "ch
 COUNT, BLOCK_SIZE, MAX_MODEL_LEN = 48, 16, 256
 MODELS: dict[str, dict] = {
     "predicting": {},
-    "swapping": {"admission": "free_blocks", "swap_space": "1MiB", "preemption_mode": "swap"},
+    "swapping": {
+        "admission": "free_blocks",
+        "swap_space": "1MiB",
+        "preemption_mode": "swap",
+        "speculative_config": {"method": "suffix"},
+    },
 }
 
 
@@ -90,9 +95,34 @@ def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_preemption_storm(s
     assert metrics["inflight_requests_preempted_total"] <= COUNT / 2
 
 
-def test_swapped_requests_get_the_same_tokens(squeezed, expected):
+def test_swapped_requests_with_drafts_get_the_same_tokens(squeezed, expected):
     said, metrics = serve_all(squeezed, "swapping")
     assert said == expected
     assert metrics["inflight_requests_preempted_total"] > 0
     assert metrics["inflight_swapped_in_blocks_total"] > 0
     assert metrics["inflight_host_blocks_used"] == 0
+
+
+def test_drafts_are_counted(squeezed):
+    """A text that goes round in circles, alone: drafts pay."""
+    ids = [300, 301, 302, 303, 304] * 20
+    params = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    names = [f"vllm:spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")]
+
+    def counts() -> list[float]:
+        now = gauges(squeezed.metrics_address, "swapping")
+        return [now.get(name, 0.0) for name in names]
+
+    before = counts()
+    with GrpcStream(squeezed.grpc_address, "swapping") as stream:
+        stream.send("a", input_ids=ids, stream=True, return_token_ids=True, sampling_parameters=params)
+        stream.wait("a")
+        assert len(stream.answers["a"].token_ids) == 150
+    deadline = time.monotonic() + 10
+    while True:
+        drafts, tokens_tried, accepted = (now - then for now, then in zip(counts(), before))
+        if drafts:
+            assert tokens_tried >= drafts and 0 <= accepted <= tokens_tried
+            return
+        assert time.monotonic() < deadline, "no drafts"
+        time.sleep(0.1)
