@@ -34,7 +34,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: _Count = 5
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=2**20)] = 10_000
-    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0.1, le=256)] = 2.0
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0.1, le=256)] = 8.0
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
 
     def __post_init__(self) -> None:

@@ -147,4 +147,4 @@ def test_a_later_request_copies_what_an_earlier_one_of_its_tenant_got() -> None:
             add(core, number, [1, 2, 3], {"tenant": tenant}, max_tokens=18)
             run_until_idle(core, {}, {})
             accepted.append(core.scheduler.policies.draft_counts.accepted - before)
-    assert accepted[2] > accepted[0] and accepted[1] <= accepted[0]
+    assert accepted[2] > max(accepted[:2])

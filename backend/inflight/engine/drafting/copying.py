@@ -31,7 +31,7 @@ class Guess:
     Attributes:
         tokens: in order.
         shares: of the places that agreed so far, how many agree on each of `tokens`, 0 to 1.
-        match: tokens right before the first one that stood there before.
+        match: tokens right before the first one that stood there, too.
     """
 
     tokens: list[int]
@@ -75,12 +75,19 @@ class CopyDrafts:
         self._factor = config.suffix_decoding_max_spec_factor if suffix else float("inf")
         self._min_share = config.suffix_decoding_min_token_prob if suffix else 0.0
         self._candidates = _CANDIDATES if suffix else 1
+        self._goes_on = suffix
         self._max_past = config.suffix_decoding_max_cached_requests if suffix else 0
         self._own: dict[Request, Occurrences] = {}
+        # Where the last guess was copied from: the text, the place in it, and `num_tokens` at that time.
+        self._sources: dict[Request, tuple[array[int], int, int]] = {}
         self._past: OrderedDict[tuple[str, str], _Past] = OrderedDict()
 
     def guess(self, request: Request, limit: int) -> Guess | None:
-        """Up to `limit` tokens behind the last known one; None if nothing like it stood anywhere."""
+        """Up to `limit` tokens behind the last known one; None if nothing like it stood anywhere.
+
+        Where the last tokens stood nowhere else, but the text before them was copied, it goes on beside them: most
+        changes put one token in the place of another.  The guess's `match` is then 0.
+        """
         tokens, end = request.token_ids, request.num_tokens
         if end <= self._width:
             return None
@@ -95,14 +102,23 @@ class CopyDrafts:
             for text, places in zip(past.tokens, past.places):
                 found += self._matching(text, places.behind(key, self._candidates), tokens)
         if not found:
-            return None
+            return self._go_on(request, limit)
         longest = max(match for _, _, match in found)
         voters = [(text, place) for text, place, match in found if match == longest]
+        self._sources[request] = *voters[0], end
         limit = max(1, int(min(limit, self._factor * longest)))
         return self._vote(voters, tokens, limit, longest)
 
+    def _go_on(self, request: Request, limit: int) -> Guess | None:
+        source = self._sources.get(request)
+        if source is None or not self._goes_on:
+            return None
+        text, place, then = source
+        return self._vote([(text, place + request.num_tokens - then)], request.token_ids, limit, 0)
+
     def ended(self, request: Request) -> None:
         """Forget the request; later ones may copy its output."""
+        self._sources.pop(request, None)
         own = self._own.pop(request, None)
         output = request.token_ids[request.num_prompt_tokens : request.num_prompt_tokens + _HALF]
         if own is None or not self._max_past or len(output) <= self._width:

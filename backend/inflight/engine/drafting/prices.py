@@ -16,8 +16,9 @@ _MEMORY = 0.96  # of a step's weight is left after the next one of its size
 _PRIOR = 0.1  # price of a draft token while little is known, in a step of one sequence
 _BELIEF_WEIGHT = 16.0  # of what was believed before, in squared draft tokens
 _MARGIN = 1.1  # what is gained must be more than what is spent: looking things up takes time, too
-_FIRST_ROOM = 16  # draft tokens of a step that tells what they cost
-_OUTLIER = 3.0  # a step that takes so many times as long as expected was disturbed
+# Draft tokens of a step that tells what they cost; a later one has at most twice as many as any before.
+_FIRST_ROOM = 16
+_OUTLIER = 1.5  # a step that takes so many times as long as expected was disturbed
 _PROBE_STEPS = 128  # steps without drafts until one shows whether they pay now
 
 
@@ -27,6 +28,7 @@ class _Steps:
 
     Attributes:
         believed: seconds of a draft token in those of a step without drafts, by the steps that have faded.
+        most_drafts: draft tokens of a step, at most.
     """
 
     believed: float
@@ -36,6 +38,7 @@ class _Steps:
     seconds: float = 0.0
     products: float = 0.0
     emitted: float = 0.0
+    most_drafts: int = 0
 
     def add(self, num_drafts: int, seconds: float, emitted: int) -> None:
         self.count = _MEMORY * self.count + 1.0
@@ -44,6 +47,7 @@ class _Steps:
         self.seconds = _MEMORY * self.seconds + seconds
         self.products = _MEMORY * self.products + num_drafts * seconds
         self.emitted = _MEMORY * self.emitted + emitted
+        self.most_drafts = max(self.most_drafts, num_drafts)
         if num_drafts:
             base, slope = self.line()
             self.believed = slope / base
@@ -79,19 +83,17 @@ class DraftPrices:
         self.price, self.room = float("inf"), 0
         if not num_sequences:
             return
-        self.room = 2**20
         steps = self._sizes.get(_size(num_sequences))
         if steps is None:
-            self.price = _MARGIN * _first_belief(num_sequences) * num_sequences
-            self.room = _FIRST_ROOM
+            self.price, self.room = _MARGIN * self._believed(num_sequences) * num_sequences, _FIRST_ROOM
             return
         base, slope = steps.line()
         self.price = _MARGIN * slope * steps.emitted / steps.seconds
+        self.room = max(_FIRST_ROOM, 2 * steps.most_drafts)
         if self.price >= 1.0:
-            self.room = 1 + num_sequences // 8 if self._without >= _PROBE_STEPS else 0
-            return
-        if self._target is not None and slope > 0.0:
-            self.room = max(0, int((self._target - base) / slope))
+            self.room = num_sequences if self._without >= _PROBE_STEPS else 0
+        elif self._target is not None and slope > 0.0:
+            self.room = min(self.room, max(0, int((self._target - base) / slope)))
 
     def observe(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Learn from a step that computed no prompts and took so long."""
@@ -99,16 +101,21 @@ class DraftPrices:
         size = _size(num_sequences)
         steps = self._sizes.get(size)
         if steps is None:
-            steps = self._sizes[size] = _Steps(_first_belief(num_sequences))
-        if steps.count > 1.0:
+            steps = self._sizes[size] = _Steps(self._believed(num_sequences))
+        if steps.count > 1.0 and num_drafts <= steps.most_drafts:  # else nobody knows what to expect
             base, slope = steps.line()
             seconds = min(seconds, _OUTLIER * (base + slope * num_drafts))
         steps.add(num_drafts, seconds, num_sequences + num_accepted)
 
+    def _believed(self, num_sequences: int) -> float:
+        """Seconds of a draft token in those of a step of a size that was not seen yet: as at the closest one.
 
-def _first_belief(num_sequences: int) -> float:
-    """Seconds of a draft token in those of a step: the larger the batch, the less of a step is reading weights."""
-    return _PRIOR / num_sequences**0.5
+        At first: the larger the batch, the less of a step is reading weights.
+        """
+        if not self._sizes:
+            return _PRIOR / num_sequences**0.5
+        closest = min(self._sizes, key=lambda size: abs(size - num_sequences))
+        return self._sizes[closest].believed
 
 
 def _size(num_sequences: int) -> int:

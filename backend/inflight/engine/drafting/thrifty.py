@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.engine.drafting.base import DraftCounts
@@ -12,15 +13,20 @@ from inflight.engine.request import Request
 
 __all__ = ["ThriftyDrafter"]
 
-# Chance that a copied token is accepted, by the length of the match before it: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
-_FIRST_BELIEF = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
+# Chance that a copied token is accepted, by the length of the match before it: 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 and
+# more.
+_FIRST_BELIEF = (0.5, 0.4, 0.5, 0.6, 0.8, 0.9)
 _LEVELS = len(_FIRST_BELIEF)
 _TENANT_WEIGHT = 8.0  # tokens of its own that a request's experience needs to count as much as its tenant's
 _FORGET = 0.98  # for each token that was tried
 # Behind tokens that nobody knows yet a draft must bring more than the token of the step that the row then sits out.
 _SITTING_OUT = 1.5
 _MAX_TENANTS = 1000  # whose experience is kept
-_FIRST_PAUSE, _LONGEST_PAUSE = 2, 128  # tokens of a request for which nothing is looked up
+_PROBE_TOKENS = 128  # of a request without a draft, after which one token is tried whatever its chances
+# Looking things up in vain may take this share of the time; above it, requests without a draft pause.
+_MAX_SHARE = 0.005
+_LONGEST_PAUSE = 64  # tokens
+_FADING = 0.95  # of what is known about the time that looking up takes, after each step
 
 
 @dataclass(slots=True)
@@ -44,12 +50,13 @@ class _Sequence:
 
     Attributes:
         match: tokens that matched before the draft that is being verified.
+        last_draft: `num_tokens` at its last draft.
         next_look: `num_tokens` from which it is worth looking for a draft again.
     """
 
     experience: _Experience = field(default_factory=_Experience)
     match: int = 0
-    pause: int = _FIRST_PAUSE
+    last_draft: int = 0
     next_look: int = 0
 
 
@@ -60,9 +67,16 @@ class ThriftyDrafter:
         guesser: what might come next.
         max_tokens: of a draft.
         target: seconds that a step with drafts should not exceed.
+        clock: seconds, to tell how long it takes to look things up.
     """
 
-    def __init__(self, guesser: CopyDrafts, max_tokens: int, target: float | None = None) -> None:
+    def __init__(
+        self,
+        guesser: CopyDrafts,
+        max_tokens: int,
+        target: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._guesser = guesser
         self._max_tokens = max_tokens
         self._sequences: dict[Request, _Sequence] = {}
@@ -70,6 +84,9 @@ class ThriftyDrafter:
         self.prices = DraftPrices(target)
         self.counts = DraftCounts(at=[0] * max_tokens)
         self._step_accepted = 0
+        self._clock = clock
+        self._pause = 1
+        self._in_vain = self._seconds = 0.0  # of looking up, and of steps; both fade
 
     @property
     def active(self) -> bool:
@@ -84,26 +101,34 @@ class ThriftyDrafter:
         if num_sequences:
             self.prices.observe(num_sequences, num_drafts, self._step_accepted, seconds)
         self._step_accepted = 0
+        self._seconds = _FADING * self._seconds + seconds
+        self._in_vain *= _FADING
+        if self._in_vain > _MAX_SHARE * self._seconds:
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+            self._in_vain /= 2.0  # so much less, if that was it
+        elif self._in_vain < _MAX_SHARE / 4 * self._seconds:
+            self._pause = max(1, self._pause // 2)
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         limit = min(limit, self._max_tokens, self.prices.room)
-        if limit <= 0:
+        if limit <= 0 or not request.num_output_tokens:  # who ends without output is not heard of again
             return ()
         sequence = self._sequences.get(request)
         if sequence is None:
-            sequence = self._sequences[request] = _Sequence()
+            sequence = self._sequences[request] = _Sequence(last_draft=request.num_tokens)
         if request.num_tokens < sequence.next_look:
             return ()
+        start = self._clock()
         guess = self._guesser.guess(request, limit + num_unknown)
         count = 0 if guess is None else self._worth(guess, num_unknown, request, sequence)
+        if guess is not None and not count:
+            probes = self.prices.price >= 1.0 or request.num_tokens - sequence.last_draft >= _PROBE_TOKENS
+            count = int(probes)
         if guess is None or not count:
-            probes = guess is not None and (sequence.pause >= _LONGEST_PAUSE or self.prices.price >= 1.0)
-            sequence.next_look = request.num_tokens + sequence.pause
-            sequence.pause = min(_LONGEST_PAUSE, 2 * sequence.pause)
-            if guess is None or not probes:
-                return ()
-            count = 1
-        sequence.match = guess.match + num_unknown
+            sequence.next_look = request.num_tokens + self._pause
+            self._in_vain += self._clock() - start
+            return ()
+        sequence.match, sequence.last_draft = guess.match + num_unknown, request.num_tokens
         self.prices.room -= count
         return guess.tokens[num_unknown : num_unknown + count]
 
@@ -116,8 +141,6 @@ class ThriftyDrafter:
         counts.accepted += num_accepted
         for place in range(num_accepted):
             counts.at[place] += 1
-        if num_accepted:
-            sequence.pause, sequence.next_look = _FIRST_PAUSE, 0
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             tenant = self._tenants[request.tenant] = _Experience()

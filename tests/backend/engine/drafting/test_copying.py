@@ -66,7 +66,7 @@ def suffix(**options: Any) -> CopyDrafts:
 
 def test_the_longest_match_is_copied() -> None:
     text = [1, 2, 3, 4, 5, 6, 9, 9, 3, 4, 8, 8, 8, 2, 3, 4]
-    found = guess(suffix(), request(text))
+    found = guess(suffix(suffix_decoding_max_spec_factor=2), request(text))
     assert (found.tokens, found.match) == ([5, 6, 9, 9, 3, 4], 3), "twice as long as the match"
     assert found.shares == [1.0] * 6
     ngram = CopyDrafts(SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=2))
@@ -84,6 +84,23 @@ def test_nothing_is_guessed_where_nothing_matches() -> None:
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
     found = guess(suffix(suffix_decoding_max_spec_factor=100), request([5, 1, 2, 3, 1, 2, 3, 1, 2, 3]), 7)
     assert found.tokens == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_after_an_odd_token_the_copy_goes_on_beside_it() -> None:
+    drafts, text = suffix(), list(range(20, 40))
+    of = request(text, [21, 22, 23])
+    assert guess(drafts, of, 3).tokens == [24, 25, 26]
+    for token in (24, 99):
+        of.token_ids.append(token)
+        of.num_tokens += 1
+    found = guess(drafts, of, 3)
+    assert (found.tokens, found.match) == ([26, 27, 28], 0)
+    ngram = CopyDrafts(SpeculativeConfig(method="ngram"))
+    of = request(text, [21, 22, 23])
+    guess(ngram, of, 3)
+    of.token_ids.append(99)
+    of.num_tokens += 1
+    assert ngram.guess(of, 3) is None
 
 
 def test_places_that_differ_vote() -> None:
@@ -125,6 +142,7 @@ def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pyte
         asking = request([8, 8, number, number + 1000], number=-1, tenant=tenant)
         found = drafts.guess(asking, 3)
         drafts._own.clear()
+        drafts._sources.clear()
         return found is not None and found.tokens == [5, 6, 7]
 
     for number in range(100, 120):
@@ -135,7 +153,7 @@ def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pyte
         end(number, f"tenant {number}")
     assert sum(past.num_tokens for past in drafts._past.values()) <= 100
     assert known(229, "tenant 229") and not known(119, "a")
-    assert not drafts._own
+    assert not drafts._own and not drafts._sources
 
 
 @settings(deadline=None, max_examples=60)
@@ -150,7 +168,7 @@ def test_what_is_guessed_stood_somewhere_behind_what_matches(outputs: list[list[
             if found is not None:
                 assert 1 <= len(found.tokens) <= limit
                 known = one.token_ids.tolist()
-                tail = known[len(known) - found.match :]
+                tail = known[len(known) - found.match :]  # of no token where a copy goes on beside an odd one
                 texts = [*seen, known + found.tokens[:-1]]  # it may go on with what it guessed
                 first = [*tail, found.tokens[0]]
                 assert any(

@@ -1,0 +1,151 @@
+"""Drafts on and off, side by side: tokens a second of one, 16 and 64 streams on texts that repeat themselves, and not.
+
+    python bench/speculation.py [--streams 1 16 64] [--rounds 3] [--method suffix] [--output FILE]
+
+The model copies by construction (make_copier.py) and has the size of a 60M llama.  A sampled token is another than the
+copied one as often as the temperature says, and the text goes on from there.  Prompts are pieces of Python's standard
+library, others in each round, so nothing is known from before.  Both sides must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import make_copier
+
+VOCAB = 32000
+
+
+class Work(NamedTuple):
+    """Prompts of one kind: a text, of which so many of its first tokens stand behind it again."""
+
+    temperature: float
+    prompt: int
+    begun: int
+    real_text: bool = True
+    turns: int = 1
+
+
+WORKS = {
+    # Code, and an edited copy of it: some 1% of its tokens are others.
+    "edit": Work(0.85, 300, 20),
+    # An answer that quotes a document in pieces: some 8% of its tokens are others.
+    "quote": Work(1.0, 600, 8),
+    # A conversation of which a part is said again: a quarter of the tokens are others.
+    "chat": Work(1.1, 200, 8, turns=3),
+    # Text that hardly repeats: what is sampled is almost free.
+    "free": Work(1.5, 300, 0),
+    "random": Work(4.0, 300, 0, real_text=False),
+}
+
+
+def library_tokens(tokenizer: Any) -> list[list[int]]:
+    folder = Path(os.path.dirname(os.__file__))
+    files = sorted(glob.glob(str(folder / "*.py")))[:60]
+    found = [tokenizer.encode(Path(file).read_text(errors="ignore")).ids for file in files]
+    return [ids for ids in found if len(ids) > 2000]
+
+
+class Bench:
+    """One engine without drafts and one with, in one process."""
+
+    def __init__(self, checkpoint: Path, method: str, dtype: str, threads: int) -> None:
+        from inflight import LLM
+
+        options = {"dtype": dtype, "kv_cache_memory": "1GiB", "cpu_threads": threads, "max_num_seqs": 64}
+        self.sides = {
+            "off": LLM(str(checkpoint), **options),
+            "on": LLM(str(checkpoint), **options, speculative_config={"method": method}),
+        }
+        from tokenizers import Tokenizer
+
+        self.texts = library_tokens(Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+
+    def prompt(self, work: Work, rng: random.Random) -> list[int]:
+        if not work.real_text:
+            return [rng.randrange(10, VOCAB) for _ in range(work.prompt)]
+        text = rng.choice(self.texts)
+        start = rng.randrange(len(text) - work.prompt)
+        piece = text[start : start + work.prompt]
+        turns = list(piece)
+        for _ in range(work.turns - 1):  # said again, with a tenth of its tokens changed
+            turns += [token if rng.random() > 0.1 else rng.randrange(10, VOCAB) for token in piece]
+        return turns + piece[: work.begun]
+
+    def run(self, side: str, name: str, streams: int, tokens: int, round_number: int) -> tuple[float, Any]:
+        from inflight import SamplingParams
+
+        work = WORKS[name]
+        rng = random.Random(f"{name} {streams} {round_number}")
+        prompts = [self.prompt(work, rng) for _ in range(streams)]
+        params = [
+            SamplingParams(
+                temperature=work.temperature,
+                seed=rng.randrange(2**40),
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for _ in prompts
+        ]
+        llm = self.sides[side]
+        start = time.perf_counter()
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        seconds = time.perf_counter() - start
+        return streams * tokens / seconds, [result.outputs[0].token_ids for result in results]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--method", default="suffix", choices=["suffix", "ngram"])
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    checkpoint = common.CACHE / "llama-60m-copier"
+    if not checkpoint.exists():
+        make_copier.make(checkpoint)
+    bench = Bench(checkpoint, arguments.method, arguments.dtype, arguments.threads)
+    runs: dict[str, list[float]] = {}
+    ratios: dict[str, float] = {}
+    counts: dict[str, list[int]] = {}
+    totals = bench.sides["on"].core.scheduler.policies.draft_counts
+    for name in arguments.works:
+        for streams in arguments.streams:
+            key = f"{name}, {streams}"
+            before = totals.totals()[:3]
+            for number in range(-1, arguments.rounds):  # the first one warms up, and learns
+                found = {}
+                for side in ("off", "on") if number % 2 else ("on", "off"):
+                    rate, found[side] = bench.run(side, name, streams, arguments.tokens, number)
+                    if number >= 0:
+                        runs.setdefault(f"{key}, {side}", []).append(round(rate, 1))
+                assert found["on"] == found["off"], f"{key}: the tokens are not the same"
+            on, off = runs[f"{key}, on"], runs[f"{key}, off"]
+            ratios[key] = round(statistics.median(a / b for a, b in zip(on, off)), 3)
+            counts[key] = [now - then for now, then in zip(totals.totals()[:3], before)]
+            print(
+                f"{key:<12} off {statistics.median(off):8.1f}  on {statistics.median(on):8.1f} tokens/s  "
+                f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}",
+                flush=True,
+            )
+    options = {key: value for key, value in vars(arguments).items() if key != "output"}
+    common.record(arguments.output, runs, options, ratios=ratios, drafts_tokens_accepted=counts)
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()
