@@ -384,6 +384,22 @@ def test_of_two_frontends_one_publishes_what_counts_for_the_engine(rig: Rig) -> 
     assert (other["inflight_prompt_tokens_computed_total"], other["inflight_batch_size_count"]) == (1, 1)
 
 
+def test_drafts_are_added_up_over_engines_and_by_their_place(rig: Rig) -> None:
+    rig.step()
+    rig.metrics.publish()
+    names = [f"vllm:spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")]
+    at = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'
+    assert [rig[name] for name in (*names, at.format(0))] == [0] * 4
+    rig.step(draft_totals=[2, 9, 5, 2, 2, 1, 0])
+    rig.step(draft_totals=[3, 12, 6, 3, 2, 1, 0])
+    rig.metrics.engine_down()
+    rig.step(draft_totals=[1, 3, 3, 1, 1, 1, 0])  # by the next engine
+    rig.step(draft_totals=[1, 3, 3, 1, 1, 1, 0])
+    rig.metrics.publish()
+    assert [rig[name] for name in names] == [4, 15, 9]
+    assert [rig[at.format(place)] for place in range(5)] == [4, 3, 2, 0, 0]
+
+
 def test_a_death_and_a_restart_are_counted_once(rig: Rig) -> None:
     other = Rig()
     rig.metrics.engine_ready(ready(40), again=False)
