@@ -50,6 +50,15 @@ def test_the_host_waits_for_the_device_unless_steps_overlap():
     assert 2.0 * 10 <= slow_host.seconds <= 2.0 * 11 + 1.0, "the slower of the two sets the pace"
 
 
+def test_a_load_without_text_is_simulated_without_drafts():
+    jobs = [job(0, 40, 200), job(1, 3, 50, 2.0)]
+    plain = simulate([engine()], jobs)
+    drafted = simulate([engine(speculative_config={"method": "suffix"})], jobs)
+    assert [(r.ttft, r.last, r.tokens) for r in drafted.requests] == [
+        (r.ttft, r.last, r.tokens) for r in plain.requests
+    ]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_latency_target_holds_on_the_virtual_clock(overlap):
     """Streams at 20 ms per step and a long prompt at 1 ms per token: chunks grow to what the target allows."""

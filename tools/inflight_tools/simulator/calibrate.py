@@ -79,7 +79,10 @@ def load_engine(config: EngineConfig) -> EngineCore:
     """
     from inflight.runner.model_runner import ModelRunner
 
-    changes = {"enable_prefix_caching": False, "async_scheduling": False, "max_queue_size": 0}
+    changes: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False, "max_queue_size": 0}
+    changes["speculative_config"] = (
+        None  # random tokens are no text, and rows are to have the length that was asked for
+    )
     config = msgspec.structs.replace(config, **changes)
     return EngineCore(config, ModelRunner(config))
 

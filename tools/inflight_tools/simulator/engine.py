@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
@@ -97,6 +99,7 @@ class SimulatedEngine(EngineCore):
 
     def __init__(self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost) -> None:
         self.device = SimulatedDevice(info, device, host)
+        config = msgspec.structs.replace(config, speculative_config=None)  # there is no text to copy from
         super().__init__(config, self.device, clock=lambda: self.device.now)
 
     @classmethod
