@@ -76,6 +76,8 @@ class Occurrences:
             keys = keys * np.uint64(_FACTOR) + tokens[i : i + len(keys)]
         order = keys.argsort(kind="stable")
         self._keys, self._places, self._end = keys[order], (order + width).astype(np.int32), end
+        self._latest.clear()  # what came one by one before is sorted, too
+        self._before.clear()
 
 
 def match_length(tokens: Sequence[int], place: int, context: Sequence[int], limit: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.drafting import copying
@@ -21,6 +21,7 @@ texts = st.lists(st.integers(0, 3), max_size=200)
 
 
 @settings(deadline=None)
+@example([1, 2, 3] * 40, [10, 90], 2, 9)  # one by one first, then at once
 @given(texts, st.lists(st.integers(0, 90), max_size=4), st.integers(1, 4), st.integers(1, 9))
 def test_the_places_behind_equal_runs(text: list[int], pieces: list[int], width: int, limit: int) -> None:
     """Whatever was sorted and whatever came one by one."""
