@@ -49,6 +49,7 @@ class StepRecord(msgspec.Struct, array_like=True):
         samples: whether it sampled.
         preempted: sequences that lost slot and blocks while the step was made.
         ended: sequences that ended with this step, or were aborted before the next one.
+        drafts: place in the batch -> how many drafts the sequence had, and how many of them were accepted.
     """
 
     number: int
@@ -68,6 +69,7 @@ class StepRecord(msgspec.Struct, array_like=True):
     samples: list[bool]
     preempted: list[int]
     ended: list[int]
+    drafts: dict[int, tuple[int, int]] = {}
 
     @property
     def end(self) -> float:
@@ -207,6 +209,7 @@ class StepTrace:
             out.samples,
             preempted,
             [],
+            {row: (len(ids), len(result.token_runs.get(row, [0])) - 1) for row, ids in out.draft_token_ids.items()},
         )
         self._number += 1
         if len(self._steps) == self.limit:

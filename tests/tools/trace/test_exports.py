@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
+from drafters import HashDrafter
 from engine_rig import Info, add, make_core, run_until_idle
 from typer.testing import CliRunner
 
@@ -96,6 +97,28 @@ def test_the_page_is_complete_and_self_contained(trace):
     assert static["requests"] == 29, "neither the aborted one nor those still running"
     assert sorted(len(b[4]) for b in static["batches"])[-1] <= 8
     assert 0 < static["idle"] < 1
+
+
+def test_drafts_are_in_both_exports():
+    core = make_core(Info(), step_trace=True)
+    core.scheduler.policies.drafter = drafter = HashDrafter("half", 3)
+    add(core, 1, [1, 2, 3], max_tokens=12, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    timeline = build_timeline(core.trace.snapshot())
+    events = perfetto_trace(timeline)["traceEvents"]
+    told = [e for e in events if e["ph"] == "X" and "drafts" in e.get("args", {})]
+    assert sum(e["args"]["drafts"] for e in told) == drafter.num_drafts
+    names = {
+        f"{kind}, {a} of {d} drafts" for kind in ("decode", "prefill 6") for d in range(1, 4) for a in range(d + 1)
+    }
+    assert {e["name"] for e in told} <= names
+    counted = [e["args"]["refused drafts"] for e in events if e["ph"] == "C" and e["name"] == "tokens"]
+    assert sum(counted) == drafter.num_drafts - drafter.num_accepted
+    data = page_data(timeline_html(timeline))
+    drafted = [s for s in data["rows"][0]["slices"] if len(s) > 4]
+    assert sum(s[4] for s in drafted) == drafter.num_drafts
+    assert sum(s[5] for s in drafted) == drafter.num_accepted
+    assert sum(s[-1] for s in data["steps"]) == sum(timeline.refused_tokens) > 0
 
 
 def test_a_name_cannot_end_the_script(trace):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 
 import pytest
+from drafters import HashDrafter
 from engine_rig import Info, add, make_core, run_until_idle
 
 from inflight_tools.trace.html import timeline_html
@@ -21,6 +22,7 @@ def test_the_page_draws_its_data(tmp_path):
     core = make_core(
         Info(max_model_len=40, num_blocks=10), step_trace=True, block_size=4, max_num_seqs=8, max_num_batched_tokens=16
     )
+    core.scheduler.policies.drafter = drafter = HashDrafter("half", 3)
     for request_id in range(12):
         add(core, request_id, [1 + request_id] * 9, max_tokens=4 + request_id, ignore_eos=True)
     run_until_idle(core, {}, {})
@@ -47,4 +49,5 @@ def test_the_page_draws_its_data(tmp_path):
     assert "All 12 requests in batches of 8, in order of arrival" in text
     assert "of slot iterations idle in static batches" in text
     assert "A row for each of 12 requests" in text, "the rows were drawn"
+    assert f"of {drafter.num_drafts} drafts accepted" in text
     assert text.count("<tr>") == 13, "the table for readers who cannot see the picture"

@@ -63,7 +63,7 @@ def timeline(steps: list[tuple[int, int, float]]) -> Timeline:
         for i, (d, p, s) in enumerate(steps)
     ]
     trace = Trace(FORMAT, 0.0, "m", 8, 8, 1, 1, [], records)
-    return Timeline(trace, 0.0, 1.0, [], [p for _, p, _ in steps], [d for d, _, _ in steps])
+    return Timeline(trace, 0.0, 1.0, [], [p for _, p, _ in steps], [d for d, _, _ in steps], [0] * len(steps))
 
 
 def test_the_fit_recovers_the_costs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from drafters import HashDrafter
 from engine_rig import Info, add, make_core, run_until_idle
 from trace_rig import traced_core
 
@@ -62,6 +63,33 @@ def test_a_step_is_recorded_as_it_was():
     first, second = trace.requests
     assert (first.request_id, first.arrival, first.num_prompt_tokens, first.num_output_tokens) == (1, 1, 10, 3)
     assert (second.end, second.finish_reason) == (14, "length")
+
+
+def test_drafts_are_recorded_with_what_became_of_them():
+    core = traced_core(Info(), max_num_seqs=2)
+    core.scheduler.policies.drafter = drafter = HashDrafter("half", 3)
+    add(core, 1, [1, 2, 3], max_tokens=9, ignore_eos=True)
+    add(core, 2, [4, 5], max_tokens=7, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    trace = Trace.from_json(core.trace.snapshot().to_json())
+    drafts = [counts for step in trace.steps for counts in step.drafts.values()]
+    assert sum(tried for tried, _ in drafts) == drafter.num_drafts > 0
+    assert 0 < sum(accepted for _, accepted in drafts) == drafter.num_accepted < drafter.num_drafts
+    for step in trace.steps:
+        assert all(step.tokens[place] == 1 + tried for place, (tried, _) in step.drafts.items() if step.computed[place])
+
+
+def test_a_step_that_failed_accepted_no_drafts():
+    core = traced_core(Info())
+    core.scheduler.policies.drafter = HashDrafter("right", 3)
+    add(core, 1, [1, 2, 3], max_tokens=9, ignore_eos=True)
+    core.step()
+    collect = core.runner.collect
+    core.runner.collect = lambda ticket: msgspec.structs.replace(
+        collect(ticket), token_ids=[], token_runs={}, failure="the device is gone"
+    )
+    core.step()
+    assert core.trace.snapshot().steps[-1].drafts == {0: (3, 0)}
 
 
 def test_the_runners_forward_end_separates_forward_from_sampling():

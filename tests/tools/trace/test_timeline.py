@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from drafters import HashDrafter
 from engine_rig import Info, add, make_core, run_until_idle
 from trace_rig import traced_core
 
@@ -71,6 +72,34 @@ def test_a_running_sequence_that_gets_no_budget_waits():
     assert [s.kind for s in first.slices] == ["waiting", "prefill", "decode", "decode"]
     assert [s.kind for s in second.slices] == ["waiting", "prefill", "decode"]
     assert second.slices[0].end == second.slices[1].start == first.slices[-1].end + 1
+
+
+def test_a_row_with_drafts_decodes_and_its_refused_ones_are_apart():
+    core = traced_core(Info())
+    core.scheduler.policies.drafter = HashDrafter("half", 3)
+    add(core, 1, [1, 2, 3], max_tokens=8, ignore_eos=True)
+    timeline = timeline_of(core)
+    (row,) = timeline.rows
+    assert [s.kind for s in row.slices[:2]] == ["waiting", "prefill"]
+    ran = row.slices[1:]
+    assert {s.kind for s in ran[1:]} == {"decode"}
+    assert sum(1 + s.accepted for s in ran) == 8
+    assert timeline.refused_tokens == [s.drafts - s.accepted for s in ran]
+    assert sum(timeline.refused_tokens) > 0
+    assert timeline.prefill_tokens == [3 + ran[0].accepted, *[0] * len(ran[1:])]
+    assert timeline.decode_tokens == [0, *(1 + s.accepted for s in ran[1:])]
+
+
+def test_refused_drafts_are_not_caught_up_on_after_a_preemption():
+    core = traced_core(Info(max_model_len=16, num_blocks=4), max_num_batched_tokens=16)
+    core.scheduler.policies.drafter = HashDrafter("wrong", 2)
+    add(core, 1, [1, 2, 3, 4, 5], max_tokens=6, ignore_eos=True)
+    add(core, 2, [7, 8, 9], max_tokens=7, ignore_eos=True)
+    rows = timeline_of(core).rows
+    again = [row.slices[i + 1 :] for row in rows for i, s in enumerate(row.slices) if s.kind == "preempted"]
+    assert again, "this case must preempt"
+    for slices in again:
+        assert [s.kind for s in slices] == ["prefill", *["decode"] * (len(slices) - 1)]
 
 
 def test_prefix_cache_hits_are_not_computed():

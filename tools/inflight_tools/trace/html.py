@@ -14,6 +14,7 @@ __all__ = ["static_requests", "timeline_html"]
 
 _PAGE = Path(__file__).with_name("page.html")
 _KINDS = {"waiting": 0, "prefill": 1, "decode": 2, "preempted": 3}
+_PLAIN_DECODE = 4  # numbers of a decode without drafts
 
 
 def timeline_html(timeline: Timeline, title: str | None = None) -> str:
@@ -86,6 +87,7 @@ def _step(timeline: Timeline, index: int) -> list[float]:
         len(step.keys),
         step.waiting,
         step.blocks_used,
+        timeline.refused_tokens[index],
     ]
 
 
@@ -109,16 +111,20 @@ def _slices(row: Row) -> list[list[float]]:
     """The slices as the page reads them.
 
     Waiting and preempted: [kind, start, end].  Prefill: [kind, step, tokens, computed before].  Decodes in
-    consecutive steps: one [kind, first step, last step, computed before the first].
+    consecutive steps: one [kind, first step, last step, computed before the first].  A slice with drafts is never one of
+    several steps; it ends with [..., drafts, accepted].
     """
     found: list[list[float]] = []
     for piece in row.slices:
         kind = _KINDS[piece.kind]
+        drafts = [piece.drafts, piece.accepted] if piece.drafts else []
         if piece.step is None:
             found.append([kind, _round(piece.start), _round(piece.end)])
         elif piece.kind == "prefill":
-            found.append([kind, piece.step, piece.tokens, piece.computed])
-        elif found and found[-1][0] == kind and found[-1][2] == piece.step - 1:
+            found.append([kind, piece.step, piece.tokens, piece.computed, *drafts])
+        elif drafts:
+            found.append([kind, piece.step, piece.step, piece.computed, *drafts])
+        elif found and found[-1][0] == kind and found[-1][2] == piece.step - 1 and len(found[-1]) == _PLAIN_DECODE:
             found[-1][2] = piece.step
         else:
             found.append([kind, piece.step, piece.step, piece.computed])

@@ -74,7 +74,11 @@ def _steps(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _slice(_ENGINE, 1, phase, start, end, args if phase == "forward" else {"step": step.number})
             start = end
         counters = {
-            "tokens": {"prefill": timeline.prefill_tokens[index], "decode": timeline.decode_tokens[index]},
+            "tokens": {
+                "prefill": timeline.prefill_tokens[index],
+                "decode": timeline.decode_tokens[index],
+                "refused drafts": timeline.refused_tokens[index],
+            },
             "batch size": {"sequences": len(step.keys)},
             "waiting": {"sequences": step.waiting},
             "KV blocks": {"used": step.blocks_used},
@@ -97,6 +101,9 @@ def _request(row: Row, tid: int) -> Iterator[dict[str, Any]]:
         if piece.step is not None:
             args = {"step": piece.step, "tokens": piece.tokens, "computed before": piece.computed}
         name = f"prefill {piece.tokens}" if piece.kind == "prefill" else piece.kind
+        if piece.drafts:
+            args |= {"drafts": piece.drafts, "accepted": piece.accepted}
+            name += f", {piece.accepted} of {piece.drafts} drafts"
         yield {
             **_slice(_REQUESTS, tid, name, piece.start, piece.end, args),
             "cat": piece.kind,

@@ -18,11 +18,12 @@ class Slice:
 
     Attributes:
         kind: "waiting" for a slot, blocks or budget; "prefill" for a chunk of known tokens, which after a
-            preemption include output; "decode" for one token from the one before; "preempted" from the
+            preemption include output; "decode" for one token from the one before, and drafts; "preempted" from the
             loss of the slot to the next step that computes something.
         step: index into `Timeline.steps`; None if the sequence did not run.
-        tokens: tokens computed.
+        tokens: tokens computed, drafts included.
         computed: tokens computed before.
+        drafts, accepted: drafts that were verified, and those of them that the sequence took.
     """
 
     kind: Kind
@@ -31,6 +32,8 @@ class Slice:
     step: int | None = None
     tokens: int = 0
     computed: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class Timeline:
     Attributes:
         origin: `time.monotonic()` seconds at the timeline's zero.
         end: end of the last step.
-        prefill_tokens, decode_tokens: per step.
+        prefill_tokens, decode_tokens, refused_tokens: per step; the last are drafts that nobody took.
     """
 
     trace: Trace
@@ -70,6 +73,7 @@ class Timeline:
     rows: list[Row]
     prefill_tokens: list[int]
     decode_tokens: list[int]
+    refused_tokens: list[int]
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -99,20 +103,22 @@ def build_timeline(trace: Trace) -> Timeline:
     progress = {
         request.key: _SequenceState(Row(request), max(0.0, request.arrival - origin)) for request in trace.requests
     }
-    prefill, decode = [0] * len(steps), [0] * len(steps)
+    prefill, decode, refused = ([0] * len(steps) for _ in range(3))
     for index, step in enumerate(steps):
         for key in step.preempted:
             if (state := progress.get(key)) is not None:
                 _preempt(state, step, index, origin)
-        for key, tokens, computed, samples in zip(step.keys, step.tokens, step.computed, step.samples):
+        for place, key in enumerate(step.keys):
             if (state := progress.get(key)) is None:
                 continue
-            kind = _advance(state, step, index, origin, tokens, computed, samples)
-            (decode if kind == "decode" else prefill)[index] += tokens
+            piece = _advance(state, step, place, index, origin)
+            num_refused = piece.drafts - piece.accepted
+            (decode if piece.kind == "decode" else prefill)[index] += piece.tokens - num_refused
+            refused[index] += num_refused
     for state in progress.values():
         _close(state, end, origin)
     rows = [state.row for state in progress.values() if state.row.slices]
-    return Timeline(trace, origin, end, rows, prefill, decode)
+    return Timeline(trace, origin, end, rows, prefill, decode, refused)
 
 
 def _preempt(state: _SequenceState, step: StepRecord, index: int, origin: float) -> None:
@@ -122,24 +128,26 @@ def _preempt(state: _SequenceState, step: StepRecord, index: int, origin: float)
     state.idle, state.free_from = "preempted", now
     if state.row.slices:
         last = next((s for s in reversed(state.row.slices) if s.step is not None), None)
-        state.catch_up = max(state.catch_up, last.computed + last.tokens if last else 0)
+        if last is not None:
+            state.catch_up = max(state.catch_up, last.computed + last.tokens - last.drafts + last.accepted)
 
 
-def _advance(
-    state: _SequenceState, step: StepRecord, index: int, origin: float, tokens: int, computed: int, samples: bool
-) -> Kind:
+def _advance(state: _SequenceState, step: StepRecord, place: int, index: int, origin: float) -> Slice:
+    tokens, computed = step.tokens[place], step.computed[place]
+    drafts, accepted = step.drafts.get(place, (0, 0))
     row, prompt = state.row, state.row.request.num_prompt_tokens
     start, end = step.start - origin, step.end - origin
     if state.last_step is None:
         row.whole = computed <= row.request.num_cached_tokens
     if state.last_step != index - 1:  # between consecutive steps there is only the engine's loop
         _fill(state, start)
-    kind: Kind = "prefill" if tokens > 1 or computed < max(prompt, state.catch_up) else "decode"
-    row.slices.append(Slice(kind, start, end, index, tokens, computed))
-    if samples and row.first_token is None and computed + tokens == prompt:
+    kind: Kind = "prefill" if tokens - drafts > 1 or computed < max(prompt, state.catch_up) else "decode"
+    piece = Slice(kind, start, end, index, tokens, computed, drafts, accepted)
+    row.slices.append(piece)
+    if step.samples[place] and row.first_token is None and computed + tokens == prompt:
         row.first_token = end
     state.idle, state.free_from, state.last_step = "waiting", end, index
-    return kind
+    return piece
 
 
 def _fill(state: _SequenceState, until: float) -> None:
