@@ -77,7 +77,8 @@ def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     if "enum" not in error:
         return ()
     if structs:  # of one of its keys
-        kinds = (get_type_hints(structs[0])[error.rstrip("`").rsplit(".", 1)[1]],)
+        of_key = get_type_hints(structs[0])[error.rstrip("`").rsplit(".", 1)[1]]
+        kinds = (of_key, *get_args(of_key))
     literals = [kind for kind in kinds if get_origin(kind) is Literal]
     return get_args(literals[0]) if literals else ()
 
@@ -316,6 +317,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_cache_memory is not None and _bytes_of("kv_cache_memory", self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: must be more than 0 bytes")
+        if self.speculative_config is not None:
+            _bytes_of("speculative_config.kv_cache_memory", self.speculative_config.kv_cache_memory)
         if not self.swap_bytes and self.preemption_mode == "swap":
             raise ConfigError('preemption_mode="swap" needs host memory for the blocks: set swap_space (4 means 4 GiB)')
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
@@ -391,8 +394,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path) -> EngineConfig:
         """Read a `model.json`.
 
-        A relative `model`, `tokenizer` or `generation_config` that is a directory beside the file means that directory,
-        so a repository entry can contain its checkpoint.
+        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory beside the file means
+        that directory, so a repository entry can contain its checkpoint.
 
         Raises:
             ConfigError: no such file, not JSON, or rejected by `from_dict`.
@@ -407,9 +410,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits
             raise ConfigError(f"{path}: not valid JSON: {error}") from None
         config = cls.from_dict(values, source=str(path))
-        beside = {
+        beside: dict[str, Any] = {
             key: str((path.parent / value).resolve())
             for key in ("model", "tokenizer", "generation_config")
             if (value := getattr(config, key)) and (path.parent / value).is_dir()
         }
+        speculative = config.speculative_config
+        if speculative is not None and speculative.model and (path.parent / speculative.model).is_dir():
+            draft = str((path.parent / speculative.model).resolve())
+            beside["speculative_config"] = msgspec.structs.replace(speculative, model=draft)
         return msgspec.structs.replace(config, **beside)

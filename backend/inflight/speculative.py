@@ -17,9 +17,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Attributes:
         method: "suffix" copies what followed the longest earlier occurrence of the last tokens, in the request's own
-            prompt and output and in past outputs; "ngram" looks in the request alone.
+            prompt and output and in past outputs; "ngram" looks in the request alone; "draft_model" asks `model`, and
+            need not be said.
+        model: of "draft_model": directory or hub id of a checkpoint with the same tokenizer.
+        revision: of `model`: hub revision.
+        kv_cache_memory: of "draft_model": size of its own KV pool; requests that find no room have no drafts.
         num_speculative_tokens: most draft tokens of a sequence in one step; `None`: `suffix_decoding_max_tree_depth`
-            for "suffix", 8 for "ngram".
+            for "suffix", else 8.
         prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must match, and at most do.
         suffix_decoding_max_tree_depth: of "suffix": most tokens of a match, and of a draft.
         suffix_decoding_max_cached_requests: of "suffix": past outputs that are looked into; 0: none, and no request
@@ -28,7 +32,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         suffix_decoding_min_token_prob: of "suffix": a draft ends before a token that is less likely than this.
     """
 
-    method: Literal["suffix", "ngram"]
+    method: Literal["suffix", "ngram", "draft_model"] | None = None
+    model: str | None = None
+    revision: str | None = None
+    kv_cache_memory: Annotated[int, Meta(gt=0)] | str = "1GiB"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=256)] | None = None
     prompt_lookup_min: _Count = 2
     prompt_lookup_max: _Count = 5
@@ -38,6 +45,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
 
     def __post_init__(self) -> None:
+        if self.method is None and self.model is None:
+            raise ValueError('neither method nor model is set; set method to "suffix", or model to a small checkpoint')
+        if self.method in ("suffix", "ngram") and self.model is not None:
+            raise ValueError(f"method={self.method!r} has no model; remove one of them")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError('method="draft_model" needs model: a small checkpoint with the same tokenizer')
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}; "

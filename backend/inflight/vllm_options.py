@@ -79,11 +79,6 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         name = _RENAMED.get(key, key)
         if name != key and name in values:
             raise ValueError(f"{key!r} and {name!r} are the same option; remove one")
-        if key == "speculative_config" and isinstance(value, Mapping) and "model" in value:
-            raise ValueError(
-                f"speculative_config={dict(value)!r}: there is no draft model; drafts are copied from text: "
-                'set it to {"method": "suffix"}'
-            )
         if key in _FIXED:
             _check_fixed(key, value)
         elif key not in _WITHOUT_EFFECT:

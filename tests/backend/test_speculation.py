@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from inflight import LLM, SamplingParams
+from inflight.config import ConfigError
 from inflight.engine.drafting.prices import DraftPrices
 from inflight.grammars.spec import GrammarSpec
+from inflight.loading.errors import LoadError
 
 DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")
 CODE = """\
@@ -50,6 +52,22 @@ def free_drafts(prices: DraftPrices, num_sequences: int) -> None:
 
 
 @pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights, with the demo model's vocabulary."""
+    folder = tmp_path_factory.mktemp("small")
+    llama(AutoConfig.from_pretrained(DEMO).vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+def llama(vocab_size: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
 def without() -> list[Any]:
     return answers(LLM(DEMO, dtype="float32", kv_cache_memory="64MiB"))
 
@@ -67,14 +85,24 @@ def answers(llm: LLM) -> list[Any]:
         ({"method": "ngram", "prompt_lookup_min": 1}, {"native_forward": False}),
         ({"method": "suffix"}, {"async_scheduling": True}),
         ({"method": "suffix", "num_speculative_tokens": 4}, {"num_gpu_blocks_override": 40, "max_model_len": 512}),
+        # The model itself, and one that knows nothing.
+        ({"model": DEMO}, {}),
+        ({"model": DEMO, "num_speculative_tokens": 3, "kv_cache_memory": "4MiB"}, {"async_scheduling": True}),
+        ({"model": "small"}, {"native_forward": False, "max_num_batched_tokens": 64}),
         ({"method": "suffix"}, {"swap_space": "16MiB", "preemption_mode": "swap", "num_gpu_blocks_override": 40}
          | {"max_model_len": 512, "enable_prefix_caching": False, "max_num_batched_tokens": 64}),
     ],
 )  # fmt: skip
 def test_the_answers_are_those_without_drafts(
-    without: list[Any], config: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    without: list[Any],
+    small_model: str,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DraftPrices, "begin", free_drafts)
+    if config.get("model") == "small":
+        config = {**config, "model": small_model}
     llm = LLM(
         DEMO,
         **{"dtype": "float32", "kv_cache_memory": "64MiB", "admission": "free_blocks", **options},
@@ -89,7 +117,14 @@ def test_the_answers_are_those_without_drafts(
             (o.token_ids, o.text, o.finish_reason, o.stop_reason) for o in other[1]
         ], (prompt, params)
     counts = llm.core.scheduler.policies.draft_counts
-    assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
+    if config.get("model") == small_model:
+        assert counts.tokens > 1000
+    elif config.get("model") == DEMO:
+        assert counts.accepted > 0.9 * counts.tokens > 300, "wrong only where a grammar or a last token says so"
+    else:
+        assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
+    if "model" in config:
+        llm.core.runner.draft_model.check_integrity()  # type: ignore[attr-defined]
 
 
 def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +139,15 @@ def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.Mon
             whole = model.generate(**ids, min_new_tokens=200, max_new_tokens=200, do_sample=False, eos_token_id=-1)
         assert result.outputs[0].token_ids == whole[0, ids["input_ids"].shape[1] :].tolist()
     assert llm.core.scheduler.policies.draft_counts.accepted > 50
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    llama(77).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"speculative_config: model='.*' has a vocabulary of 77 tokens, .*tokenizer"):
+        LLM(DEMO, speculative_config={"model": str(tmp_path)})
+
+
+@pytest.mark.parametrize("bad", [{"model": "/nowhere"}, {"model": DEMO, "kv_cache_memory": "1KiB"}])
+def test_a_draft_model_that_cannot_be_loaded_is_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(LoadError, match="speculative_config: "):
+        LLM(DEMO, speculative_config=bad)

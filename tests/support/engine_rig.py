@@ -142,10 +142,35 @@ class PagedHashRunner:
         return [self.pool[table[position // size]][position % size] for position in range(length)]
 
 
+class HalfRightRunner(PagedHashRunner):
+    """A draft model: it chooses what the target would, or the next token, as the length of the text tells."""
+
+    def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
+        step = super().execute(out, prepared)
+        for row, slot in enumerate(out.slots):
+            if out.samples[row] and len(self.tokens[slot]) % 3 == 0:
+                self.tokens[slot][-1] = step.token_ids[row] = (step.token_ids[row] + 1) % VOCAB
+        return step
+
+
 def make_core(info: Info, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineCore:
     # Most tests make the pool too small to provoke preemption, which predicted-peak admission would avoid.
     config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
     runner = PagedHashRunner(info, config.block_size, config.max_num_seqs, clock)
+    return EngineCore(config, runner, clock)
+
+
+def make_core_with_draft_model(
+    info: Info, draft_info: Info, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> EngineCore:
+    """`make_core` with a draft model of its own size beside the target."""
+    from inflight.runner.draft_model import PagedDraftModel  # needs torch
+
+    options = {"model": "hash", "admission": "free_blocks", "speculative_config": {"model": "hash"}, **options}
+    config = EngineConfig.from_dict(options)
+    sizes = config.block_size, config.max_num_seqs, clock
+    runner: Any = PagedHashRunner(info, *sizes)
+    runner.draft_model = PagedDraftModel(HalfRightRunner(draft_info, *sizes), config)
     return EngineCore(config, runner, clock)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import device_of
 from inflight.runner.device_runner import DeviceRunner
+from inflight.runner.draft_model import PagedDraftModel, load_draft_runner
 from inflight.runner.model_runner import ModelRunner
 
 __all__ = ["ThreadedRunner", "make_runner"]
@@ -40,6 +42,10 @@ class ThreadedRunner:
     def collect(self, ticket: Future[StepOutput]) -> StepOutput:
         return ticket.result()
 
+    def on_device(self, function: Callable[[], None]) -> None:
+        """Run it between two steps, and wait for it."""
+        self._device.submit(function).result()
+
 
 def make_runner(config: EngineConfig) -> Any:
     """The runner that `model.json` asks for, with the checkpoint loaded: on a GPU, launching never waits.
@@ -47,7 +53,15 @@ def make_runner(config: EngineConfig) -> Any:
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
-    if device_of(config.device).type == "cuda":
-        return DeviceRunner(config)
-    runner = ModelRunner(config)
-    return ThreadedRunner(runner) if config.async_scheduling else runner
+    draft = load_draft_runner(config, _device_runner)  # before the target's pool, which takes what is left
+    runner = _device_runner(config)
+    if config.async_scheduling and isinstance(runner, ModelRunner):
+        runner = ThreadedRunner(runner)
+    if draft is not None:
+        on_device = runner.on_device if isinstance(runner, ThreadedRunner) else None
+        runner.draft_model = PagedDraftModel(*draft, on_device)
+    return runner
+
+
+def _device_runner(config: EngineConfig) -> Any:
+    return DeviceRunner(config) if device_of(config.device).type == "cuda" else ModelRunner(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import engine_rig
 import pytest
-from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from engine_rig import Info, add, collect, expected_output, make_core, make_core_with_draft_model, run_until_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 3},
     {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
 ]
+MODEL: dict[str, Any] = {"model": "hash", "num_speculative_tokens": 5}
 
 
 def repeating(token_ids: list[int]) -> int:
@@ -51,7 +52,8 @@ def drafter_of(core: EngineCore) -> ThriftyDrafter:
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.sampled_from(METHODS),
+    st.sampled_from([*METHODS, MODEL]),
+    st.tuples(st.integers(1, 12), st.sampled_from([20, 128])),  # the draft model's blocks of 16 tokens, and its length
     st.fixed_dictionaries(
         {
             "block_size": st.sampled_from([1, 2, 4, 16]),
@@ -83,11 +85,16 @@ def drafter_of(core: EngineCore) -> ThriftyDrafter:
     ),
 )
 def test_every_request_gets_the_tokens_that_it_gets_without(
-    method: dict[str, Any], options: dict[str, Any], size: int, load: list[Any]
+    method: dict[str, Any], draft_size: tuple[int, int], options: dict[str, Any], size: int, load: list[Any]
 ) -> None:
     info = Info(num_blocks=size * 128 // options["block_size"], num_host_blocks=20, max_model_len=128)
     with repeating_model():
-        core = make_core(info, even_clock(), speculative_config=method, **options)
+        if method is MODEL:
+            num_blocks, length = draft_size
+            draft_info = Info(num_blocks=num_blocks * 16 // options["block_size"], max_model_len=length)
+            core = make_core_with_draft_model(info, draft_info, even_clock(), speculative_config=method, **options)
+        else:
+            core = make_core(info, even_clock(), speculative_config=method, **options)
         outputs: dict[Any, list[int]] = {}
         reasons: dict[Any, str] = {}
         expected: dict[Any, Any] = {}
@@ -117,7 +124,13 @@ def test_every_request_gets_the_tokens_that_it_gets_without(
         else:
             assert outputs.get(key, []) == tokens[: len(outputs.get(key, []))]
     drafter = drafter_of(core)
-    assert not drafter._sequences and not drafter._guesser._own, "an ended request is remembered"
+    assert not drafter._sequences, "an ended request is remembered"
+    if method is MODEL:
+        model = core.runner.draft_model  # type: ignore[attr-defined]
+        model.check_integrity()
+        assert not model._rows, "the draft model remembers an ended request"
+    else:
+        assert not drafter._guesser._own, "an ended request is remembered"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -148,3 +161,87 @@ def test_a_later_request_copies_what_an_earlier_one_of_its_tenant_got() -> None:
             run_until_idle(core, {}, {})
             accepted.append(core.scheduler.policies.draft_counts.accepted - before)
     assert accepted[2] > max(accepted[:2])
+
+
+def with_draft_model(**options: Any) -> EngineCore:
+    info = Info(max_model_len=600, num_blocks=600)
+    return make_core_with_draft_model(info, info, even_clock(), **options)
+
+
+def test_a_draft_model_that_is_often_right_saves_steps() -> None:
+    core = with_draft_model(speculative_config=MODEL)
+    add(core, 0, [1, 2, 3], max_tokens=300, ignore_eos=True)
+    outputs: dict[Any, list[int]] = {}
+    run_until_idle(core, outputs, {})
+    params = engine_rig.SamplingParams(max_tokens=300, ignore_eos=True)
+    assert outputs[0, 0] == expected_output([1, 2, 3], params, core.info)[0]
+    counts = core.scheduler.policies.draft_counts
+    assert counts.accepted > 100 and counts.tokens > counts.accepted
+    assert len(core.runner.batch_sizes) == 300 - counts.accepted  # type: ignore[attr-defined]
+
+
+def test_a_draft_model_computes_each_token_once_but_what_was_refused() -> None:
+    """The tokens of a request, those drafted, and per draft one that it needs the logits of."""
+    core = with_draft_model(speculative_config=MODEL)
+    add(core, 0, list(range(1, 41)), max_tokens=200, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    model, counts = core.runner.draft_model, core.scheduler.policies.draft_counts  # type: ignore[attr-defined]
+    assert model.num_computed <= 40 + 200 + counts.tokens
+
+
+def test_the_draft_model_runs_once_for_all_sequences_of_a_step() -> None:
+    core = with_draft_model(speculative_config=MODEL, max_num_seqs=8)
+    for number in range(8):
+        add(core, number, [1 + number, 2, 3], max_tokens=60, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    sizes = core.runner.draft_model._runner.batch_sizes  # type: ignore[attr-defined]
+    assert sum(size == 8 for size in sizes) > 10
+
+
+def test_a_draft_model_without_room_for_a_request_drafts_for_the_others() -> None:
+    core = make_core_with_draft_model(
+        Info(max_model_len=200, num_blocks=200), Info(max_model_len=200, num_blocks=8), even_clock(), block_size=4
+    )
+    add(core, 0, list(range(1, 49)), max_tokens=40, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    assert not core.scheduler.policies.draft_counts.drafts
+    add(core, 1, list(range(1, 41)), max_tokens=40, ignore_eos=True)
+    add(core, 2, [1, 2, 3], max_tokens=24, ignore_eos=True)
+    run_until_idle(core, {}, {})
+    assert core.scheduler.policies.draft_counts.accepted > 5
+
+
+def test_a_step_of_the_draft_model_that_fails_costs_no_request_anything() -> None:
+    core = with_draft_model(speculative_config=MODEL)
+    model = core.runner.draft_model  # type: ignore[attr-defined]
+    collect_draft, failing = model._runner.collect, [False, True, False, False] * 30
+    model._runner.collect = lambda ticket: engine_rig.msgspec.structs.replace(
+        collect_draft(ticket), **({"failure": "no memory", "token_ids": []} if failing.pop() else {})
+    )
+    outputs: dict[Any, list[int]] = {}
+    for number in range(2):
+        add(core, number, [1, 2, 3], max_tokens=30, ignore_eos=True)
+    run_until_idle(core, outputs, {})
+    params = engine_rig.SamplingParams(max_tokens=30, ignore_eos=True)
+    assert list(outputs.values()) == [expected_output([1, 2, 3], params, core.info)[0]] * 2
+    assert core.scheduler.policies.draft_counts.accepted
+    model.check_integrity()
+
+
+def test_a_draft_model_that_raises_is_no_worse_than_none(caplog: pytest.LogCaptureFixture) -> None:
+    core = with_draft_model(speculative_config=MODEL)
+    calls = itertools.count()
+
+    def fails(ticket: object) -> None:
+        next(calls)
+        raise RuntimeError("broken")
+
+    core.runner.draft_model._runner.collect = fails  # type: ignore[attr-defined]
+    outputs: dict[Any, list[int]] = {}
+    for number in range(3):
+        add(core, number, [1, 2, 3], max_tokens=30, ignore_eos=True)
+    run_until_idle(core, outputs, {})
+    assert all(len(tokens) == 30 for tokens in outputs.values())
+    assert caplog.text.count("RuntimeError: broken") == 1
+    assert next(calls) <= 30, "asked once a step, not once a row"
+    assert not core.runner.draft_model._rows, "nobody knows what they have computed"  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ def _slices(row: Row) -> list[list[float]]:
     """The slices as the page reads them.
 
     Waiting and preempted: [kind, start, end].  Prefill: [kind, step, tokens, computed before].  Decodes in
-    consecutive steps: one [kind, first step, last step, computed before the first].  A slice with drafts is never one of
+    consecutive steps: one [kind, first step, last step, computed before the first].  A slice with drafts is never of
     several steps; it ends with [..., drafts, accepted].
     """
     found: list[list[float]] = []

@@ -8,35 +8,21 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from inflight.engine.drafting.guesser import Guess
 from inflight.engine.drafting.occurrences import Occurrences, match_length
 from inflight.engine.request import Request
 from inflight.speculative import SpeculativeConfig
 
-__all__ = ["CopyDrafts", "Guess"]
+__all__ = ["CopyDrafts"]
 
 _CANDIDATES = 8  # places that vote on what comes next
 _SEPARATOR = -1  # between past outputs: no token
 _HALF = 2**15  # tokens of one tenant's past outputs, in each of two halves; 5 MB
 _MAX_PAST_TOKENS = 2**18  # of all tenants; 40 MB
 _WIDTH = 2  # tokens that must match, of "suffix"
-
-
-@dataclass(slots=True)
-class Guess:
-    """What might come next.
-
-    Attributes:
-        tokens: in order.
-        shares: of the places that agreed so far, how many agree on each of `tokens`, 0 to 1.
-        match: tokens right before the first one that stood there, too.
-    """
-
-    tokens: list[int]
-    shares: list[float]
-    match: int
 
 
 @dataclass(slots=True)
@@ -66,7 +52,9 @@ class _Past:
 
 
 class CopyDrafts:
-    """Knows a request's own text, and the past outputs of its tenant and cache salt."""
+    """Implements `Guesser`: knows a request's own text, and the past outputs of its tenant and cache salt."""
+
+    computes = False
 
     def __init__(self, config: SpeculativeConfig) -> None:
         suffix = config.method == "suffix"
@@ -81,6 +69,9 @@ class CopyDrafts:
         # Where the last guess was copied from: the text, the place in it, and `num_tokens` at that time.
         self._sources: dict[Request, tuple[array[int], int, int]] = {}
         self._past: OrderedDict[tuple[str, str], _Past] = OrderedDict()
+
+    def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
+        """Nothing to prepare: texts are looked up when they are asked for."""
 
     def guess(self, request: Request, limit: int) -> Guess | None:
         """Up to `limit` tokens behind the last known one; None if nothing like it stood anywhere.

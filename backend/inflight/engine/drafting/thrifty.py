@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.engine.drafting.base import DraftCounts
-from inflight.engine.drafting.copying import CopyDrafts, Guess
+from inflight.engine.drafting.guesser import Guess, Guesser
 from inflight.engine.drafting.prices import DraftPrices
 from inflight.engine.request import Request
 
@@ -72,7 +72,7 @@ class ThriftyDrafter:
 
     def __init__(
         self,
-        guesser: CopyDrafts,
+        guesser: Guesser,
         max_tokens: int,
         target: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -84,6 +84,7 @@ class ThriftyDrafter:
         self.prices = DraftPrices(target)
         self.counts = DraftCounts(at=[0] * max_tokens)
         self._step_accepted = 0
+        self._hoped = 0  # tokens that a guesser that computes was to guess in this step
         self._clock = clock
         self._pause = 1
         self._in_vain = self._seconds = 0.0  # of looking up, and of steps; both fade
@@ -92,9 +93,13 @@ class ThriftyDrafter:
     def active(self) -> bool:
         return self.prices.room > 0
 
-    def begin(self, num_sequences: int) -> None:
-        """A step with so many sequences is about to be made."""
-        self.prices.begin(num_sequences)
+    def begin(self, running: Sequence[Request]) -> None:
+        """A step that may compute these is about to be made."""
+        self.prices.begin(len(running))
+        if self._guesser.computes and self.prices.price >= 1.0:
+            self.prices.room = min(1, self.prices.room)  # who probes must have a model catch up with its text
+        self._hoped = 0
+        self._guesser.begin(running, self._hope)
 
     def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
@@ -113,17 +118,14 @@ class ThriftyDrafter:
         limit = min(limit, self._max_tokens, self.prices.room)
         if limit <= 0 or not request.num_output_tokens:  # who ends without output is not heard of again
             return ()
-        sequence = self._sequences.get(request)
-        if sequence is None:
-            sequence = self._sequences[request] = _Sequence(last_draft=request.num_tokens)
+        sequence = self._sequence(request)
         if request.num_tokens < sequence.next_look:
             return ()
         start = self._clock()
         guess = self._guesser.guess(request, limit + num_unknown)
         count = 0 if guess is None else self._worth(guess, num_unknown, request, sequence)
         if guess is not None and not count:
-            probes = self.prices.price >= 1.0 or request.num_tokens - sequence.last_draft >= _PROBE_TOKENS
-            count = int(probes)
+            count = int(self._probes(request, sequence))
         if guess is None or not count:
             sequence.next_look = request.num_tokens + self._pause
             self._in_vain += self._clock() - start
@@ -155,6 +157,30 @@ class ThriftyDrafter:
         """It will not be asked about again."""
         self._sequences.pop(request, None)
         self._guesser.ended(request)
+
+    def _sequence(self, request: Request) -> _Sequence:
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            sequence = self._sequences[request] = _Sequence(last_draft=request.num_tokens)
+        return sequence
+
+    def _hope(self, request: Request) -> int:
+        """How many tokens are worth guessing, before the guess is known; as many as the step has room for in all."""
+        room = min(self._max_tokens, self.prices.room - self._hoped)
+        if room <= 0 or not request.num_output_tokens:
+            return 0
+        sequence = self._sequence(request)
+        if request.num_tokens < sequence.next_look:
+            return 0
+        unknown = request.num_total_tokens - 1 - request.num_tokens
+        guess = Guess([], [1.0] * (unknown + room), 0)
+        count = self._worth(guess, unknown, request, sequence) or int(self._probes(request, sequence))
+        self._hoped += count
+        return count
+
+    def _probes(self, request: Request, sequence: _Sequence) -> bool:
+        """Whether one token is tried that does not pay by what is known."""
+        return self.prices.price >= 1.0 or request.num_tokens - sequence.last_draft >= _PROBE_TOKENS
 
     def _worth(self, guess: Guess, num_unknown: int, request: Request, sequence: _Sequence) -> int:
         """How many of the tokens behind the first `num_unknown` are each worth their price."""

@@ -42,7 +42,7 @@ class DraftedBudget:
         self.grant = inner.grant
 
     def begin(self, running: Sequence[Request]) -> None:
-        self._drafter.begin(len(running))
+        self._drafter.begin(running)
         self._inner.begin(running)
 
     def observe(self, out: SchedulerOutput, seconds: float) -> None:

@@ -9,6 +9,7 @@ from inflight.config import EngineConfig
 from inflight.engine.drafting.base import DraftCounts, Drafter
 from inflight.engine.drafting.copying import CopyDrafts
 from inflight.engine.drafting.forced import ForcedTokens
+from inflight.engine.drafting.modelled import DraftModel, ModelDrafts
 from inflight.engine.drafting.thrifty import ThriftyDrafter
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import BudgetPolicy, FcfsOrder, OrderPolicy, Policies
@@ -26,24 +27,28 @@ from inflight.speculative import SpeculativeConfig
 
 __all__ = ["make_policies"]
 
-_NGRAM_TOKENS = 8
+_DRAFT_TOKENS = 8
 
 
 def make_policies(
-    config: EngineConfig, clock: Callable[[], float] = time.monotonic, grammars: Grammars | None = None
+    config: EngineConfig,
+    clock: Callable[[], float] = time.monotonic,
+    grammars: Grammars | None = None,
+    draft_model: DraftModel | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
     Args:
         clock: that of the deadlines.
         grammars: of the checkpoint; requests that have one wait until it is compiled.
+        draft_model: what `speculative_config` names; None: drafts are copied from text.
     """
     admission = make_admission(config)
     budget: BudgetPolicy = WeighedPrompts(make_budget(config), config.max_num_batched_tokens)
     drafter: Drafter | None = None
     counts = DraftCounts()
     if config.speculative_config is not None:
-        drafter = thrifty = _make_drafter(config.speculative_config, config.itl_target_ms)
+        drafter = thrifty = _make_drafter(config.speculative_config, config.itl_target_ms, draft_model)
         counts = thrifty.counts
         admission, budget = DraftedAdmission(admission, thrifty), DraftedBudget(budget, thrifty)
     if grammars is not None:
@@ -60,12 +65,12 @@ def make_policies(
     )
 
 
-def _make_drafter(config: SpeculativeConfig, itl_target_ms: float | None) -> ThriftyDrafter:
+def _make_drafter(config: SpeculativeConfig, itl_target_ms: float | None, model: DraftModel | None) -> ThriftyDrafter:
     longest = config.num_speculative_tokens
     if longest is None:
-        longest = config.suffix_decoding_max_tree_depth if config.method == "suffix" else _NGRAM_TOKENS
+        longest = config.suffix_decoding_max_tree_depth if config.method == "suffix" else _DRAFT_TOKENS
     target = None if itl_target_ms is None else itl_target_ms / 1000
-    return ThriftyDrafter(CopyDrafts(config), longest, target)
+    return ThriftyDrafter(CopyDrafts(config) if model is None else ModelDrafts(model), longest, target)
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:

@@ -97,7 +97,7 @@ def serve(
     for _ in range(steps):
         proposals: list[list[int]] = [[] for _ in requests]
         if drafter is not None:
-            drafter.begin(len(requests))
+            drafter.begin(requests)
             if drafter.active:
                 proposals = [list(drafter.propose(request, 0, 64)) for request in requests]
         for request, drafts, whole in zip(requests, proposals, texts):
@@ -169,7 +169,7 @@ def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> 
     drafter = make_drafter()
     period = list(range(1, 30))
     sure = Request(1, period * 2, SamplingParams(max_tokens=900), period)
-    drafter.begin(1)
+    drafter.begin([sure])
     assert list(drafter.propose(sure, 1, 8)) == period[1:9]
     unsure = Request(2, [1, 2, 3, 4, 9, 1], SamplingParams(max_tokens=900), [2])
     assert drafter.propose(unsure, 0, 8), "its chances are fair"
@@ -181,7 +181,7 @@ def test_made_up_tenants_and_ended_requests_are_forgotten() -> None:
     drafter = make_drafter()
     for number in range(1100):
         request = Request(number, [1, 2, 3, 1, 2, 3, 1], SamplingParams(max_tokens=9), [2], tenant=str(number))
-        drafter.begin(1)
+        drafter.begin([request])
         assert drafter.propose(request, 0, 2)
         drafter.observe(request, 2, 1)
         drafter.ended(request)
