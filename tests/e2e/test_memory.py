@@ -18,7 +18,7 @@ from inflight_tools.launcher import TritonServer
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 COUNT, BLOCK_SIZE, MAX_MODEL_LEN = 48, 16, 256
 MODELS: dict[str, dict] = {
-    "predicting": {},
+    "predicting": {"speculative_config": {"model": str(CHECKPOINT), "kv_cache_memory": "8MiB"}},
     "swapping": {
         "admission": "free_blocks",
         "swap_space": "1MiB",
@@ -103,18 +103,19 @@ def test_swapped_requests_with_drafts_get_the_same_tokens(squeezed, expected):
     assert metrics["inflight_host_blocks_used"] == 0
 
 
-def test_drafts_are_counted(squeezed):
-    """A text that goes round in circles, alone: drafts pay."""
+@pytest.mark.parametrize("model", MODELS)
+def test_drafts_are_counted(squeezed, model):
+    """A text that goes round in circles, alone: copies pay.  A model that drafts for itself at least probes."""
     ids = [300, 301, 302, 303, 304] * 20
     params = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
     names = [f"vllm:spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")]
 
     def counts() -> list[float]:
-        now = gauges(squeezed.metrics_address, "swapping")
+        now = gauges(squeezed.metrics_address, model)
         return [now.get(name, 0.0) for name in names]
 
     before = counts()
-    with GrpcStream(squeezed.grpc_address, "swapping") as stream:
+    with GrpcStream(squeezed.grpc_address, model) as stream:
         stream.send("a", input_ids=ids, stream=True, return_token_ids=True, sampling_parameters=params)
         stream.wait("a")
         assert len(stream.answers["a"].token_ids) == 150
