@@ -25,9 +25,10 @@ import numpy as np
 from fleet_picture import draw
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.incidents import Incidents, Kill, Rollout
+from inflight_tools.simulator.outcome import Outcome, Served
 from inflight_tools.simulator.profile import find_profile
 from inflight_tools.simulator.router import LeastLoaded, LeastWaiting, PrefixAffinity, RoundRobin, Router
-from inflight_tools.simulator.simulation import Outcome, Served, Simulation
+from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.arrivals import arrival_times
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job, Scenario, SharedPrefixes, find_scenario

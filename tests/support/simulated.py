@@ -9,9 +9,10 @@ from inflight.config import EngineConfig
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine, SimulatedInfo
 from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.profile import FitError, Profile
 from inflight_tools.simulator.router import RoundRobin, Router
-from inflight_tools.simulator.simulation import Outcome, Simulation
+from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 

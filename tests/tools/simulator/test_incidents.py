@@ -129,7 +129,6 @@ def test_under_any_schedule_of_failures_every_request_gets_each_token_once(data)
         "enable_prefix_caching": data.draw(st.booleans()),
         "async_scheduling": data.draw(st.booleans()),
     }
-    due = st.none() | at
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12))
     closed = data.draw(st.booleans())
     times = [None] * len(lengths) if closed else sorted(data.draw(at) for _ in lengths)
@@ -168,7 +167,7 @@ def test_the_report_tells_what_users_saw_during_the_incident():
     assert incident.during.requests + incident.outside.requests == 20
     assert incident.outside.itl.p99 == 1.0 < incident.during.itl.p99
     assert incident.outside.attainment == 1.0 > incident.during.attainment
-    assert "1 requests resumed elsewhere" in table(report, SLO())
+    assert "requests resumed elsewhere: 1," in table(report, SLO())
     assert summarise(simulate([engine()], jobs), SLO()).incident is None
 
 
@@ -201,5 +200,5 @@ def test_resuming_costs_what_the_profile_says():
     make = partial(SimulatedEngine.of, PROFILE.config({"max_num_batched_tokens": 2048}), PROFILE)
     jobs = [job(0, 1000, 200, 0.0), job(1, 10, 200, 0.0)]
     outcome = simulate([make(), make()], jobs, incidents=Incidents((Kill(1.0),)), successor=make)
-    assert 0.11 < max(outcome.gaps) < 0.15
+    assert 0.11 < max(outcome.gaps) < 0.2
     assert outcome.requests[0].recomputed > 1000

@@ -44,11 +44,11 @@ def test_least_waiting_reads_the_gauges():
 
 
 def test_between_two_scrapes_least_waiting_sees_old_gauges():
-    """A replica runs a request from 0 on; requests that come before the next scrape go to the other one, all of them."""
-    jobs = [job(0, 1, 100, 0.0), *(job(i, 1, 100, 10.5 + i) for i in range(1, 7))]
+    """A replica has had a request since 0; those that come between the scrapes at 40 and 80 all go to the other one."""
+    jobs = [job(0, 1, 200, 0.0), *(job(i, 1, 100, 40.5 + 3 * i) for i in range(1, 6))]
     current = where(LeastWaiting(), jobs, count=2)
-    assert sorted(current[1:].count(replica) for replica in (0, 1)) == [3, 3]
-    (first, *others) = where(LeastWaiting(), jobs, count=2, scrape_interval=10.0)
+    assert sorted(current.count(replica) for replica in (0, 1)) == [3, 3]
+    first, *others = where(LeastWaiting(), jobs, count=2, scrape_interval=40.0)
     assert set(others) == {1 - first}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from inflight_tools.simulator.simulation import Outcome, Served
+from inflight_tools.simulator.outcome import Outcome, Served
 from inflight_tools.workload.slo import SLO
 
 __all__ = ["IncidentReport", "Percentiles", "Report", "Seen", "summarise", "table"]
@@ -211,8 +211,8 @@ def table(report: Report, slo: SLO) -> str:
 def _incident_lines(incident: IncidentReport) -> list[str]:
     """Users during and outside of the incidents."""
     lines = [
-        f"incidents     {incident.seconds:.1f} s; {incident.resumed} requests resumed elsewhere, "
-        f"{incident.recomputed_tokens} tokens computed again, none lost",
+        f"incidents     {incident.seconds:.1f} s; requests resumed elsewhere: {incident.resumed}, tokens computed again: "
+        f"{incident.recomputed_tokens}, requests lost: 0",
         f"{'':<13} {'requests':>9} {'good':>7} {'goodput':>8} {'TTFT p50':>9} {'p99':>9} {'ITL p50':>9} {'p99':>9} "
         f"{'E2E p50':>9} {'p99':>9}   ms",
     ]

@@ -11,9 +11,10 @@ from typing import Any
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.simulator.router import make_router
-from inflight_tools.simulator.simulation import Outcome, Simulation
+from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Scenario

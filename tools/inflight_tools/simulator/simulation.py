@@ -7,97 +7,21 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 from inflight.engine.messages import StepMessage
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.fleet import Fleet, Replica, State
 from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.outcome import Outcome, Served
 from inflight_tools.simulator.restarts import Restarts
 from inflight_tools.simulator.router import Router
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Outcome", "Served", "Simulation"]
+__all__ = ["Simulation"]
 
 _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if every queue is full
-
-
-@dataclass(slots=True)
-class Served:
-    """A request; times are virtual seconds.
-
-    Attributes:
-        replica: index of the engine that it was last sent to; -1 while none is ready.
-        first, last: arrival of its first and of its latest token.
-        resumed: times that its replica ended and it went on elsewhere.
-        recomputed: tokens whose KV the lost replicas had, and that were computed again.
-        cached: prompt tokens that the prefix cache of its last replica served.
-        ended: whether its last token has arrived.
-        error: why it was rejected; None if it was not.
-    """
-
-    job: Job
-    arrival: float
-    replica: int = -1
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
-    resumed: int = 0
-    recomputed: int = 0
-    cached: int = 0
-    ended: bool = False
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float | None:
-        """Seconds to its first token."""
-        return None if self.first is None else self.first - self.arrival
-
-    @property
-    def tpot(self) -> float | None:
-        """Mean seconds per token after the first; None if there is only one."""
-        if self.first is None or self.tokens < 2:
-            return None
-        return (self.last - self.first) / (self.tokens - 1)
-
-
-@dataclass
-class Outcome:
-    """The outcome of a load.
-
-    Attributes:
-        requests: in order of arrival.
-        gaps: seconds between consecutive tokens of a request, over all requests.
-        disturbed: for each gap, whether it overlaps one of the `windows`.
-        replicas: the engines in their final state.
-        kv_use: per engine, the retired ones first, the share of its blocks in use: (mean over the time of its steps,
-            maximum).
-        retired: engines that died or were restarted.
-        windows: spans (start, end) in which some replica was not ready, or a rollout went on.
-        waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
-            share of the KV blocks in use.
-        num_replicas: of the fleet, whether they are ready or not.
-    """
-
-    requests: list[Served]
-    gaps: array[float]
-    replicas: list[SimulatedEngine]
-    kv_use: list[tuple[float, float]]
-    disturbed: bytearray = field(default_factory=bytearray)
-    retired: list[SimulatedEngine] = field(default_factory=list)
-    windows: list[tuple[float, float]] = field(default_factory=list)
-    waiting: float = 0.0
-    kv_cache_usage: float = 0.0
-
-    num_replicas: int = 1
-
-    @property
-    def seconds(self) -> float:
-        """From the first arrival to the last token."""
-        ends = [request.last for request in self.requests if request.tokens]
-        return max(ends) - self.requests[0].arrival if ends else 0.0
 
 
 # Events at one time come in this order: whoever waited for a token may send a request that joins the next step.
@@ -147,7 +71,8 @@ class Simulation:
         self._num_open = 0
         self._homeless: list[int] = []  # requests that wait for a replica to be ready
         self._lost_kv: dict[int, int] = {}  # tokens computed for a request at the replica that it lost
-        self._restarts = Restarts(self._fleet, incidents or Incidents(), partial(self._at, _INCIDENT), self._move, self._house)
+        at = partial(self._at, _INCIDENT)
+        self._restarts = Restarts(self._fleet, incidents or Incidents(), at, self._move, self._house)
 
     def run(self) -> Outcome:
         """Process events in the order of their times until the last request has ended.
@@ -238,7 +163,10 @@ class Simulation:
         for number in numbers:
             request = self._requests[number]
             request.resumed += 1
-            computed = min(engine.num_computed(number), request.job.prompt_tokens + request.tokens)
+            known = request.job.prompt_tokens + request.tokens
+            # A request that streams has all KV but that of its last token; before that the engine knows.
+            streams = request.tokens and number not in self._lost_kv
+            computed = known - 1 if streams else min(engine.num_computed(number), known)
             if number in self._lost_kv:  # this engine, too, was computing again what another one had
                 request.recomputed += min(computed, self._lost_kv[number])
             self._lost_kv[number] = max(computed, self._lost_kv.get(number, 0))
