@@ -36,7 +36,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes[1][column].set_ylim(0, 103)
         axes[1][column].axhline(100 * record["slo"]["attainment"], color="#888", linewidth=0.8, linestyle=":")
     by_size = _of(rows, part="size", scenario="prefix-heavy")
-    _lines(axes[0][2], by_size, "replicas", lambda row: 100 * row["prefix_hits"], "prefix-heavy", "cached (%)", log=False)
+    _lines(axes[0][2], by_size, "replicas", lambda row: 100 * row["prefix_hits"], "prefix-heavy", "cached (%)")
     axes[0][2].set_xscale("log", base=2)
     axes[0][2].set_xticks(sorted({row["replicas"] for row in by_size}) or [8])
     axes[0][2].xaxis.set_major_formatter("{x:g}")
@@ -66,7 +66,7 @@ def _good(row: _Row) -> float:
 
 
 def _lines(
-    axes: Any, rows: Sequence[_Row], over: str, value: Callable[[_Row], float], title: str, unit: str, log: bool = True
+    axes: Any, rows: Sequence[_Row], over: str, value: Callable[[_Row], float], title: str, unit: str
 ) -> None:
     """A line per router."""
     for router, colour in COLOURS.items():
@@ -76,7 +76,7 @@ def _lines(
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(unit, fontsize=9)
     axes.set_xlabel(over, fontsize=9)
-    if log and "%" not in unit:
+    if "%" not in unit:
         axes.set_yscale("log")
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What routing is worth: fleets of 8 to 512 replicas on the simulator's clock.
 
-    python bench/fleet_simulated.py [--output bench/results/fleet-simulated.json] [--picture docs/images/fleet-simulated.png]
+    python bench/fleet_simulated.py [--parts size,load] [--draw]
 
 Routers under the same requests at the same times, on replicas of the profile `llama-60m-cpu` with a KV pool of 65,536
-tokens: prompts that share prefixes, and the ramp of month-end without any; undisturbed, with an eighth of the replicas
-killed at once, and with all of them restarted.  The first half of an undisturbed run fills the caches and does not count.
-Virtual time depends on nothing that the machine does: the figures repeat exactly.
+tokens: prompts that share prefixes, and the ramp of month-end without any; undisturbed, with an eighth of the
+replicas killed at once, and with all of them restarted.  The first half of an undisturbed run fills the caches and does
+not count.  Virtual time depends on nothing that the machine does: the figures repeat exactly.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def of_incident(outcome: Outcome) -> dict[str, Any]:
     windows = [(start, min(stop, end)) for start, stop in outcome.windows]
     during = [r for r in outcome.requests if any(r.arrival <= stop and r.last >= start for start, stop in windows)]
     inside = {id(request) for request in during}
-    disturbed = np.frombuffer(bytes(outcome.disturbed), bool)
+    disturbed = np.array(outcome.disturbed).astype(bool)
     gaps = np.array(outcome.gaps)
     return {
         "resumed": sum(request.resumed > 0 for request in outcome.requests),
@@ -230,8 +230,8 @@ def main() -> None:
         rows.append({"part": part, **vars(cell), **figures})
         print(
             f"{part:<12} {cell.scenario:<13} {cell.replicas:>4} {cell.router:<16} {cell.incident:<8} "
-            f"{100 * figures['attainment']:5.1f}% good, TTFT p50 {figures['ttft_p50']:.3f} p99 {figures['ttft_p99']:.3f} s, "
-            f"{100 * figures['prefix_hits']:.0f}% cached, {figures['wall_seconds']:.1f} s",
+            f"{100 * figures['attainment']:5.1f}% good, TTFT p50 {figures['ttft_p50']:.3f} "
+            f"p99 {figures['ttft_p99']:.3f} s, {100 * figures['prefix_hits']:.0f}% cached, {figures['wall_seconds']:.1f} s",
             flush=True,
         )
         gc.collect()

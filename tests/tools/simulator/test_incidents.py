@@ -39,7 +39,7 @@ def test_a_killed_replica_loses_the_step_that_it_runs_and_its_requests_go_on_els
 
 
 def test_what_the_next_replica_has_cached_is_not_computed_again():
-    jobs = [job(0, 520, 2, 0.0, hash_ids=(7,)), job(1, 520, 50, 10.0, hash_ids=(7,)), job(2, 520, 3, 20.0, hash_ids=(7,))]
+    jobs = [job(i, 520, output, 10.0 * i, hash_ids=(7,)) for i, output in enumerate((2, 50, 3))]
     outcome = simulate([caching(), caching()], jobs, incidents=Incidents((Kill(30.5, 1),)), successor=caching)
     moved = outcome.requests[1]
     assert (moved.resumed, moved.cached) == (1, 512)
@@ -188,9 +188,8 @@ def test_what_no_fleet_lives_through_is_rejected():
 
 
 def test_incidents_without_a_maker_of_engines_are_a_mistake():
-    simulation = Simulation(
-        [engine()], RoundRobin(), iter([job(0, 1, 9, 0.0)]), IdPrompts(100, 1), incidents=Incidents((Kill(2.0),), startup=1.0)
-    )
+    incidents, prompts = Incidents((Kill(2.0),), startup=1.0), IdPrompts(100, 1)
+    simulation = Simulation([engine()], RoundRobin(), iter([job(0, 1, 9, 0.0)]), prompts, incidents=incidents)
     with pytest.raises(AssertionError, match="incidents need a maker of engines"):
         simulation.run()
 

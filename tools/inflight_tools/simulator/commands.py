@@ -107,9 +107,11 @@ def simulate(
     ] = 0.0,
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="SECONDS[:REPLICA]", help="A replica dies at this time (default: 0); repeatable."),
+        typer.Option(metavar="SECONDS[:REPLICA]", help="The replica (0, if none is named) dies then; repeatable."),
     ] = None,
-    rollout: Annotated[float | None, typer.Option(min=0, help="Restart all replicas in turn from this second on.")] = None,
+    rollout: Annotated[
+        float | None, typer.Option(min=0, help="Restart all replicas in turn from this second on.")
+    ] = None,
     max_unavailable: Annotated[int, typer.Option(min=1, help="Replicas that a rollout takes out at once.")] = 1,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that a rollout gives open requests to end.")] = 30.0,
     startup: Annotated[
@@ -138,7 +140,7 @@ def simulate(
         if (values is not None or survive) and not find_replicas:
             raise ConfigError("--values and --survive belong to --find-replicas; give it, or leave them out")
         if find_replicas and (sweep or kill or rollout is not None):
-            raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; give --survive N for lost replicas")
+            raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; for lost replicas give --survive N")
         found = find_profile(profile)
         options = _engine_options(None, config, set_ or [], needs_model=False)
         load = Load(

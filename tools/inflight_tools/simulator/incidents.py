@@ -45,8 +45,8 @@ class Incidents:
     """The incidents of a simulation.
 
     Attributes:
-        startup: seconds from the end of a replica until its successor, with an empty prefix cache, is ready; infinite if
-            none comes.
+        startup: seconds from the end of a replica until its successor, with an empty prefix cache, is ready;
+            infinite if none comes.
     """
 
     kills: tuple[Kill, ...] = ()

@@ -158,7 +158,7 @@ def _of_incidents(outcome: Outcome, slo: SLO) -> IncidentReport:
         (during if overlaps else outside).append(request)
         inside = any(start <= last <= stop for start, stop in windows)
         ended[inside] += slo.met(request.ttft, request.tpot)
-    gaps, disturbed = np.array(outcome.gaps), np.frombuffer(bytes(outcome.disturbed), bool)
+    gaps, disturbed = np.array(outcome.gaps), np.array(outcome.disturbed).astype(bool)
     return IncidentReport(
         seconds=seconds,
         resumed=sum(request.resumed > 0 for request in outcome.requests),
@@ -211,8 +211,8 @@ def table(report: Report, slo: SLO) -> str:
 def _incident_lines(incident: IncidentReport) -> list[str]:
     """Users during and outside of the incidents."""
     lines = [
-        f"incidents     {incident.seconds:.1f} s; requests resumed elsewhere: {incident.resumed}, tokens computed again: "
-        f"{incident.recomputed_tokens}, requests lost: 0",
+        f"incidents     {incident.seconds:.1f} s; requests resumed elsewhere: {incident.resumed}, "
+        f"tokens computed again: {incident.recomputed_tokens}, requests lost: 0",
         f"{'':<13} {'requests':>9} {'good':>7} {'goodput':>8} {'TTFT p50':>9} {'p99':>9} {'ITL p50':>9} {'p99':>9} "
         f"{'E2E p50':>9} {'p99':>9}   ms",
     ]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTERS", "LeastLoaded", "LeastWaiting", "PrefixAffinity", "RoundRobin", "Router", "make_router"]
 
-_BLOCK = 16  # tokens; the door takes shorter prompts for ones without a prefix
+_BLOCK = 16  # tokens; to the gateway, a shorter prompt has no prefix
 
 
 class Router(Protocol):
@@ -63,7 +63,7 @@ class LeastWaiting:
 
 
 class PrefixAffinity:
-    """The replica that has the prompt's prefix in its cache: consistent hashing with bounded loads, as the door does it.
+    """The replica that has the prefix in its cache: consistent hashing with bounded loads, by the gateway's own code.
 
     A prompt without a full block goes to the replica with the fewest requests.
 

@@ -12,7 +12,17 @@ import numpy as np
 
 from inflight_tools.workload.errors import WorkloadError
 
-__all__ = ["SCENARIOS", "Cycle", "Job", "LogNormal", "PromptClass", "Scenario", "SharedPrefixes", "Uniform", "find_scenario"]
+__all__ = [
+    "SCENARIOS",
+    "Cycle",
+    "Job",
+    "LogNormal",
+    "PromptClass",
+    "Scenario",
+    "SharedPrefixes",
+    "Uniform",
+    "find_scenario",
+]
 
 ArrivalName = Literal["closed", "poisson", "gamma", "constant", "trace"]
 
@@ -238,7 +248,7 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         Scenario(
             "prefix-heavy",
-            "chats of 64 assistants: 1024 tokens of system prompt, of which some are far more popular, 32 to 512 of their own",
+            "chats of 64 assistants, some far more popular: 1024 tokens of system prompt, 32 to 512 of their own",
             (PromptClass("chat", 1.0, Uniform(1056, 1536)),),
             _LOGNORMAL,
             prefixes=SharedPrefixes(64, 2),
