@@ -31,7 +31,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes[0][column].set_xticks(sorted({row["replicas"] for row in by_size}) or [8])
         axes[0][column].xaxis.set_major_formatter("{x:g}")
         by_load = _of(rows, part="load", scenario=scenario)
-        _lines(axes[1][column], by_load, "rate", _good, f"{scenario}, 32 replicas", "good requests (%)")
+        _lines(axes[1][column], by_load, "rate", _good, f"{scenario}, 16 replicas", "good requests (%)")
         axes[1][column].set_xlabel("requests/s and replica")
         axes[1][column].set_ylim(0, 103)
         axes[1][column].axhline(100 * record["slo"]["attainment"], color="#888", linewidth=0.8, linestyle=":")
@@ -42,7 +42,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[0][2].xaxis.set_major_formatter("{x:g}")
     _incidents(axes[1][2], rows)
     prefixes = _of(rows, part="prefixes")
-    _lines(axes[2][0], prefixes, "prefixes", lambda row: row["ttft_p99"], "prefix-heavy, 32 replicas", "TTFT p99 (s)")
+    _lines(axes[2][0], prefixes, "prefixes", lambda row: row["ttft_p99"], "prefix-heavy, 16 replicas", "TTFT p99 (s)")
     axes[2][0].set_xscale("log", base=2)
     axes[2][0].set_xlabel("distinct prefixes per replica")
     _factors(axes[2][1], _of(rows, part="load factor"))
@@ -65,9 +65,7 @@ def _good(row: _Row) -> float:
     return 100.0 * float(row["attainment"])
 
 
-def _lines(
-    axes: Any, rows: Sequence[_Row], over: str, value: Callable[[_Row], float], title: str, unit: str
-) -> None:
+def _lines(axes: Any, rows: Sequence[_Row], over: str, value: Callable[[_Row], float], title: str, unit: str) -> None:
     """A line per router."""
     for router, colour in COLOURS.items():
         points = sorted((row[over], value(row)) for row in rows if row["router"] == router)
@@ -97,9 +95,15 @@ def _incidents(axes: Any, rows: Sequence[_Row]) -> None:
 def _factors(axes: Any, rows: Sequence[_Row]) -> None:
     for prefixes, style in zip(sorted({row["prefixes"] for row in rows}), ("--", "-")):
         points = sorted((min(row["load_factor"], 8.0), row["ttft_p99"]) for row in rows if row["prefixes"] == prefixes)
-        axes.plot(*zip(*points), style, color=COLOURS["prefix-affinity"], marker="o", markersize=3.5,
-                  label=f"{prefixes:g} prefixes per replica")
-    axes.set_title("prefix-affinity, 32 replicas (8: no bound)", fontsize=10)
+        axes.plot(
+            *zip(*points),
+            style,
+            color=COLOURS["prefix-affinity"],
+            marker="o",
+            markersize=3.5,
+            label=f"{prefixes:g} prefixes per replica",
+        )
+    axes.set_title("prefix-affinity, 16 replicas (8: no bound)", fontsize=10)
     axes.set_xlabel("load factor", fontsize=9)
     axes.set_ylabel("TTFT p99 (s)", fontsize=9)
     axes.set_yscale("log")
@@ -111,8 +115,14 @@ def _scrapes(axes: Any, rows: Sequence[_Row]) -> None:
     for replicas, style in ((8, "--"), (128, "-")):
         points = sorted((max(row["scrape"], 0.01), row["ttft_p99"]) for row in rows if row["replicas"] == replicas)
         if points:
-            axes.plot(*zip(*points), style, color=COLOURS["least-waiting"], marker="o", markersize=3.5,
-                      label=f"{replicas} replicas")
+            axes.plot(
+                *zip(*points),
+                style,
+                color=COLOURS["least-waiting"],
+                marker="o",
+                markersize=3.5,
+                label=f"{replicas} replicas",
+            )
     axes.set_title("least-waiting, month-end", fontsize=10)
     axes.set_xlabel("seconds between scrapes (0.01: always current)", fontsize=9)
     axes.set_ylabel("TTFT p99 (s)", fontsize=9)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What routing is worth: fleets of 8 to 512 replicas on the simulator's clock.
 
-    python bench/fleet_simulated.py [--parts size,load] [--draw]
+    python bench/fleet_simulated.py [--resume] [--parts size,load] [--draw]
 
 Routers under the same requests at the same times, on replicas of the profile `llama-60m-cpu` with a KV pool of 65,536
 tokens: prompts that share prefixes, and the ramp of month-end without any; undisturbed, with an eighth of the
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from fleet_picture import draw
+
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.incidents import Incidents, Kill, Rollout
 from inflight_tools.simulator.outcome import Outcome, Served
@@ -46,8 +46,8 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "prefix-affinity": PrefixAffinity,
 }
 SIZES = (8, 32, 128, 512)
-REQUESTS = 96  # per replica
-RATES = {"prefix-heavy": 4.0, "month-end": 8.0}  # requests per second and replica; month-end's at the peak
+REQUESTS = 48  # per replica
+RATES = {"prefix-heavy": 3.0, "month-end": 8.0}  # requests per second and replica; month-end's at the peak
 PREFIXES = 16  # per replica
 SCRAPE = 0.05  # seconds; the default of the Gateway API Inference Extension's endpoint picker
 
@@ -69,32 +69,42 @@ class Cell:
 
 
 def study() -> Iterator[tuple[str, Cell]]:
-    """Parts of the study and their cells."""
-    for scenario in RATES:
-        for replicas in SIZES:
+    """Parts of the study and their cells; the largest fleets last."""
+    compared = ("round-robin", "least-waiting", "prefix-affinity")
+    yield from sizes(8, 32)
+    yield from incidents(8)
+    for scenario, rates in (("prefix-heavy", (1, 2, 3, 4, 6)), ("month-end", (4, 6, 8, 10))):
+        for rate in rates:
+            for router in compared:
+                yield "load", Cell(scenario, 16, router=router, rate=float(rate))
+    for prefixes in (0.125, 1, 4, 64):
+        for router in ("least-loaded", "prefix-affinity"):
+            yield "prefixes", Cell(replicas=16, router=router, prefixes=prefixes)
+    for prefixes in (0.125, PREFIXES):
+        for load_factor in (1.0, 1.1, 1.25, 2.0, 1000.0):
+            yield "load factor", Cell(replicas=16, router="prefix-affinity", load_factor=load_factor, prefixes=prefixes)
+    for replicas in (8, 64):
+        for scrape in (0.0, 0.05, 0.2, 1.0):
+            yield "scrape", Cell("month-end", replicas, "least-waiting", scrape=scrape)
+    yield from sizes(128)
+    yield from incidents(64)
+    yield from sizes(512)
+
+
+def sizes(*numbers: int) -> Iterator[tuple[str, Cell]]:
+    """All routers at these numbers of replicas."""
+    for replicas in numbers:
+        for scenario in RATES:
             for router in ROUTERS:
                 yield "size", Cell(scenario, replicas, router)
-    for scenario, rates in (("prefix-heavy", (1, 2, 3, 4, 5, 6, 8)), ("month-end", (4, 6, 7, 8, 9, 10))):
-        for rate in rates:
-            for router in ROUTERS:
-                yield "load", Cell(scenario, router=router, rate=float(rate))
+
+
+def incidents(replicas: int) -> Iterator[tuple[str, Cell]]:
+    """Failures and rollouts."""
     for incident in ("kill", "rollout"):
         for scenario in RATES:
-            for replicas in (8, 64, 512):
-                for router in ("round-robin", "prefix-affinity") if replicas == 512 else ROUTERS:
-                    yield "incident", Cell(scenario, replicas, router, incident=incident)
-    for prefixes in (0.125, 1, 4, 16, 64):
-        for router in ("least-loaded", "prefix-affinity"):
-            yield "prefixes", Cell(router=router, prefixes=prefixes)
-    for blocks in (0, 1, 2):
-        for router in ("least-loaded", "prefix-affinity"):
-            yield "length", Cell(router=router, blocks=blocks)
-    for replicas in (8, 128):
-        for scrape in (0.0, 0.05, 0.2, 1.0, 5.0):
-            yield "scrape", Cell("month-end", replicas, "least-waiting", scrape=scrape)
-    for load_factor in (1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 1000.0):
-        for prefixes in (0.125, PREFIXES):
-            yield "load factor", Cell(router="prefix-affinity", load_factor=load_factor, prefixes=prefixes)
+            for router in ("round-robin", "least-waiting", "prefix-affinity"):
+                yield "incident", Cell(scenario, replicas, router, incident=incident)
 
 
 def jobs_of(cell: Cell) -> list[Job]:
@@ -215,15 +225,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "fleet-simulated.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "fleet-simulated.png")
     parser.add_argument("--parts", default="", help="only these parts, comma-separated; others stay as recorded")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that are recorded, and run the others")
     parser.add_argument("--pause-while", type=Path, help="wait between cells while this file exists")
     parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
     args = parser.parse_args()
     record = json.loads(args.output.read_text()) if args.output.exists() else {}
     wanted = set(filter(None, args.parts.split(",")))
     cells = [] if args.draw else [(part, cell) for part, cell in study() if not wanted or part in wanted]
-    kept = [row for row in record.get("cells", []) if args.draw or (wanted and row["part"] not in wanted)]
-    rows = kept
+    recorded = record.get("cells", [])
+    rows = recorded if args.draw or args.resume else [row for row in recorded if wanted and row["part"] not in wanted]
+    known = {(row["part"], *(row[name] for name in vars(Cell()))) for row in rows}
     for part, cell in cells:
+        if (part, *vars(cell).values()) in known:
+            continue
         while args.pause_while and args.pause_while.exists():
             time.sleep(2)
         figures = run(cell)
@@ -231,11 +245,19 @@ def main() -> None:
         print(
             f"{part:<12} {cell.scenario:<13} {cell.replicas:>4} {cell.router:<16} {cell.incident:<8} "
             f"{100 * figures['attainment']:5.1f}% good, TTFT p50 {figures['ttft_p50']:.3f} "
-            f"p99 {figures['ttft_p99']:.3f} s, {100 * figures['prefix_hits']:.0f}% cached, {figures['wall_seconds']:.1f} s",
+            f"p99 {figures['ttft_p99']:.3f} s, {100 * figures['prefix_hits']:.0f}% cached, "
+            f"{figures['wall_seconds']:.1f} s",
             flush=True,
         )
+        args.output.write_text(json.dumps(described(rows), indent=1) + "\n")
         gc.collect()
-    record = {
+    draw(described(rows), args.picture)
+    print(f"wrote {args.output} and {args.picture}")
+
+
+def described(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record: the cells, and what all of them have in common."""
+    return {
         "profile": PROFILE.name,
         "machine": PROFILE.machine,
         "options": OPTIONS,
@@ -243,9 +265,6 @@ def main() -> None:
         "rates": RATES,
         "cells": rows,
     }
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, args.picture)
-    print(f"wrote {args.output} and {args.picture}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def test_prefix_affinity_sends_equal_prefixes_to_one_replica_until_it_is_full():
     burst = [job(i, 600, 50, 0.0, hash_ids=(1, 50 + i)) for i in range(24)]
     crowded = where(PrefixAffinity(), burst)
     assert len(set(crowded[:8])) == 1, "eight requests are never too many"
-    assert {crowded.count(replica) for replica in range(3)} <= {6, 7, 8, 9, 10}
+    assert set(crowded) == {0, 1, 2}
+    assert max(crowded.count(replica) for replica in range(3)) == 10, "1.25 times the mean"
 
 
 def test_a_prompt_without_a_full_block_goes_where_least_is_to_do():

@@ -20,7 +20,7 @@ from inflight_tools.workload.load import Load
 from inflight_tools.workload.slo import SLO
 
 STRICT = SLO(ttft=0.5, tpot=0.05, attainment=0.9)
-LOAD = Load("uniform", requests=200, arrivals="poisson", rate=60.0)
+LOAD = Load("uniform", requests=60, arrivals="poisson", rate=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,12 @@ def test_the_search_ends_where_replicas_make_no_difference(blank):
     assert max(counts) == 2
 
 
-def test_a_size_is_the_fewest_that_meets_the_slo():
-    scene = Scene(PROFILE, {}, LOAD)
-    size = find_size(scene, STRICT)
+@pytest.fixture(scope="module")
+def size():
+    return find_size(Scene(PROFILE, {}, LOAD), STRICT)
+
+
+def test_a_size_is_the_fewest_that_meets_the_slo(size):
     assert size is not None
     attained = {
         count: summarise(Scene(PROFILE, {}, LOAD, replicas=count).run(), STRICT).attainment
@@ -83,11 +86,10 @@ def test_a_size_is_the_fewest_that_meets_the_slo():
     assert 0.01 <= size.kv_cache_usage <= size.at_edge.kv_cache_usage
 
 
-def test_a_size_that_survives_has_a_spare_one():
-    scene = Scene(PROFILE, {}, LOAD)
-    plain, spare = find_size(scene, STRICT), find_size(scene, STRICT, survive=1)
-    assert plain is not None and spare is not None
-    assert plain.replicas < spare.replicas <= plain.replicas + 2
+def test_a_size_that_survives_has_a_spare_one(size):
+    spare = find_size(Scene(PROFILE, {}, LOAD), STRICT, survive=1)
+    assert spare is not None
+    assert size.replicas < spare.replicas <= size.replicas + 2
     half = spare.report.seconds / 2
     lost = Scene(PROFILE, {}, LOAD, replicas=spare.replicas, incidents=Incidents((Kill(half),), startup=math.inf))
     report = summarise(lost.run(), STRICT)
@@ -122,7 +124,7 @@ def command(tmp_path):
 def test_the_values_file_has_the_keys_of_the_chart(command, tmp_path):
     values, report = tmp_path / "deep" / "values.yaml", tmp_path / "r.json"
     result = command(
-        "--scenario", "uniform", "--requests", 100, "--arrivals", "poisson", "--rate", 60, "--slo-ttft", 0.5,
+        "--scenario", "uniform", "--requests", 60, "--arrivals", "poisson", "--rate", 20, "--slo-ttft", 0.5,
         "--slo-tpot", 0.05, "--find-replicas", "--survive", 1, "--values", values, "--report", report,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -134,7 +136,7 @@ def test_the_values_file_has_the_keys_of_the_chart(command, tmp_path):
     assert 1 <= scaling["minReplicas"] <= written["replicaCount"] == row["replicas"] <= scaling["maxReplicas"]
     assert scaling["waitingPerReplica"] >= 1 and 0.01 <= scaling["kvCacheUsage"] <= 0.95
     assert f"{written['replicaCount']} replicas, also if 1 of them are lost" in result.output
-    assert "uniform, poisson, 60 requests/s" in values.read_text()
+    assert "uniform, poisson, 20 requests/s" in values.read_text()
 
 
 def test_an_slo_that_no_number_of_replicas_meets_fails_and_writes_nothing(command, tmp_path):

@@ -140,7 +140,7 @@ def simulate(
         if (values is not None or survive) and not find_replicas:
             raise ConfigError("--values and --survive belong to --find-replicas; give it, or leave them out")
         if find_replicas and (sweep or kill or rollout is not None):
-            raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; for lost replicas give --survive N")
+            raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; --survive N loses replicas")
         found = find_profile(profile)
         options = _engine_options(None, config, set_ or [], needs_model=False)
         load = Load(
@@ -201,9 +201,7 @@ def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | 
     _write_report(report, trials)
     winner = best(trials, slo)
     if winner is None:
-        _fail(
-            f"no setting answers {_slo_in_words(slo)}; reduce the load, relax the SLO or try other values"
-        )
+        _fail(f"no setting answers {_slo_in_words(slo)}; reduce the load, relax the SLO or try other values")
     typer.echo(f"best: {_named(winner.setting)}\n{table(winner.report, slo)}")
     if output is not None:
         _write(output, json.dumps({**scene.model_json(), **winner.setting}, indent=2) + "\n")

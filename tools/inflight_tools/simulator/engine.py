@@ -139,9 +139,7 @@ class SimulatedEngine(EngineCore):
         """Add a request that has `num_outputs` tokens already; returns why it is refused, if it is."""
         params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True, seed=0)
         outputs: list[list[int] | None] = [[_TOKEN] * num_outputs] if num_outputs else []
-        failure = self.add_request(
-            AddRequest(request_id, prompt, params, arrival=arrival, output_token_ids=outputs)
-        )
+        failure = self.add_request(AddRequest(request_id, prompt, params, arrival=arrival, output_token_ids=outputs))
         return None if failure is None else failure.message
 
     def num_computed(self, request_id: int) -> int:

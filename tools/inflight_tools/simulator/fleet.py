@@ -51,7 +51,7 @@ class Replica:
     engine: SimulatedEngine
     state: State = State.READY
     open: set[int] = field(default_factory=set)
-    gauges: Gauges = Gauges()
+    gauges: Gauges = field(default_factory=Gauges)
     use: _Use = field(default_factory=_Use)
     stepping: bool = False
 

@@ -181,7 +181,6 @@ def _seen(requests: list[Served], gaps: Iterable[float], slo: SLO, ended: int, s
     )
 
 
-
 def table(report: Report, slo: SLO) -> str:
     """The report as text."""
     lines = [

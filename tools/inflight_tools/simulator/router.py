@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,7 +85,7 @@ class PrefixAffinity:
             return self._least.choose(prompt, fleet)
         if self._ring is None:
             self._ring = _ring(len(fleet), self._load_factor)
-        key = key_of([",".join(map(str, prompt[: self._num_tokens]))])
+        key = key_of([array("q", prompt[: self._num_tokens]).tobytes().hex()])
         return self._ring.choose(key, {index: fleet.in_flight[index] for index in fleet.ready}).server
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Scene:
     users: int = 0
     replicas: int = 1
     router: str = "least-loaded"
-    incidents: Incidents = Incidents()
+    incidents: Incidents = field(default_factory=Incidents)
     scrape_interval: float = 0.0
 
     def check(self) -> None:

@@ -177,9 +177,7 @@ class Simulation:
             message = engine.step()
             self._at(_END, engine.now, partial(self._end, replica, engine, now, message))
 
-    def _end(
-        self, replica: Replica, engine: SimulatedEngine, begun: float, message: StepMessage, now: float
-    ) -> None:
+    def _end(self, replica: Replica, engine: SimulatedEngine, begun: float, message: StepMessage, now: float) -> None:
         if replica.engine is not engine or replica.state is State.DOWN:
             return  # it died while the step ran: nobody got these tokens
         self._fleet.report(replica, message.stats, now - begun)
