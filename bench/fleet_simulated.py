@@ -180,7 +180,7 @@ def seen(requests: list[Served]) -> dict[str, float]:
     good = sum(SLO_.met(request.ttft, request.tpot) for request in requests)
     latency = [request.last - request.arrival for request in requests]
     return {
-        "requests": len(requests),
+        "measured": len(requests),
         "attainment": good / len(requests) if requests else 0.0,
         **{f"ttft_p{q}": quantile(ttft, q) for q in (50, 99)},
         **{f"tpot_p{q}": quantile([r.tpot for r in requests if r.tpot is not None], q) for q in (50, 99)},

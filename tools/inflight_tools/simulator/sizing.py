@@ -25,7 +25,8 @@ class Size:
     """An answer to "how many replicas for this load and SLO".
 
     Attributes:
-        replicas: that many meet the SLO, with `survive` of them lost in the middle of the load.
+        replicas: at least `needed` plus `survive`; that many meet the SLO with `survive` of them lost in the middle of
+            the load.
         needed: that many meet it if none is lost.
         minimum, maximum: the same as `replicas` at half and at twice the load.
         report: of the load on `replicas`, none of them lost.
@@ -87,7 +88,8 @@ def find_size(scene: Scene, slo: SLO, survive: int = 0, tell: Callable[[str], No
         needed = fewest(lambda count: plain(factor, count), slo, start)
         if needed is None or not survive:
             return None if needed is None else (needed, needed)
-        replicas = fewest(lambda count: with_losses(factor, count), slo, needed + survive, max(needed - 1, survive))
+        spare = needed + survive
+        replicas = fewest(lambda count: with_losses(factor, count), slo, spare, spare - 1)
         return None if replicas is None else (needed, replicas)
 
     found = search(1.0, max(1, scene.replicas))
