@@ -47,7 +47,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[2][0].set_xlabel("distinct prefixes per replica")
     _factors(axes[2][1], _of(rows, part="load factor"))
     _scrapes(axes[2][2], _of(rows, part="scrape"))
-    handles, labels = axes[1][0].get_legend_handles_labels()
+    handles, labels = axes[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
     for each in axes.flat:
@@ -112,7 +112,7 @@ def _factors(axes: Any, rows: Sequence[_Row]) -> None:
 
 
 def _scrapes(axes: Any, rows: Sequence[_Row]) -> None:
-    for replicas, style in ((8, "--"), (128, "-")):
+    for replicas, style in ((8, "--"), (64, "-")):
         points = sorted((max(row["scrape"], 0.01), row["ttft_p99"]) for row in rows if row["replicas"] == replicas)
         if points:
             axes.plot(
