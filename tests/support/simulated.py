@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine, SimulatedInfo
+from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.profile import FitError, Profile
 from inflight_tools.simulator.router import RoundRobin, Router
-from inflight_tools.simulator.simulation import Outcome, Simulation
+from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
@@ -48,9 +50,18 @@ def job(index: int, prompt: int, output: int, due: float | None = None, **fields
 
 
 def simulate(
-    replicas: list[SimulatedEngine], jobs: Iterable[Job], router: Router | None = None, users: int = 1000
+    replicas: list[SimulatedEngine],
+    jobs: Iterable[Job],
+    router: Router | None = None,
+    users: int = 1000,
+    incidents: Incidents | None = None,
+    successor: Callable[[], SimulatedEngine] = engine,
+    scrape_interval: float = 0.0,
 ) -> Outcome:
-    outcome = Simulation(replicas, router or RoundRobin(), iter(jobs), IdPrompts(100, 1), users).run()
-    for replica in replicas:
+    simulation = Simulation(
+        replicas, router or RoundRobin(), iter(jobs), IdPrompts(100, 1), users, incidents, successor, scrape_interval
+    )
+    outcome = simulation.run()
+    for replica in outcome.replicas:
         replica.check_integrity()
     return outcome

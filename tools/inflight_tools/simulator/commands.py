@@ -17,11 +17,14 @@ import typer
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.repository import parse_setting, resolve_model
+from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
 from inflight_tools.simulator.profile import Profile, find_profile
 from inflight_tools.simulator.report import Report, summarise, table
 from inflight_tools.simulator.router import ROUTERS
 from inflight_tools.simulator.scene import Scene
+from inflight_tools.simulator.sizing import MAX_REPLICAS, find_size
 from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
+from inflight_tools.simulator.values_file import values_yaml
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.scenarios import SCENARIOS
@@ -99,9 +102,33 @@ def simulate(
     set_: _Set = None,
     replicas: Annotated[int, typer.Option(min=1, max=10_000, help="Engines behind the router.")] = 1,
     router: Annotated[str, typer.Option(help=f"One of {', '.join(ROUTERS)}.")] = "least-loaded",
+    scrape_interval: Annotated[
+        float, typer.Option(min=0, help="Seconds between two looks of least-waiting at the gauges; 0: always current.")
+    ] = 0.0,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SECONDS[:REPLICA]", help="The replica (0, if none is named) dies then; repeatable."),
+    ] = None,
+    rollout: Annotated[
+        float | None, typer.Option(min=0, help="Restart all replicas in turn from this second on.")
+    ] = None,
+    max_unavailable: Annotated[int, typer.Option(min=1, help="Replicas that a rollout takes out at once.")] = 1,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that a rollout gives open requests to end.")] = 30.0,
+    startup: Annotated[
+        float, typer.Option(min=0, help="Seconds until a killed or restarted replica is ready; inf: never.")
+    ] = 60.0,
     slo_ttft: Annotated[float, typer.Option(min=0, help="SLO: seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(min=0, help="SLO: seconds per further token.")] = 0.25,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="SLO: share of requests that must meet it.")] = 0.9,
+    find_replicas: Annotated[
+        bool, typer.Option("--find-replicas", help="Find the fewest replicas that meet the SLO.")
+    ] = False,
+    survive: Annotated[
+        int, typer.Option(min=0, help="With --find-replicas: lost replicas with which the SLO must still be met.")
+    ] = 0,
+    values: Annotated[
+        Path | None, typer.Option(help="With --find-replicas: write the Helm chart's values to this file.")
+    ] = None,
     sweep: Annotated[str, typer.Option(help="KEY=VALUES to try, comma-separated; a..b doubles from a to b.")] = "",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best setting to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
@@ -110,21 +137,52 @@ def simulate(
     with _usage_errors():
         if output is not None and not sweep:
             raise ConfigError("--output receives the best setting of a sweep; also give --sweep KEY=VALUES")
+        if (values is not None or survive) and not find_replicas:
+            raise ConfigError("--values and --survive belong to --find-replicas; give it, or leave them out")
+        if find_replicas and (sweep or kill or rollout is not None):
+            raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; --survive N loses replicas")
         found = find_profile(profile)
-        values = _engine_options(None, config, set_ or [], needs_model=False)
+        options = _engine_options(None, config, set_ or [], needs_model=False)
         load = Load(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
-            cv=cv, context=context or found.config(values).max_model_len or found.max_model_len,
+            cv=cv, context=context or found.config(options).max_model_len or found.max_model_len,
         )  # fmt: skip
-        scene = Scene(found, values, load, users, replicas, router)
+        incidents = Incidents(
+            tuple(map(parse_kill, kill or [])),
+            None if rollout is None else Rollout(rollout, max_unavailable, grace),
+            startup,
+        )
+        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval)
         scene.check()
         slo = SLO(slo_ttft, slo_tpot, attainment)
         if sweep:
             _sweep(scene, slo, parse_sweep(sweep), output, report)
             return
+        if find_replicas:
+            _find_replicas(scene, slo, survive, values, report)
+            return
     summary = summarise(scene.run(), slo)
     typer.echo(table(summary, slo))
     _write_report(report, [Trial({}, summary)])
+
+
+def _find_replicas(scene: Scene, slo: SLO, survive: int, values: Path | None, report: Path | None) -> None:
+    size = find_size(scene, slo, survive, lambda line: typer.echo(line, err=True))
+    if size is None:
+        _fail(
+            f"no number of replicas up to {MAX_REPLICAS} answers {_slo_in_words(slo)}; relax the SLO, or change the "
+            "engine's options (--sweep)"
+        )
+    _write_report(report, [Trial({"replicas": size.replicas}, size.report, scene.load.rate)])
+    lost = f", also if {survive} of them are lost" if survive else ""
+    typer.echo(f"{size.replicas} replicas{lost}; {size.minimum} at half the load, {size.maximum} at twice the load")
+    typer.echo(table(size.report, slo))
+    if values is not None:
+        _write(values, values_yaml(size, scene.in_words(), _slo_in_words(slo)))
+
+
+def _slo_in_words(slo: SLO) -> str:
+    return f"{100 * slo.attainment:g}% of the requests within {slo.ttft:g} s and {1000 * slo.tpot:g} ms per token"
 
 
 def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | None, report: Path | None) -> None:
@@ -143,13 +201,10 @@ def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | 
     _write_report(report, trials)
     winner = best(trials, slo)
     if winner is None:
-        _fail(
-            f"no setting answers {100 * slo.attainment:g}% of the requests within {slo.ttft:g} s and "
-            f"{1000 * slo.tpot:g} ms per token; reduce the load, relax the SLO or try other values"
-        )
+        _fail(f"no setting answers {_slo_in_words(slo)}; reduce the load, relax the SLO or try other values")
     typer.echo(f"best: {_named(winner.setting)}\n{table(winner.report, slo)}")
     if output is not None:
-        _write_model_json(output, {**scene.model_json(), **winner.setting})
+        _write(output, json.dumps({**scene.model_json(), **winner.setting}, indent=2) + "\n")
 
 
 def _trial(scene: Scene, slo: SLO, setting: dict[str, Any]) -> Trial:
@@ -192,10 +247,10 @@ def _engine_options(
     return values
 
 
-def _write_model_json(path: Path, values: dict[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         _fail(f"cannot write {path}: {error.strerror}")
     typer.echo(f"wrote {path}")

@@ -135,16 +135,17 @@ class SimulatedEngine(EngineCore):
         """Steps collected so far."""
         return self.device.steps
 
-    @property
-    def load(self) -> int:
-        """Sequences that run or wait."""
-        return len(self.scheduler.running) + self.scheduler.num_waiting
-
-    def send(self, request_id: int, prompt: list[int], job: Job, arrival: float) -> str | None:
-        """Add a request; returns why it is refused, if it is."""
+    def send(self, request_id: int, prompt: list[int], job: Job, arrival: float, num_outputs: int = 0) -> str | None:
+        """Add a request that has `num_outputs` tokens already; returns why it is refused, if it is."""
         params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True, seed=0)
-        failure = self.add_request(AddRequest(request_id, prompt, params, arrival=arrival))
+        outputs: list[list[int] | None] = [[_TOKEN] * num_outputs] if num_outputs else []
+        failure = self.add_request(AddRequest(request_id, prompt, params, arrival=arrival, output_token_ids=outputs))
         return None if failure is None else failure.message
+
+    def num_computed(self, request_id: int) -> int:
+        """Tokens of a request whose KV is in the pool; 0 if it has ended or waits."""
+        sequences = self._live.get(request_id)
+        return sequences[0].num_computed_tokens if sequences else 0
 
     def step(self) -> StepMessage:
         """One step; `now` is then the time of its tokens.

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from inflight_tools.simulator.simulation import Outcome
+from inflight_tools.simulator.outcome import Outcome, Served
 from inflight_tools.workload.slo import SLO
 
-__all__ = ["Percentiles", "Report", "summarise", "table"]
+__all__ = ["IncidentReport", "Percentiles", "Report", "Seen", "summarise", "table"]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -29,6 +29,40 @@ class Percentiles(msgspec.Struct, frozen=True):
         return cls(float(found.mean()), *map(float, np.percentile(found, (50, 95, 99))))
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the users of some of the requests saw.
+
+    Attributes:
+        goodput: requests per second that met the SLO, by the time at which they ended.
+        attainment: share of the requests that met the SLO.
+    """
+
+    requests: int
+    goodput: float
+    attainment: float
+    ttft: Percentiles
+    itl: Percentiles
+    latency: Percentiles
+
+
+class IncidentReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What incidents did to users.
+
+    Attributes:
+        seconds: in which some replica was not ready, or a rollout went on.
+        resumed: requests that went on at another replica.
+        recomputed_tokens: tokens whose KV was lost with a replica and computed again elsewhere.
+        during: requests that were open in these seconds, and their gaps between tokens that overlap them.
+        outside: the others.
+    """
+
+    seconds: float
+    resumed: int
+    recomputed_tokens: int
+    during: Seen
+    outside: Seen
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A simulation in numbers; rates are per virtual second, over all replicas together.
 
@@ -43,6 +77,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: number of times a request lost its blocks.
         kv_use_mean, kv_use_max: share of a replica's KV blocks in use, over the time of its steps.
         prefix_hits: share of the prompt tokens found in the prefix cache.
+        waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
+            share of the KV blocks in use.
+        incident: None if there was none.
     """
 
     requests: int
@@ -65,6 +102,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     kv_use_max: float
     prefix_hits: float
     replicas: int
+    waiting: float
+    kv_cache_usage: float
+    incident: IncidentReport | None = None
 
 
 def summarise(outcome: Outcome, slo: SLO) -> Report:
@@ -72,10 +112,10 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
     requests = outcome.requests
     served = [request for request in requests if request.first is not None]
     seconds, good = outcome.seconds, sum(slo.met(request.ttft, request.tpot) for request in requests)
-    tokens, steps = sum(request.tokens for request in served), sum(replica.steps for replica in outcome.replicas)
+    engines = [*outcome.retired, *outcome.replicas]
+    tokens, steps = sum(request.tokens for request in served), sum(engine.steps for engine in engines)
     per_second = 1.0 / seconds if seconds else 0.0
-    pools = [replica.pool for replica in outcome.replicas]
-    queried = sum(pool.num_prefix_queries for pool in pools)
+    queried = sum(engine.pool.num_prefix_queries for engine in engines)
     means = [mean for mean, _ in outcome.kv_use]
     return Report(
         requests=len(requests),
@@ -92,12 +132,52 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         latency=Percentiles.of(request.last - request.arrival for request in served),
         steps=steps,
         sequences_per_step=tokens / steps if steps else 0.0,
-        busy=sum(replica.busy for replica in outcome.replicas) * per_second / len(outcome.replicas),
-        preemptions=sum(replica.scheduler.num_preempted_total for replica in outcome.replicas),
+        busy=sum(engine.busy for engine in engines) * per_second / outcome.num_replicas,
+        preemptions=sum(engine.scheduler.num_preempted_total for engine in engines),
         kv_use_mean=sum(means) / len(means),
         kv_use_max=max(peak for _, peak in outcome.kv_use),
-        prefix_hits=sum(pool.num_prefix_hits for pool in pools) / queried if queried else 0.0,
-        replicas=len(outcome.replicas),
+        prefix_hits=sum(engine.pool.num_prefix_hits for engine in engines) / queried if queried else 0.0,
+        replicas=outcome.num_replicas,
+        waiting=outcome.waiting,
+        kv_cache_usage=outcome.kv_cache_usage,
+        incident=_of_incidents(outcome, slo) if outcome.windows else None,
+    )
+
+
+def _of_incidents(outcome: Outcome, slo: SLO) -> IncidentReport:
+    """The requests that were open in a window, and the others."""
+    end = max(request.last for request in outcome.requests)
+    windows = [(start, min(stop, end)) for start, stop in outcome.windows if start < end]
+    seconds = sum(stop - start for start, stop in windows)
+    during: list[Served] = []
+    outside: list[Served] = []
+    ended = [0, 0]
+    for request in outcome.requests:
+        last = max(request.last, request.arrival)
+        overlaps = any(request.arrival <= stop and last >= start for start, stop in windows)
+        (during if overlaps else outside).append(request)
+        inside = any(start <= last <= stop for start, stop in windows)
+        ended[inside] += slo.met(request.ttft, request.tpot)
+    gaps, disturbed = np.array(outcome.gaps), np.array(outcome.disturbed).astype(bool)
+    return IncidentReport(
+        seconds=seconds,
+        resumed=sum(request.resumed > 0 for request in outcome.requests),
+        recomputed_tokens=sum(request.recomputed for request in outcome.requests),
+        during=_seen(during, gaps[disturbed], slo, ended[1], seconds),
+        outside=_seen(outside, gaps[~disturbed], slo, ended[0], outcome.seconds - seconds),
+    )
+
+
+def _seen(requests: list[Served], gaps: Iterable[float], slo: SLO, ended: int, seconds: float) -> Seen:
+    served = [request for request in requests if request.first is not None]
+    good = sum(slo.met(request.ttft, request.tpot) for request in requests)
+    return Seen(
+        requests=len(requests),
+        goodput=ended / seconds if seconds > 0 else 0.0,
+        attainment=good / len(requests) if requests else 0.0,
+        ttft=Percentiles.of(ttft for request in served if (ttft := request.ttft) is not None),
+        itl=Percentiles.of(gaps),
+        latency=Percentiles.of(request.last - request.arrival for request in served),
     )
 
 
@@ -122,4 +202,23 @@ def table(report: Report, slo: SLO) -> str:
         f"KV blocks     {100 * report.kv_use_mean:.1f}% in use on average, {100 * report.kv_use_max:.1f}% at most; "
         f"{report.preemptions} preemptions; {100 * report.prefix_hits:.1f}% of prompt tokens cached",
     ]
+    if report.incident is not None:
+        lines += _incident_lines(report.incident)
     return "\n".join(lines)
+
+
+def _incident_lines(incident: IncidentReport) -> list[str]:
+    """Users during and outside of the incidents."""
+    lines = [
+        f"incidents     {incident.seconds:.1f} s; requests resumed elsewhere: {incident.resumed}, "
+        f"tokens computed again: {incident.recomputed_tokens}, requests lost: 0",
+        f"{'':<13} {'requests':>9} {'good':>7} {'goodput':>8} {'TTFT p50':>9} {'p99':>9} {'ITL p50':>9} {'p99':>9} "
+        f"{'E2E p50':>9} {'p99':>9}   ms",
+    ]
+    for name, seen in (("  during", incident.during), ("  outside", incident.outside)):
+        times = [1000 * value for found in (seen.ttft, seen.itl, seen.latency) for value in (found.p50, found.p99)]
+        lines.append(
+            f"{name:<13} {seen.requests:9d} {100 * seen.attainment:6.1f}% {seen.goodput:8.2f} "
+            + " ".join(f"{value:9.1f}" for value in times)
+        )
+    return lines

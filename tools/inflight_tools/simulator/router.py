@@ -2,75 +2,118 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from inflight.config import ConfigError
-from inflight_tools.simulator.engine import SimulatedEngine
+from inflight_tools.simulator.fleet import Fleet
 
-__all__ = ["ROUTERS", "LeastLoaded", "PrefixAffinity", "RoundRobin", "Router", "make_router"]
+if TYPE_CHECKING:
+    from inflight_gateway.affinity import BoundedRing
+
+__all__ = ["ROUTERS", "LeastLoaded", "LeastWaiting", "PrefixAffinity", "RoundRobin", "Router", "make_router"]
+
+_BLOCK = 16  # tokens; to the gateway, a shorter prompt has no prefix
 
 
 class Router(Protocol):
-    """Chooses by what a router outside the engines can see: the prompt and the load of each replica."""
+    """Chooses by what a router outside the engines can see.
 
-    def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
-        """Index of the replica."""
+    That is the prompt, which replicas are ready, the requests that it has sent to each, and gauges as old as its last
+    scrape.
+    """
+
+    def choose(self, prompt: Sequence[int], fleet: Fleet) -> int:
+        """Index of a ready replica; there is at least one."""
 
 
 class RoundRobin:
-    """The replicas in turn."""
+    """The ready replicas in turn."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._last = -1
 
-    def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
-        chosen, self._next = self._next % len(replicas), self._next + 1
-        return chosen
+    def choose(self, prompt: Sequence[int], fleet: Fleet) -> int:
+        self._last = next((index for index in fleet.ready if index > self._last), fleet.ready[0])
+        return self._last
 
 
 class LeastLoaded:
-    """The replica with the fewest sequences, running or waiting; the first one of equals."""
+    """The replica with the fewest requests that this router sent to it and that have not ended; the first of equals."""
 
-    def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
-        return min(range(len(replicas)), key=lambda index: replicas[index].load)
+    def choose(self, prompt: Sequence[int], fleet: Fleet) -> int:
+        return min(fleet.ready, key=fleet.in_flight.__getitem__)
+
+
+class LeastWaiting:
+    """The replica whose gauges show the fewest waiting requests, then the fewest running ones; any of equals.
+
+    This is all that a router knows that shares the fleet with others.  Until the next scrape it sends everything to the
+    replicas that were least busy at the last one.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, prompt: Sequence[int], fleet: Fleet) -> int:
+        scraped = fleet.scraped
+        least = min(scraped[index][:2] for index in fleet.ready)
+        return self._random.choice([index for index in fleet.ready if scraped[index][:2] == least])
 
 
 class PrefixAffinity:
-    """The replica that got earlier prompts with the same prefix, whose blocks are in its cache.
+    """The replica that has the prefix in its cache: consistent hashing with bounded loads, by the gateway's own code.
 
-    A new prefix goes to the least loaded replica and stays there.  It moves to the replica that is then
-    least loaded when its own has more than `slack` times the mean load and more than `spare` sequences.
+    A prompt without a full block goes to the replica with the fewest requests.
 
     Args:
-        num_tokens: length of the prefix.
+        num_tokens: length of the prefix that is hashed.
+        load_factor: a replica is passed over that has this multiple of the mean number of requests.
     """
 
-    def __init__(self, num_tokens: int = 256, slack: float = 1.5, spare: int = 4) -> None:
-        self._num_tokens, self._slack, self._spare = num_tokens, slack, spare
-        self._home: dict[tuple[int, ...], int] = {}
+    def __init__(self, num_tokens: int = 256, load_factor: float = 1.25) -> None:
+        self._num_tokens, self._load_factor = num_tokens, load_factor
+        self._ring: BoundedRing | None = None
         self._least = LeastLoaded()
 
-    def choose(self, prompt: Sequence[int], replicas: Sequence[SimulatedEngine]) -> int:
-        prefix = tuple(prompt[: self._num_tokens])
-        home = self._home.get(prefix)
-        if home is not None:
-            mean = sum(replica.load for replica in replicas) / len(replicas)
-            if replicas[home].load <= max(self._spare, self._slack * mean):
-                return home
-        self._home[prefix] = home = self._least.choose(prompt, replicas)
-        return home
+    def choose(self, prompt: Sequence[int], fleet: Fleet) -> int:
+        from inflight_gateway.affinity import key_of
+
+        if len(prompt) < _BLOCK:
+            return self._least.choose(prompt, fleet)
+        if self._ring is None:
+            self._ring = _ring(len(fleet), self._load_factor)
+        key = key_of([array("q", prompt[: self._num_tokens]).tobytes().hex()])
+        return self._ring.choose(key, {index: fleet.in_flight[index] for index in fleet.ready}).server
+
+
+def _ring(replicas: int, load_factor: float) -> BoundedRing:
+    from inflight_gateway.affinity import BoundedRing
+
+    return BoundedRing([f"replica-{index}" for index in range(replicas)], load_factor)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
+    "least-waiting": LeastWaiting,
     "prefix-affinity": PrefixAffinity,
 }
 
 
 def make_router(name: str) -> Router:
-    """A router by name; raises ConfigError for an unknown one."""
+    """A router by name.
+
+    Raises:
+        ConfigError: an unknown one, or one whose library is not installed.
+    """
     if name not in ROUTERS:
         raise ConfigError(f"router {name!r}: must be one of {', '.join(ROUTERS)}")
+    if name == "prefix-affinity":
+        try:
+            import inflight_gateway.affinity  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"router {name!r} needs {error.name}: pip install 'inflight[gateway]'") from None
     return ROUTERS[name]()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.simulator.engine import SimulatedEngine
+from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.simulator.router import make_router
-from inflight_tools.simulator.simulation import Outcome, Simulation
+from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Scenario
@@ -25,6 +29,7 @@ class Scene:
     Attributes:
         values: keys of `model.json` that override the profile's.
         users: of a closed loop; 0 uses the scenario's number.
+        scrape_interval: seconds between two looks of the router at the replicas' gauges; 0: they are always current.
     """
 
     profile: Profile
@@ -33,6 +38,8 @@ class Scene:
     users: int = 0
     replicas: int = 1
     router: str = "least-loaded"
+    incidents: Incidents = field(default_factory=Incidents)
+    scrape_interval: float = 0.0
 
     def check(self) -> None:
         """Reject what cannot be simulated.
@@ -43,6 +50,7 @@ class Scene:
         config, source = self.config(), self.load.load()
         next(self.load.jobs(), None)
         make_router(self.router)
+        self.incidents.check(self.replicas)
         if self.load.requests < 0:
             raise ConfigError("requests=-1 is endless; a simulation needs a number of requests")
         longest = min(source.longest, config.max_model_len or self.profile.max_model_len)
@@ -60,10 +68,20 @@ class Scene:
     def run(self) -> Outcome:
         """Run the simulation."""
         config, source = self.config(), self.load.load()
-        engines = [SimulatedEngine.of(config, self.profile) for _ in range(self.replicas)]
+        make_engine = partial(SimulatedEngine.of, config, self.profile)
+        engines = [make_engine() for _ in range(self.replicas)]
         users = self.users or (source.users if isinstance(source, Scenario) else 1)
         prompts = IdPrompts(self.profile.vocab_size, self.load.seed)
-        return Simulation(engines, make_router(self.router), self.load.jobs(), prompts, users).run()
+        return Simulation(
+            engines,
+            make_router(self.router),
+            self.load.jobs(),
+            prompts,
+            users,
+            self.incidents,
+            make_engine,
+            self.scrape_interval,
+        ).run()
 
     def with_values(self, values: dict[str, Any]) -> Scene:
         """The same simulation with other engine options."""
@@ -72,6 +90,28 @@ class Scene:
     def at_rate(self, rate: float) -> Scene:
         """The same simulation at another arrival rate, in requests per second."""
         return dataclasses.replace(self, load=dataclasses.replace(self.load, rate=rate))
+
+    def at_load(self, factor: float) -> Scene:
+        """The same simulation under a multiple of the load: its rate, the speed of its trace, or its users."""
+        load, source, process = self.load, self.load.load(), self.load.process()
+        if process == "trace":
+            return dataclasses.replace(self, load=dataclasses.replace(load, speed=load.speed * factor))
+        if process == "closed":
+            users = self.users or (source.users if isinstance(source, Scenario) else 1)
+            return dataclasses.replace(self, users=max(1, round(users * factor)))
+        rate = load.rate or (source.rate if isinstance(source, Scenario) else 1.0)
+        return self.at_rate(rate * factor)
+
+    def in_words(self) -> str:
+        """The load and who serves it, in one line."""
+        load, process = self.load, self.load.process()
+        what = f"trace {Path(load.trace).name} at {load.speed:g} x its speed" if load.trace else load.scenario
+        if process == "closed":
+            source = load.load()
+            what += f", {self.users or (source.users if isinstance(source, Scenario) else 1)} users"
+        elif process != "trace":
+            what += f", {process}, {self.at_load(1.0).load.rate:g} requests/s"
+        return f"{what}; profile {self.profile.name}, router {self.router}"
 
     def model_json(self) -> dict[str, Any]:
         """Keys of `model.json` for the simulated engine."""

@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 
 from inflight_tools.workload.errors import WorkloadError
 
-__all__ = ["SCENARIOS", "Cycle", "Job", "LogNormal", "PromptClass", "Scenario", "Uniform", "find_scenario"]
+__all__ = [
+    "SCENARIOS",
+    "Cycle",
+    "Job",
+    "LogNormal",
+    "PromptClass",
+    "Scenario",
+    "SharedPrefixes",
+    "Uniform",
+    "find_scenario",
+]
 
 ArrivalName = Literal["closed", "poisson", "gamma", "constant", "trace"]
 
@@ -94,6 +105,34 @@ class PromptClass:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Every prompt begins with one of `count` texts, such as system prompts or documents.
+
+    Attributes:
+        count: number of texts; the k-th most popular is asked for in proportion to `k ** -exponent`.
+        blocks: length of each, in blocks of 512 tokens.
+    """
+
+    count: int
+    blocks: int
+    exponent: float = 1.0
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, ...]:
+        """The ids of the blocks of one of the texts."""
+        if not self.blocks:
+            return ()
+        first = int(np.searchsorted(_zipf(self.count, self.exponent), rng.random(), side="right")) * self.blocks
+        return tuple(range(first, first + self.blocks))
+
+
+@cache
+def _zipf(count: int, exponent: float) -> np.ndarray:
+    """The cumulative shares of ranks 1 to `count`, without the last."""
+    shares = np.arange(1, count + 1, dtype=float) ** -exponent
+    return np.cumsum(shares / shares.sum())[:-1]
+
+
+@dataclass(frozen=True)
 class Scenario:
     """A load mix.
 
@@ -106,6 +145,7 @@ class Scenario:
         arrivals: "closed", or the default arrival process.
         rate: requests per second of an open loop.
         burst: requests that arrive together, `burst / rate` seconds apart; 1 for no bursts.
+        prefixes: what prompts have in common; their lengths include it.
         ramp: seconds of the rise, the peak and the fall of the number of users; empty if it is constant.
     """
 
@@ -119,6 +159,7 @@ class Scenario:
     rate: float = 2.0
     burst: int = 1
     ramp: tuple[float, float, float] | tuple[()] = ()
+    prefixes: SharedPrefixes | None = None
 
     @property
     def longest_prompt(self) -> int:
@@ -134,13 +175,15 @@ class Scenario:
         rng = np.random.default_rng([seed, index])
         chosen = rng.choice(len(self.classes), p=[prompt_class.share for prompt_class in self.classes])
         prompt_class = self.classes[chosen]
-        return Job(index, prompt_class.name, prompt_class.prompt.draw(rng, index), self.output.draw(rng, index))
+        prompt_tokens, output_tokens = prompt_class.prompt.draw(rng, index), self.output.draw(rng, index)
+        hash_ids = self.prefixes.draw(rng) if self.prefixes else ()
+        return Job(index, prompt_class.name, prompt_tokens, output_tokens, hash_ids=hash_ids)
 
     def scaled(self, context: int) -> Scenario:
         """The same mix for a model of `context` tokens; unchanged if it fits already.
 
         Outputs shrink only if they would take more than half of the context; prompts shrink by a common
-        factor, so that the longest request just fits.
+        factor, so that the longest request just fits.  Shared prefixes shrink by whole blocks.
 
         Raises:
             WorkloadError: a context below 16 tokens.
@@ -151,7 +194,10 @@ class Scenario:
         output = self.output.scaled(shrink) if shrink < 1 else self.output
         factor = min(1.0, (context - output.high) / self.longest_prompt)
         classes = tuple(dataclasses.replace(kind, prompt=kind.prompt.scaled(factor)) for kind in self.classes)
-        return dataclasses.replace(self, classes=classes, output=output)
+        prefixes = self.prefixes
+        if prefixes and factor < 1:
+            prefixes = dataclasses.replace(prefixes, blocks=int(prefixes.blocks * factor))
+        return dataclasses.replace(self, classes=classes, output=output, prefixes=prefixes)
 
 
 # Prompt lengths of the benchmarks in bench/: mostly short, some long.
@@ -199,6 +245,13 @@ SCENARIOS: dict[str, Scenario] = {
             _MIXED,
             _LOGNORMAL,
             ramp=(10.0, 25.0, 10.0),
+        ),
+        Scenario(
+            "prefix-heavy",
+            "chats of 64 assistants, some far more popular: 1024 tokens of system prompt, 32 to 512 of their own",
+            (PromptClass("chat", 1.0, Uniform(1056, 1536)),),
+            _LOGNORMAL,
+            prefixes=SharedPrefixes(64, 2),
         ),
         Scenario(
             "uniform",
