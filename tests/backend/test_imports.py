@@ -125,6 +125,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner.model_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
     "runner.graphs": {"runner", "attention.base", "loading.memory_plan", "config", *_DATA},
     "runner.device_runner": {"runner", "attention.base", "sampling", "loading.loader", "config", *_DATA},
+    "runner.draft_runner": {"loading.checkpoint", "loading.errors", "config", "speculative"},
     "runner.step_inputs": {"kernels.gpu"},
     "runner.step_rows": {"runner", "sampling.rules.ragged", *_DATA},
     "runner.prompt_logprobs": {"runner", "sampling", *_DATA},

@@ -124,7 +124,8 @@ def test_the_answers_are_those_without_drafts(
     else:
         assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
     if "model" in config:
-        llm.core.runner.draft_model.check_integrity()  # type: ignore[attr-defined]
+        forced: Any = llm.core.scheduler.policies.drafter
+        forced._inner._guesser._model.check_integrity()
 
 
 def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

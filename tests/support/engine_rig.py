@@ -164,13 +164,11 @@ def make_core_with_draft_model(
     info: Info, draft_info: Info, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> EngineCore:
     """`make_core` with a draft model of its own size beside the target."""
-    from inflight.runner.draft_model import PagedDraftModel  # needs torch
-
     options = {"model": "hash", "admission": "free_blocks", "speculative_config": {"model": "hash"}, **options}
     config = EngineConfig.from_dict(options)
     sizes = config.block_size, config.max_num_seqs, clock
     runner: Any = PagedHashRunner(info, *sizes)
-    runner.draft_model = PagedDraftModel(HalfRightRunner(draft_info, *sizes), config)
+    runner.draft_runner = HalfRightRunner(draft_info, *sizes)
     return EngineCore(config, runner, clock)
 
 

@@ -34,7 +34,7 @@ class Runner(Protocol):
     """Owns the device: turns batches into tokens, in the order in which they are launched.
 
     It may count, in `num_collected_first`, launches that had to wait for the tokens of the step before, and have a
-    `draft_model` (engine/drafting/modelled.py).
+    `draft_runner` (engine/drafting/draft_model.py).
     """
 
     @property
@@ -81,7 +81,7 @@ class EngineCore:
             self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
         )
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        policies = make_policies(config, clock, self.info.grammars, getattr(runner, "draft_model", None))
+        policies = make_policies(config, clock, self.info.grammars, getattr(runner, "draft_runner", None))
         self.scheduler = Scheduler(limits, self.pool, policies, self.swap, clock)
         self.caps = QueueCaps(config)
         self.shedding = Shedding(config, self.scheduler, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -10,7 +9,7 @@ from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import device_of
 from inflight.runner.device_runner import DeviceRunner
-from inflight.runner.draft_model import PagedDraftModel, load_draft_runner
+from inflight.runner.draft_runner import load_draft_runner
 from inflight.runner.model_runner import ModelRunner
 
 __all__ = ["ThreadedRunner", "make_runner"]
@@ -29,22 +28,18 @@ class TwoPartRunner(Protocol):
 
 
 class ThreadedRunner:
-    """Executes steps in a thread of their own, so that the next one can be made and prepared meanwhile."""
+    """Executes steps in the thread of `device`, so that the next one can be made and prepared meanwhile."""
 
-    def __init__(self, runner: TwoPartRunner) -> None:
+    def __init__(self, runner: TwoPartRunner, device: ThreadPoolExecutor) -> None:
         self.runner = runner
         self.info = runner.info
-        self._device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch
+        self._device = device
 
     def launch(self, out: SchedulerOutput) -> Future[StepOutput]:
         return self._device.submit(self.runner.execute, out, self.runner.prepare(out))
 
     def collect(self, ticket: Future[StepOutput]) -> StepOutput:
         return ticket.result()
-
-    def on_device(self, function: Callable[[], None]) -> None:
-        """Run it between two steps, and wait for it."""
-        self._device.submit(function).result()
 
 
 def make_runner(config: EngineConfig) -> Any:
@@ -53,13 +48,14 @@ def make_runner(config: EngineConfig) -> Any:
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
-    draft = load_draft_runner(config, _device_runner)  # before the target's pool, which takes what is left
+    draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes what is left
     runner = _device_runner(config)
     if config.async_scheduling and isinstance(runner, ModelRunner):
-        runner = ThreadedRunner(runner)
-    if draft is not None:
-        on_device = runner.on_device if isinstance(runner, ThreadedRunner) else None
-        runner.draft_model = PagedDraftModel(*draft, on_device)
+        device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch
+        runner = ThreadedRunner(runner, device)
+        draft_runner = draft_runner and ThreadedRunner(draft_runner, device)
+    if draft_runner is not None:
+        runner.draft_runner = draft_runner
     return runner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_rig import Info, PagedHashRunner, add, collect, expected_output, make_core, run_until_idle
@@ -38,7 +39,8 @@ class GatedRunner(PagedHashRunner):
 
 def gated_core(**options):
     core = make_core(Info(), async_scheduling=True, **options)
-    core.runner = ThreadedRunner(GatedRunner(core.info, core.config.block_size, core.config.max_num_seqs))
+    runner = GatedRunner(core.info, core.config.block_size, core.config.max_num_seqs)
+    core.runner = ThreadedRunner(runner, ThreadPoolExecutor(1))
     return core
 
 

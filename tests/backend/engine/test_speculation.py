@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.core import EngineCore
+from inflight.engine.drafting.draft_model import DraftModel
+from inflight.engine.drafting.modelled import ModelDrafts
 from inflight.engine.drafting.thrifty import ThriftyDrafter
 
 METHODS: list[dict[str, Any]] = [
@@ -48,6 +50,12 @@ def drafter_of(core: EngineCore) -> ThriftyDrafter:
     drafter = core.scheduler.policies.drafter
     assert isinstance(drafter, ThriftyDrafter)
     return drafter
+
+
+def model_of(core: EngineCore) -> DraftModel:
+    guesser = drafter_of(core)._guesser
+    assert isinstance(guesser, ModelDrafts)
+    return guesser._model
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -126,7 +134,7 @@ def test_every_request_gets_the_tokens_that_it_gets_without(
     drafter = drafter_of(core)
     assert not drafter._sequences, "an ended request is remembered"
     if method is MODEL:
-        model = core.runner.draft_model  # type: ignore[attr-defined]
+        model = model_of(core)
         model.check_integrity()
         assert not model._rows, "the draft model remembers an ended request"
     else:
@@ -185,7 +193,7 @@ def test_a_draft_model_computes_each_token_once_but_what_was_refused() -> None:
     core = with_draft_model(speculative_config=MODEL)
     add(core, 0, list(range(1, 41)), max_tokens=200, ignore_eos=True)
     run_until_idle(core, {}, {})
-    model, counts = core.runner.draft_model, core.scheduler.policies.draft_counts  # type: ignore[attr-defined]
+    model, counts = model_of(core), core.scheduler.policies.draft_counts
     assert model.num_computed <= 40 + 200 + counts.tokens
 
 
@@ -194,7 +202,7 @@ def test_the_draft_model_runs_once_for_all_sequences_of_a_step() -> None:
     for number in range(8):
         add(core, number, [1 + number, 2, 3], max_tokens=60, ignore_eos=True)
     run_until_idle(core, {}, {})
-    sizes = core.runner.draft_model._runner.batch_sizes  # type: ignore[attr-defined]
+    sizes = core.runner.draft_runner.batch_sizes  # type: ignore[attr-defined]
     assert sum(size == 8 for size in sizes) > 10
 
 
@@ -213,7 +221,7 @@ def test_a_draft_model_without_room_for_a_request_drafts_for_the_others() -> Non
 
 def test_a_step_of_the_draft_model_that_fails_costs_no_request_anything() -> None:
     core = with_draft_model(speculative_config=MODEL)
-    model = core.runner.draft_model  # type: ignore[attr-defined]
+    model = model_of(core)
     collect_draft, failing = model._runner.collect, [False, True, False, False] * 30
     model._runner.collect = lambda ticket: engine_rig.msgspec.structs.replace(
         collect_draft(ticket), **({"failure": "no memory", "token_ids": []} if failing.pop() else {})
@@ -236,7 +244,7 @@ def test_a_draft_model_that_raises_is_no_worse_than_none(caplog: pytest.LogCaptu
         next(calls)
         raise RuntimeError("broken")
 
-    core.runner.draft_model._runner.collect = fails  # type: ignore[attr-defined]
+    core.runner.draft_runner.collect = fails  # type: ignore[attr-defined]
     outputs: dict[Any, list[int]] = {}
     for number in range(3):
         add(core, number, [1, 2, 3], max_tokens=30, ignore_eos=True)
@@ -244,4 +252,4 @@ def test_a_draft_model_that_raises_is_no_worse_than_none(caplog: pytest.LogCaptu
     assert all(len(tokens) == 30 for tokens in outputs.values())
     assert caplog.text.count("RuntimeError: broken") == 1
     assert next(calls) <= 30, "asked once a step, not once a row"
-    assert not core.runner.draft_model._rows, "nobody knows what they have computed"  # type: ignore[attr-defined]
+    assert not model_of(core)._rows, "nobody knows what they have computed"

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+from inflight.engine.drafting.draft_model import DraftModel
 from inflight.engine.drafting.guesser import Guess
 from inflight.engine.request import Request
 
-__all__ = ["DraftModel", "ModelDrafts"]
-
-
-class DraftModel(Protocol):
-    """A model with the target's vocabulary; it keeps what it has computed of each request."""
-
-    def draft(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """Up to so many tokens behind the last known one of each request; none where it has no room or time."""
-
-    def forget(self, request: Request) -> None:
-        """Free what it keeps of the request, if anything."""
+__all__ = ["ModelDrafts"]
 
 
 class ModelDrafts:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from inflight.config import EngineConfig
 from inflight.engine.drafting.base import DraftCounts, Drafter
 from inflight.engine.drafting.copying import CopyDrafts
+from inflight.engine.drafting.draft_model import DraftModel, DraftRunner
 from inflight.engine.drafting.forced import ForcedTokens
-from inflight.engine.drafting.modelled import DraftModel, ModelDrafts
+from inflight.engine.drafting.modelled import ModelDrafts
 from inflight.engine.drafting.thrifty import ThriftyDrafter
 from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import BudgetPolicy, FcfsOrder, OrderPolicy, Policies
@@ -34,21 +35,21 @@ def make_policies(
     config: EngineConfig,
     clock: Callable[[], float] = time.monotonic,
     grammars: Grammars | None = None,
-    draft_model: DraftModel | None = None,
+    draft_runner: DraftRunner | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
     Args:
         clock: that of the deadlines.
         grammars: of the checkpoint; requests that have one wait until it is compiled.
-        draft_model: what `speculative_config` names; None: drafts are copied from text.
+        draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
     """
     admission = make_admission(config)
     budget: BudgetPolicy = WeighedPrompts(make_budget(config), config.max_num_batched_tokens)
     drafter: Drafter | None = None
     counts = DraftCounts()
     if config.speculative_config is not None:
-        drafter = thrifty = _make_drafter(config.speculative_config, config.itl_target_ms, draft_model)
+        drafter = thrifty = _make_drafter(config, config.speculative_config, draft_runner)
         counts = thrifty.counts
         admission, budget = DraftedAdmission(admission, thrifty), DraftedBudget(budget, thrifty)
     if grammars is not None:
@@ -65,12 +66,15 @@ def make_policies(
     )
 
 
-def _make_drafter(config: SpeculativeConfig, itl_target_ms: float | None, model: DraftModel | None) -> ThriftyDrafter:
-    longest = config.num_speculative_tokens
+def _make_drafter(config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None) -> ThriftyDrafter:
+    longest = options.num_speculative_tokens
     if longest is None:
-        longest = config.suffix_decoding_max_tree_depth if config.method == "suffix" else _DRAFT_TOKENS
-    target = None if itl_target_ms is None else itl_target_ms / 1000
-    return ThriftyDrafter(CopyDrafts(config) if model is None else ModelDrafts(model), longest, target)
+        longest = options.suffix_decoding_max_tree_depth if options.method == "suffix" else _DRAFT_TOKENS
+    target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    if runner is None:
+        return ThriftyDrafter(CopyDrafts(options), longest, target)
+    model = DraftModel(runner, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+    return ThriftyDrafter(ModelDrafts(model), longest, target)
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:

@@ -2,28 +2,24 @@
 
 It computes a request's tokens when it is asked to draft for it, and keeps their keys and values for the next time.
 What the target refused is computed again.  Its sampling draws with the request's parameters, seed and positions: where
-both models think alike, they choose alike, at any temperature.
+both models think alike, they choose alike, at any temperature.  No torch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
-from inflight.config import ConfigError, EngineConfig
-from inflight.engine.core import Runner
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
-from inflight.loading.checkpoint import max_model_len, read_config
-from inflight.loading.errors import LoadError
-from inflight.speculative import SpeculativeConfig
 
-__all__ = ["PagedDraftModel", "load_draft_runner"]
+__all__ = ["DraftModel", "DraftRunner"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,31 +59,44 @@ class _Turn:
     count: int
 
 
-class PagedDraftModel:
-    """Implements `DraftModel` (engine/drafting/modelled.py).
+class _Info(Protocol):
+    max_model_len: int
+    num_blocks: int
+
+
+class DraftRunner(Protocol):
+    """Runs the draft model's steps, as `Runner` (engine/core.py) runs the target's, of the same sizes."""
+
+    @property
+    def info(self) -> _Info:
+        """Facts of its checkpoint."""
+
+    def launch(self, out: SchedulerOutput) -> Any:
+        """See `Runner`."""
+
+    def collect(self, ticket: Any) -> StepOutput:
+        """See `Runner`."""
+
+
+class DraftModel:
+    """Drafts for several requests at once.
 
     Args:
-        runner: with the draft model's checkpoint loaded.
-        config: that it was loaded with.
-        on_device: runs a function in the thread of the target's steps, and waits for it; None: they run in the
-            caller's.
+        max_num_seqs, max_num_batched_tokens, block_size: that the runner was made with.
+
+    Attributes:
+        num_computed: tokens that it computed so far.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        config: EngineConfig,
-        on_device: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
+    def __init__(self, runner: DraftRunner, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
         self._runner = runner
-        self._on_device = on_device or _at_once
-        self._max_tokens = config.max_num_batched_tokens
-        self._block_size = config.block_size
-        self._max_num_seqs = config.max_num_seqs
-        self._free_slots = list(range(config.max_num_seqs))
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_num_batched_tokens
+        self._block_size = block_size
+        self._free_slots = list(range(max_num_seqs))
         self._free_blocks = list(range(runner.info.num_blocks))
         self._rows: OrderedDict[Request, _Row] = OrderedDict()  # least recently used first
-        self.num_computed = 0  # tokens, over all calls
+        self.num_computed = 0
 
     def draft(self, wanted: Mapping[Request, int]) -> Mapping[Request, list[int]]:
         """Up to so many tokens behind the last known one of each request.
@@ -97,7 +106,7 @@ class PagedDraftModel:
         turns: dict[Request, _Turn] = {}
         if wanted:
             try:
-                self._on_device(lambda: self._draft(wanted, turns))
+                self._draft(wanted, turns)
             except Exception:
                 for request in wanted:  # nobody knows how far they are computed
                     self.forget(request)
@@ -105,6 +114,7 @@ class PagedDraftModel:
         return {request: turn.row.drafts for request, turn in turns.items()}
 
     def forget(self, request: Request) -> None:
+        """Free what it keeps of the request, if anything."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free_slots.append(row.slot)
@@ -191,7 +201,7 @@ class PagedDraftModel:
         if not out.slots:
             return
         self.num_computed += out.num_tokens
-        result: StepOutput = self._runner.collect(self._runner.launch(out))
+        result = self._runner.collect(self._runner.launch(out))
         if result.failure:
             _log.warning("a step of the draft model failed: %s", result.failure)
             self._forget_slots(out.slots)
@@ -207,57 +217,6 @@ class PagedDraftModel:
         """Nobody knows what their pages hold after a failure."""
         for request in [request for request, row in self._rows.items() if row.slot in slots]:
             self.forget(request)
-
-
-def load_draft_runner(
-    config: EngineConfig, load: Callable[[EngineConfig], Runner]
-) -> tuple[Runner, EngineConfig] | None:
-    """The draft model that `speculative_config` names, if any, and its own configuration.
-
-    Args:
-        config: the target's.
-        load: makes a runner.
-
-    Raises:
-        LoadError, ConfigError: it cannot be loaded, or its vocabulary is not the target's.
-    """
-    speculative = config.speculative_config
-    if speculative is None or speculative.model is None:
-        return None
-    try:
-        own = _own_config(config, speculative)
-        return load(own), own
-    except (LoadError, ConfigError) as error:
-        raise type(error)(f"speculative_config: {error}") from error
-
-
-def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
-    assert speculative.model is not None
-    own = msgspec.structs.replace(
-        config,
-        model=speculative.model,
-        revision=speculative.revision,
-        max_model_len=None,
-        kv_cache_memory=speculative.kv_cache_memory,
-        num_gpu_blocks_override=None,
-        swap_space=0,
-        preemption_mode="recompute",
-        async_scheduling=False,
-        itl_target_ms=None,
-        speculative_config=None,
-    )
-    target, draft = (read_config(each).get_text_config(decoder=True) for each in (config, own))
-    if target.vocab_size != draft.vocab_size:
-        raise ConfigError(
-            f"model={speculative.model!r} has a vocabulary of {draft.vocab_size} tokens, {config.model!r} one of "
-            f"{target.vocab_size}; a draft model must have the same tokenizer"
-        )
-    length = min(max_model_len(config, target), max_model_len(own, draft))
-    return msgspec.structs.replace(own, max_model_len=length)
-
-
-def _at_once(function: Callable[[], None]) -> None:
-    function()
 
 
 def _add(out: SchedulerOutput, slot: int, count: int, computed: int, samples: bool) -> None:
