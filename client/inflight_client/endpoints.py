@@ -43,9 +43,9 @@ class Routing(Protocol):
 class Endpoints:
     """The servers in the order of preference, and which of them failed lately.
 
-    The first that did not fail lately is chosen, or the one that `routing` names among those.  One that failed rests for
-    a second, twice as long after each failure in a row, at most 30 s, and as long as it asked for; an answer ends that.
-    If all rest, the one is chosen whose rest ends first.  Threads may share it.
+    The first that did not fail lately is chosen, or the one that `routing` names among those.  One that failed rests
+    for a second, twice as long after each failure in a row, at most 30 s, and as long as it asked for; an answer ends
+    that.  If all rest, the one is chosen whose rest ends first.  Threads may share it.
 
     Args:
         count: number of servers, at least 1.

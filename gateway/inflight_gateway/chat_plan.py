@@ -49,7 +49,6 @@ class ChatBody(SamplingBody, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
