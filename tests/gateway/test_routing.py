@@ -13,7 +13,6 @@ from inflight_gateway.metrics import Metrics
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Policy, Router, prefix_key
 from inflight_gateway.upstream import Upstream
-from tests.gateway.conftest import running
 
 SERVERS = ("a:8001", "b:8001", "c:8001")
 LONG = "The quick brown fox jumps over the lazy dog, and then it does so again. "
@@ -154,15 +153,15 @@ def test_the_upstream_counts_what_it_chose() -> None:
         assert f'inflight_gateway_routed_requests_total{{triton="{one}",why="balanced"}} 1.0' in shown
 
 
-async def test_the_cache_key_of_a_body_reaches_the_router() -> None:
+async def test_the_cache_key_of_a_body_reaches_the_router(start: Any) -> None:
     client = ScriptedClient(lambda _: text("a"))
-    async with running(client) as gateway:
-        for path, body in (
-            ("/v1/completions", {"prompt": LONG}),
-            ("/v1/chat/completions", {"messages": CHAT}),
-            ("/v1/responses", {"input": LONG}),
-        ):
-            assert (await gateway.post(path, {**body, "prompt_cache_key": "talk 7"})).status_code == 200
+    gateway = await start(client)
+    for path, body in (
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/responses", {"input": LONG}),
+    ):
+        assert (await gateway.post(path, {**body, "prompt_cache_key": "talk 7"})).status_code == 200
     assert [one.routing_key for one in client.requests] == ["talk 7"] * 3
 
 
