@@ -53,9 +53,7 @@ class Endpoints:
         routing: None for the order of preference.
     """
 
-    def __init__(
-        self, count: int, clock: Callable[[], float] = time.monotonic, routing: Routing | None = None
-    ) -> None:
+    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic, routing: Routing | None = None) -> None:
         self._clock = clock
         self._routing = routing
         self._lock = threading.Lock()  # guards all below

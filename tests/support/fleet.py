@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from processes_of import engine_processes
 
+from inflight_client import Client
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 from inflight_tools.processes import session_members
@@ -77,10 +78,10 @@ class Fleet:
             for _ in range(REPLICAS)
         ]
         self._ends = contextlib.ExitStack()
+        self._ends.callback(lambda: [server.kill() for server in self.servers])
         try:
             for server in self.servers:
                 server.start()
-            self._ends.callback(lambda: [server.kill() for server in self.servers])
             for server in self.servers:
                 server.wait_ready()
             self.doors = [self._door(index) for index in range(REPLICAS)]
@@ -125,6 +126,14 @@ class Fleet:
         self.servers[index].stop()
         self.revive(index)
         self.doors[index].start()
+
+    def open_requests(self) -> list[int]:
+        """At each tritonserver; it tells this also while its engine is stopped."""
+        counts = []
+        for address in self.addresses:
+            with Client(address) as client:
+                counts.append(json.loads(client.control("stats"))["frontend"]["open_requests"])
+        return counts
 
     def engine(self, index: int) -> Any:
         (engine,) = engine_processes(self.servers[index])
@@ -223,7 +232,7 @@ async def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
-async def step_until_begun(fleet: Fleet, index: int, waiting: Callable[[], Iterator[Answer] | list[Answer]]) -> None:
+async def step_until_begun(fleet: Fleet, index: int, waiting: Callable[[], list[Answer]]) -> None:
     """Let a stopped engine run for moments only until all answers have begun, and leave it stopped."""
     engine = fleet.engine(index)
     while any(not answer.begun.is_set() for answer in waiting()):
