@@ -3,11 +3,12 @@
 
     python bench/fleet.py [--rounds 5] [--seconds 12] [--users 6] [--output FILE]
 
-The prefixes do not fit into the KV blocks of one server, but a third of them does.  Users ask one request after the other
-for a random prefix with a tail of their own, streaming.  The sides alternate: a gateway with `--routing` round-robin,
-least-loaded and prefix, and vllm-router (cache-aware), if it is installed, before one gateway for each server.  Each run
-has new prefixes.  The hit rate is the share of prompt tokens that answers report as cached; what comes in the first third
-of a run does not count.  All processes share the machine's cores, so a token that is not computed leaves time for others.
+The prefixes do not fit into the KV blocks of one server, but a third of them does.  Users ask one request after the
+other for a random prefix with a tail of their own, streaming.  The sides alternate: a gateway with `--routing`
+round-robin, least-loaded and prefix, and vllm-router (cache-aware), if it is installed, before one gateway for each
+server.  Each run has new prefixes.  The hit rate is the share of prompt tokens that answers report as cached; what comes
+in the first third of a run does not count.  All processes share the machine's cores, so a token that is not computed
+leaves time for others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MODEL, REPLICAS, TOKENS = "bench", 3, 16
 PREFIXES, PREFIX_WORDS, TAIL_WORDS = 24, 330, 8
 NUM_BLOCKS = 900  # of 16 tokens, in each server
 SIDES = ("round-robin", "least-loaded", "prefix", "vllm-router")
-WORDS = "the list of names and places where people live return number value string index file line key item path".split()
+WORDS = "the list of names and places where people live return number value string index file line key path".split()
 
 
 def write_repository(folder: Path) -> Path:

@@ -1,9 +1,9 @@
 """Which server has the prefix of a prompt: consistent hashing with bounded loads.  Pure, no I/O.
 
-After Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018).  Servers and keys are points on
-a ring, and a key belongs to the next server on it: a server that leaves or joins moves only its own keys.  A server
-that has more than its share of the work is passed over, so a key that everybody asks for gets several servers, always in
-the same order.
+After Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018).  Servers and keys are points
+on a ring, and a key belongs to the next server on it: a server that leaves or joins moves only its own keys.  A server
+that has more than its share of the work is passed over, so a key that everybody asks for gets several servers, always
+in the same order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BoundedRing:
 
     Args:
         names: of the servers, each once, such as `host:port`.  All who use the same names choose alike.
-        load_factor: a server is full with this multiple of the mean load, at least 1.  A small one balances, a large one
-            keeps prefixes together.
+        load_factor: a server is full with this multiple of the mean load, at least 1.  A small one balances, a large
+            one keeps prefixes together.
         never_full: a server with fewer requests than this is not full, whatever the mean: a batch has room for them.
 
     Raises:

@@ -23,7 +23,7 @@ class GatewayOptions:
             ("round-robin"), the one with the fewest requests ("least-loaded"), or the one that has the prompt's prefix
             ("prefix").
         routing_prefix_tokens: how much of a prompt "prefix" looks at; four characters of text stand for a token.
-        routing_load_factor: with "prefix" a Triton that has this multiple of the mean number of requests is passed over.
+        routing_load_factor: with "prefix" a Triton that has this multiple of the mean load is passed over.
         models: names to list; empty for every text model in Triton's repository index.  Others can be asked for.
         headers: sent with every call to Triton, such as the key of its management endpoints.
         api_keys: one of them must come as `Authorization: Bearer KEY`; empty lets everybody in.
