@@ -5,10 +5,10 @@
 
 The prefixes do not fit into the KV blocks of one server, but a third of them does.  Users ask one request after the
 other for a random prefix with a tail of their own, streaming.  The sides alternate: a gateway with `--routing`
-round-robin, least-loaded and prefix, and vllm-router (cache-aware), if it is installed, before one gateway for each
-server.  Each run has new prefixes.  The hit rate is the share of prompt tokens that answers report as cached; what comes
-in the first third of a run does not count.  All processes share the machine's cores, so a token that is not computed
-leaves time for others.
+round-robin, least-loaded and prefix, and vllm-router (cache-aware), if it is installed, before a gateway for each
+server.  Each run has new prefixes.  The hit rate is the share of prompt tokens that answers report as cached; what
+comes in the first third of a run does not count.  All processes share the machine's cores, so a token that is not
+computed leaves time for others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from gateway import child, free_port
 
+from gateway import child, free_port
 from inflight_tools.launcher import TritonServer
 
 DEMO = Path(__file__).parents[1] / "model_repository" / "demo" / "1" / "checkpoint"
@@ -37,7 +37,7 @@ MODEL, REPLICAS, TOKENS = "bench", 3, 16
 PREFIXES, PREFIX_WORDS, TAIL_WORDS = 24, 330, 8
 NUM_BLOCKS = 900  # of 16 tokens, in each server
 SIDES = ("round-robin", "least-loaded", "prefix", "vllm-router")
-WORDS = "the list of names and places where people live return number value string index file line key path".split()
+TEXT = "the list of names and places where people live return number value string index file line key path"
 
 
 def write_repository(folder: Path) -> Path:
@@ -109,7 +109,7 @@ class Prompts:
         self._prefixes = [self._words(PREFIX_WORDS) for _ in range(PREFIXES)]
 
     def _words(self, count: int) -> str:
-        return " ".join(self._draw.choices(WORDS, k=count))
+        return " ".join(self._draw.choices(TEXT.split(), k=count))
 
     def next(self) -> str:
         return f"{self._draw.choice(self._prefixes)} {self._words(TAIL_WORDS)}"
