@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from gateway import child, free_port
 from inflight_tools.launcher import TritonServer
 
 DEMO = Path(__file__).parents[1] / "model_repository" / "demo" / "1" / "checkpoint"
+ROUTER = Path(sys.executable).with_name("vllm-router")
 MODEL, REPLICAS, TOKENS = "bench", 3, 16
 PREFIXES, PREFIX_WORDS, TAIL_WORDS = 24, 330, 8
 NUM_BLOCKS = 900  # of 16 tokens, in each server
@@ -93,7 +93,7 @@ def side(name: str, tritons: list[str]) -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(door([triton])) for triton in tritons]
         port = free_port()
-        command = ["vllm-router", "--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "warning"]
+        command = [str(ROUTER), "--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "warning"]
         command += ["--policy", "cache_aware", "--worker-urls", *(f"http://127.0.0.1:{one}" for one in doors)]
         yield stack.enter_context(started(command, port, "/v1/models"))
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    sides = [name for name in SIDES if name != "vllm-router" or shutil.which(name)]
+    sides = [name for name in SIDES if name != "vllm-router" or ROUTER.exists()]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         repository = write_repository(Path(folder))
         servers = [stack.enter_context(TritonServer(repository, exit_timeout=5)) for _ in range(REPLICAS)]

