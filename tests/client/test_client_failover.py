@@ -420,7 +420,10 @@ def test_the_first_that_did_not_fail_lately_is_next() -> None:
 
 def test_a_sequence_ends_once_though_its_server_repeats_that_it_has() -> None:
     stream = Stream(request(n=2), FAST, Cluster([[7], [8, 9]], []))
-    assert [[delta.finish_reason for delta in chunk.choices] for chunk in stream] == [["length", None], [None, "length"]]
+    assert [[delta.finish_reason for delta in chunk.choices] for chunk in stream] == [
+        ["length", None],
+        [None, "length"],
+    ]
     assert [choice.finish_reason for choice in stream.result().choices] == ["length", "length"]
 
 
