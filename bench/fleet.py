@@ -175,7 +175,10 @@ def measure(tritons: list[str], sides: list[str], args: argparse.Namespace) -> d
             runs[name].append(one)
             ttft = one["ttft_ms"]
             figures = f"hits {one['hit_rate']:4.0%}  TTFT p50 {ttft['p50']:6.1f} p99 {ttft['p99']:6.1f} ms"
-            print(f"round {number + 1}/{args.rounds}  {name:<13} {figures}  {one['tokens_per_second']:6.1f} tokens/s")
+            print(
+                f"round {number + 1}/{args.rounds}  {name:<13} {figures}  {one['tokens_per_second']:6.1f} tokens/s",
+                flush=True,
+            )
     return runs
 
 
