@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import signal
 import sys
@@ -253,7 +254,7 @@ async def test_when_a_door_is_killed_what_has_begun_breaks_off_visibly(
 
 
 class Load(threading.Thread):
-    """Users who ask one request after the other, through all fronts.
+    """A user of each front, who asks one request after the other.
 
     Attributes:
         answered: how many answers each front has brought.
@@ -272,12 +273,12 @@ class Load(threading.Thread):
 
     async def _users(self) -> None:
         async with client() as http:
-            await asyncio.gather(*(self._user(http, front, first) for front in self._fronts for first in (0, 3)))
+            await asyncio.gather(*(self._user(http, front) for front in self._fronts))
 
-    async def _user(self, http: httpx.AsyncClient, front: str, turn: int) -> None:
-        numbers = requests(front)
-        while not self._over.is_set():
-            number = numbers[turn % len(numbers)]
+    async def _user(self, http: httpx.AsyncClient, front: str) -> None:
+        for number in itertools.cycle(requests(front)):
+            if self._over.is_set():
+                return
             try:
                 answer = await Answer(self._fronts[front].url, *REQUESTS[number]).read(http)
                 if answer != self._expected[number]:
@@ -285,7 +286,6 @@ class Load(threading.Thread):
             except (httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{front}, request {number}: {error!r}")
             self.answered[front] += 1
-            turn += 1
 
     def wait_for_more(self) -> None:
         """Until every front has brought another answer."""
