@@ -10,6 +10,7 @@ with Client("127.0.0.1:8001", model="demo") as client:
 from __future__ import annotations
 
 from inflight_client.client import AsyncClient, Client
+from inflight_client.endpoints import Routing
 from inflight_client.errors import (
     DeadlineExceededError,
     InflightError,
@@ -45,6 +46,7 @@ __all__ = [
     "Logprob",
     "RequestCancelledError",
     "RetryPolicy",
+    "Routing",
     "ServerError",
     "ServerUnreachableError",
     "Stream",

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from inflight_client.connection import Connection, ConnectionOptions, Protocol
-from inflight_client.endpoints import split_urls
+from inflight_client.endpoints import Routing, split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
 from inflight_client.questions import (
     Question,
@@ -43,6 +43,7 @@ class _BaseClient:
         model: str = "demo",
         timeout: float | None = None,
         retries: RetryPolicy | None = None,
+        routing: Routing | None = None,
         **options: Unpack[ConnectionOptions],
     ) -> None:
         """Connects on the first call.
@@ -58,6 +59,7 @@ class _BaseClient:
             model: default model.
             timeout: default limit for a request in seconds; None for no limit.
             retries: what to do while a server is unavailable; None means `RetryPolicy()`.
+            routing: chooses among the servers that did not fail lately; None for the first of them.
             options: headers and TLS, see `ConnectionOptions`.
 
         Raises:
@@ -66,9 +68,9 @@ class _BaseClient:
         self.model = model
         self.timeout = timeout
         self.retries = retries or RetryPolicy()
-        self._connect([Connection.build(one, protocol, options) for one in split_urls(url)])
+        self._connect([Connection.build(one, protocol, options) for one in split_urls(url)], routing)
 
-    def _connect(self, connections: list[Connection]) -> None:
+    def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
         raise NotImplementedError
 
     def _request(self, prompt: str | None, messages: Any, input_ids: Any, options: Any) -> GenerationRequest:
@@ -93,8 +95,8 @@ class Client(_BaseClient):
     Threads may share it; requests are independent of each other and are cancelled one by one.
     """
 
-    def _connect(self, connections: list[Connection]) -> None:
-        self._servers = BlockingServers(connections, self.retries.stall_timeout)
+    def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
+        self._servers = BlockingServers(connections, self.retries.stall_timeout, routing)
 
     def stream(
         self,
@@ -251,8 +253,8 @@ class Client(_BaseClient):
 class AsyncClient(_BaseClient):
     """Client for one event loop: `async with AsyncClient("host:8001", model="demo") as client: ...`."""
 
-    def _connect(self, connections: list[Connection]) -> None:
-        self._servers = AsyncServers(connections)
+    def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
+        self._servers = AsyncServers(connections, routing)
 
     def stream(
         self,

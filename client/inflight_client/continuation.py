@@ -54,7 +54,9 @@ class Continuation:
         if self.possible:
             self._keep(columns, chunk)
         for delta in chunk.choices:
-            if delta.finish_reason is not None:
+            if self._ended[delta.index]:
+                delta.finish_reason = None  # it was told; servers repeat it while other sequences go on
+            elif delta.finish_reason is not None:
                 self._ended[delta.index] = True
             if self._hides_ids:
                 delta.token_ids = []

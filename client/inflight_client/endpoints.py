@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-__all__ = ["Endpoints", "split_urls"]
+from inflight_client.request import GenerationRequest
+
+__all__ = ["Endpoints", "Routing", "split_urls"]
 
 _FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds
 
@@ -25,21 +28,36 @@ def split_urls(url: str | Sequence[str] | None) -> list[str | None]:
     return list(urls)
 
 
+class Routing(Protocol):
+    """Decides which server a request goes to."""
+
+    def choose(self, request: GenerationRequest, loads: Mapping[int, int]) -> int:
+        """Index of the server for an attempt; called by one thread at a time.
+
+        Args:
+            request: what is sent.
+            loads: the servers to choose from, and the sequences that this client has in flight at each.
+        """
+
+
 class Endpoints:
     """The servers in the order of preference, and which of them failed lately.
 
-    The first that did not fail lately is chosen.  One that failed rests for a second, twice as long after each
-    failure in a row, at most 30 s, and as long as it asked for; an answer ends that.  If all rest, the one is
-    chosen whose rest ends first.  Threads may share it.
+    The first that did not fail lately is chosen, or the one that `routing` names among those.  One that failed rests
+    for a second, twice as long after each failure in a row, at most 30 s, and as long as it asked for; an answer ends
+    that.  If all rest, the one is chosen whose rest ends first.  Threads may share it.
 
     Args:
         count: number of servers, at least 1.
         clock: seconds now.
+        routing: None for the order of preference.
     """
 
-    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic, routing: Routing | None = None) -> None:
         self._clock = clock
+        self._routing = routing
         self._lock = threading.Lock()  # guards all below
+        self._in_flight = [0] * count
         self._failures = [0] * count
         self._rests_until = [0.0] * count
         self._asked_until = [0.0] * count
@@ -48,11 +66,31 @@ class Endpoints:
         return len(self._failures)
 
     def choose(self) -> int:
-        """Index of the server for the next attempt."""
+        """Index of the preferred server, for what any of them can answer."""
         with self._lock:
-            now = self._clock()
-            rests = [max(0.0, until - now) for until in self._rests_until]
-            return rests.index(min(rests))
+            return self._rested()[0]
+
+    def begin(self, request: GenerationRequest) -> int:
+        """Index of the server for an attempt, which is in flight from now until `end`."""
+        with self._lock:
+            rested = self._rested()
+            index = rested[0]
+            if self._routing is not None:
+                index = self._routing.choose(request, {one: self._in_flight[one] for one in rested})
+            self._in_flight[index] += request.n
+            return index
+
+    def end(self, index: int, request: GenerationRequest) -> None:
+        """An attempt is over."""
+        with self._lock:
+            self._in_flight[index] -= request.n
+
+    def _rested(self) -> list[int]:
+        """The servers that did not fail lately; if all did, the one whose rest ends first."""
+        now = self._clock()
+        rests = [max(0.0, until - now) for until in self._rests_until]
+        shortest = min(rests)
+        return [rests.index(shortest)] if shortest else [index for index, rest in enumerate(rests) if not rest]
 
     def failed(self, index: int, retry_after: float | None = None) -> None:
         """An attempt failed there; the server asked not to be tried again for `retry_after` seconds."""

@@ -40,7 +40,7 @@ _SAMPLING = {
 
 # Options of the chat template, sent along with the messages.
 _CHAT = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_TEXTS = {"model", "request_id", "tenant", "cache_salt"}
+_TEXTS = {"model", "request_id", "tenant", "cache_salt", "routing_key"}
 
 
 class ChatOptions(TypedDict, total=False):
@@ -75,6 +75,8 @@ class RequestOptions(ChatOptions, total=False):
         request_priority: lower values are served first.
         tenant: the account that the request is charged to.
         cache_salt: restricts prefix cache hits to requests with the same salt.
+        routing_key: tells requests apart that begin alike, for a client with `routing`: the name of a conversation
+            keeps it on one server.  It is not sent.
         timeout: seconds, after which the server ends the stream with a deadline error and retries
             stop.  None removes the client's default.
         one_response: return the whole output in one response: fewer messages, but no TTFT.
@@ -116,6 +118,7 @@ class RequestOptions(ChatOptions, total=False):
     request_priority: int
     tenant: str
     cache_salt: str
+    routing_key: str
     timeout: float | None
     one_response: bool
     return_token_ids: bool
@@ -149,6 +152,7 @@ class GenerationRequest:
     request_priority: int | None = None
     tenant: str | None = None
     cache_salt: str | None = None
+    routing_key: str | None = None
     timeout: float | None = None
     stream: bool = True
     return_token_ids: bool = True

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_client.connection import Connection
-from inflight_client.endpoints import Endpoints
+from inflight_client.endpoints import Endpoints, Routing
 from inflight_client.errors import InflightError, ServerUnreachableError
 from inflight_client.request import GenerationRequest
 from inflight_client.stalls import Stalls
@@ -30,13 +30,14 @@ class _BaseServers:
 
     Args:
         connections: the preferred one first.
+        routing: which of them gets a request; None for the order of preference.
 
     Attributes:
         endpoints: which of them is next.
     """
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self.endpoints = Endpoints(len(connections))
+    def __init__(self, connections: Sequence[Connection], routing: Routing | None = None) -> None:
+        self.endpoints = Endpoints(len(connections), routing=routing)
         self._connections = list(connections)
         self._opened: dict[int, Any] = {}
         self._closed = False
@@ -68,8 +69,10 @@ class BlockingServers(_BaseServers):
         stall_timeout: of the client's `RetryPolicy`.
     """
 
-    def __init__(self, connections: Sequence[Connection], stall_timeout: float | None) -> None:
-        super().__init__(connections)
+    def __init__(
+        self, connections: Sequence[Connection], stall_timeout: float | None, routing: Routing | None = None
+    ) -> None:
+        super().__init__(connections, routing)
         self._lock = threading.Lock()  # guards `_opened`
         self._stalls = None if stall_timeout is None else Stalls(stall_timeout)
 

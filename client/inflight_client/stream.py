@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
@@ -51,7 +52,12 @@ class Servers(Protocol):
 
 
 class _Exchange:
-    """What the blocking and the asyncio stream share: attempts, times, and the result so far."""
+    """What the blocking and the asyncio stream share: attempts, times, and the result so far.
+
+    Attributes:
+        request: as it was sent first.
+        resumptions: how often the stream was interrupted behind its first output, and continued.
+    """
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Any) -> None:
         self._policy = policy
@@ -62,7 +68,9 @@ class _Exchange:
         self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
         self._refusals = 0
+        self.resumptions = 0
         self._index = 0
+        self._in_flight: list[int] = []  # the server that counts this attempt; whoever pops it says that it is over
         self._answered = False
         self._ended = False
         self._cancelled = False
@@ -90,6 +98,7 @@ class _Exchange:
         if not self._ended:
             self._cancelled = True
             self._call.cancel()
+            self._leave()
 
     @property
     def _stall_timeout(self) -> float | None:
@@ -102,12 +111,23 @@ class _Exchange:
         self._attempts += 1
         timeout = self.request.timeout
         left = None if timeout is None else max(timeout - self._elapsed(), 1e-6)
-        self._index, self._answered = self._servers.endpoints.choose(), False
-        self._call = self._servers.open(self._index, self._continuation.rest(), left)
+        self._index, self._answered = self._servers.endpoints.begin(self.request), False
+        self._in_flight.append(self._index)
+        try:
+            self._call = self._servers.open(self._index, self._continuation.rest(), left)
+        except BaseException:
+            self._leave()
+            raise
         if self._cancelled:  # while the call was opening
             self._call.cancel()
 
+    def _leave(self) -> None:
+        """The attempt is over.  Safe to repeat, from any thread."""
+        with contextlib.suppress(IndexError):
+            self._servers.endpoints.end(self._in_flight.pop(), self.request)
+
     def _end(self) -> None:
+        self._leave()
         if not self._ended:
             self._ended, self._total = True, self._elapsed()
 
@@ -148,6 +168,8 @@ class _Exchange:
             self._refusals += not isinstance(error, ServerUnreachableError)
             delay = self._next_delay()
             if delay is not None:
+                self._leave()
+                self.resumptions += self._continuation.received
                 return delay
         self._end()
         error.request_id = self.request_id

@@ -49,6 +49,8 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
     arguments = sampling_options(body)
     arguments["model"] = model.name
     arguments["timeout"] = gateway.options.request_timeout
+    if body.prompt_cache_key is not None:
+        arguments["routing_key"] = body.prompt_cache_key
     if not model.is_inflight:
         known = {key: value for key, value in arguments.items() if key not in _INFLIGHT_ONLY}
         return known | {"return_token_ids": False}

@@ -57,6 +57,7 @@ class SamplingBody(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None

@@ -44,12 +44,16 @@ class ChatBody(SamplingBody, kw_only=True):
         "prediction": (None,),
         "use_beam_search": (None, False),
         "web_search_options": (None,),
+        # vllm-router sends these with every chat.
+        "no_stop_trim": (None, False),
+        "return_hidden_states": (None, False),
+        "separate_reasoning": (None, True),
+        "stream_reasoning": (None, True),
     }
     # They bill, store, cache or route elsewhere.  `verbosity` is a wish.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",

@@ -39,6 +39,9 @@ class CompletionBody(SamplingBody, kw_only=True):
         "response_format": (None,),
         "logits_processors": (None,),
         "kv_transfer_params": (None,),
+        # vllm-router sends these with every completion.
+        "no_stop_trim": (None, False),
+        "return_hidden_states": (None, False),
     }
 
     prompt: Any

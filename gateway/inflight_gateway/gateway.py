@@ -26,8 +26,8 @@ class Gateway:
 
     def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
         self.options = options
-        self.upstream = upstream or Upstream(options)
         self.metrics = Metrics()
+        self.upstream = upstream or Upstream(options, routed=self.metrics.routed)
 
     def enter(self) -> None:
         """A request begins to generate.

@@ -179,6 +179,7 @@ class Generation:
                 self._error = api_error(error)
                 self._gateway.log_failure(error, self._error)
         finally:
+            self._gateway.metrics.resumed(stream.resumptions)
             self._running -= 1
             self._wake()
 

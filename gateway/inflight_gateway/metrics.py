@@ -61,7 +61,19 @@ class Metrics:
         self._broken = Counter(
             "inflight_gateway_broken_streams", "Streams that ended with an error event.", registry=own
         )
+        self._routed = Counter(
+            "inflight_gateway_routed_requests",
+            "Requests given to a Triton, by the reason for it.",
+            ["triton", "why"],
+            registry=own,
+        )
+        self._resumed = Counter(
+            "inflight_gateway_resumed_streams",
+            "Times that another attempt went on behind the output of a stream that was interrupted.",
+            registry=own,
+        )
         self.sent = self._chunks.inc
+        self.resumed = self._resumed.inc
         self.broke = self._broken.inc
 
     def opened(self) -> None:
@@ -73,6 +85,10 @@ class Metrics:
         """A request that was opened has ended."""
         self.open_requests -= 1
         self._open.dec()
+
+    def routed(self, triton: str, why: str) -> None:
+        """A Triton was chosen for an attempt."""
+        self._routed.labels(triton, why).inc()
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""

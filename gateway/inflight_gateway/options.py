@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from inflight_gateway.affinity import BoundedRing
 from inflight_gateway.reasoning import check_reasoning_parser
+from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
 
 __all__ = ["GatewayOptions"]
@@ -17,6 +19,11 @@ class GatewayOptions:
 
     Attributes:
         triton: gRPC addresses `host:port`, the preferred one first.  They serve the same checkpoints.
+        routing: which of them gets a request: the first that did not fail lately ("ordered"), each in turn
+            ("round-robin"), the one with the fewest requests ("least-loaded"), or the one that has the prompt's prefix
+            ("prefix").
+        routing_prefix_tokens: how much of a prompt "prefix" looks at; four characters of text stand for a token.
+        routing_load_factor: with "prefix" a Triton that has this multiple of the mean load is passed over.
         models: names to list; empty for every text model in Triton's repository index.  Others can be asked for.
         headers: sent with every call to Triton, such as the key of its management endpoints.
         api_keys: one of them must come as `Authorization: Bearer KEY`; empty lets everybody in.
@@ -38,6 +45,9 @@ class GatewayOptions:
     """
 
     triton: tuple[str, ...] = ("127.0.0.1:8001",)
+    routing: Policy = "ordered"
+    routing_prefix_tokens: int = 256
+    routing_load_factor: float = 1.25
     models: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
@@ -63,11 +73,15 @@ class GatewayOptions:
         check_reasoning_parser(self.reasoning_parser)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        if self.routing not in POLICIES:
+            raise ValueError(f"routing={self.routing!r}: must be one of {', '.join(POLICIES)}")
+        if self.routing != "ordered":
+            BoundedRing(self.triton, self.routing_load_factor)
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
         positive = ("max_body_bytes", "max_body_depth", "max_body_items", "max_prompts", "max_n", "max_open_requests")
-        for name in positive:
+        for name in (*positive, "routing_prefix_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("request_timeout", "body_timeout", "keep_alive_seconds"):

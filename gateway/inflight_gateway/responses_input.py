@@ -36,7 +36,6 @@ class ResponsesBody(SamplingBody, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "max_tool_calls",  # of tools that a server runs itself
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy, ServerUnreachableError
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found, request_error
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.routing import Router
 
 __all__ = ["ServedModel", "Upstream", "text_inputs"]
 
@@ -61,13 +62,16 @@ class Upstream:
     Args:
         options: addresses, headers and limits.
         client: takes the place of both clients, in tests.
+        routed: called with the address of the Triton that was chosen for an attempt, and the reason.
     """
 
-    def __init__(self, options: GatewayOptions, client: Any = None) -> None:
+    def __init__(
+        self, options: GatewayOptions, client: Any = None, routed: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
         self._options = options
-        self.client: AsyncClient = client or _client(options, resume=True)
+        self.client: AsyncClient = client or _client(options, True, routed)
         # Other backends know nothing of resumption, nor of the outputs that it needs.
-        self._plain: AsyncClient = client or _client(options, resume=False)
+        self._plain: AsyncClient = client or _client(options, False, routed)
         self._known: dict[str, tuple[float, ServedModel]] = {}
         self._since: dict[str, int] = {}
         self._listed: tuple[float, list[ServedModel]] = (float("-inf"), [])
@@ -190,7 +194,7 @@ class Upstream:
         await self._plain.close()
 
 
-def _client(options: GatewayOptions, resume: bool) -> AsyncClient:
+def _client(options: GatewayOptions, resume: bool, routed: Callable[[str, str], None]) -> AsyncClient:
     # A server that cannot be reached may be restarting: new requests wait some seconds for it, open streams a minute.
     # One that refuses a request means it: the caller gets its answer at once, unless another server takes it.
     retries = RetryPolicy(
@@ -201,4 +205,10 @@ def _client(options: GatewayOptions, resume: bool) -> AsyncClient:
         max_refusals=len(options.triton),
         resume=resume,
     )
-    return AsyncClient(list(options.triton), model="", retries=retries, headers=dict(options.headers))
+    routing = None
+    if options.routing != "ordered":
+        routing = Router(
+            options.routing, options.triton, options.routing_prefix_tokens, options.routing_load_factor, routed
+        )
+    headers = dict(options.headers)
+    return AsyncClient(list(options.triton), model="", retries=retries, routing=routing, headers=headers)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -416,6 +416,65 @@ def test_the_first_that_did_not_fail_lately_is_next() -> None:
     endpoints.answered(1)
     endpoints.failed(0)
     assert endpoints.choose() == 1
+
+
+def test_a_sequence_ends_once_though_its_server_repeats_that_it_has() -> None:
+    stream = Stream(request(n=2), FAST, Cluster([[7], [8, 9]], []))
+    assert [[delta.finish_reason for delta in chunk.choices] for chunk in stream] == [
+        ["length", None],
+        [None, "length"],
+    ]
+    assert [choice.finish_reason for choice in stream.result().choices] == ["length", "length"]
+
+
+class Chosen:
+    """Routing that takes the last server, and records the loads."""
+
+    def __init__(self) -> None:
+        self.loads: list[dict[int, int]] = []
+
+    def choose(self, request: GenerationRequest, loads: Mapping[int, int]) -> int:
+        self.loads.append(dict(loads))
+        return max(loads)
+
+
+def test_a_routing_chooses_among_those_that_did_not_fail_lately_and_sees_what_is_in_flight() -> None:
+    chosen = Chosen()
+    cluster = Cluster([[7, 8], [9]], [(1, LOST), (1, None)], count=3)
+    cluster.endpoints = Endpoints(3, routing=chosen)
+    stream = Stream(request(n=2), FAST, cluster)
+    assert next(stream).choices[0].text == "<7>"
+    other = Stream(request(), FAST, cluster)
+    assert (cluster.opened, chosen.loads) == ([2, 2], [{0: 0, 1: 0, 2: 0}, {0: 0, 1: 0, 2: 2}])
+    list(stream)
+    assert (cluster.opened[2:], chosen.loads[2:]) == ([1], [{0: 0, 1: 0}]), "an interrupted attempt is not in flight"
+    assert stream.resumptions == 1
+    other.cancel()
+    other.cancel()
+    other.close()
+    cluster.endpoints.answered(2)
+    Stream(request(), FAST, cluster).close()
+    assert chosen.loads[-1] == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_server_that_cannot_be_opened_counts_nothing() -> None:
+    chosen = Chosen()
+    cluster = Cluster([[7]], [])
+    cluster.endpoints = Endpoints(2, routing=chosen)
+    works, cluster.open = cluster.open, None  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        Stream(request(), FAST, cluster)
+    cluster.open = works  # type: ignore[method-assign]
+    assert answer(cluster).text == "<7>" and chosen.loads == [{0: 0, 1: 0}] * 2
+
+
+async def test_a_stream_that_nobody_reads_is_not_in_flight_once_it_is_cancelled() -> None:
+    chosen = Chosen()
+    cluster = AsyncCluster([[7]], [])
+    cluster.endpoints = Endpoints(2, routing=chosen)
+    AsyncStream(request(), FAST, cluster).cancel()
+    AsyncStream(request(), FAST, cluster).cancel()
+    assert chosen.loads == [{0: 0, 1: 0}] * 2
 
 
 def test_a_server_is_left_alone_as_long_as_it_asks_if_there_is_no_other() -> None:

@@ -35,6 +35,7 @@ class ScriptedStream:
 
     def __init__(self, request: GenerationRequest, script: Script) -> None:
         self.request = request
+        self.resumptions = 0
         self.cancelled = asyncio.Event()
         self._script = script
         ids = request.input_ids

@@ -31,6 +31,19 @@ def gateway(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="gRPC address of a Triton; repeatable, the preferred one first."),
     ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="Which Triton gets a request: 'ordered' (the first that did not fail lately), 'round-robin', "
+            "'least-loaded', or 'prefix' (the one that has the prompt's beginning in its cache)."
+        ),
+    ] = "ordered",
+    routing_prefix_tokens: Annotated[
+        int, typer.Option(min=1, help="With --routing prefix: tokens of a prompt that count, of 4 characters each.")
+    ] = 256,
+    routing_load_factor: Annotated[
+        float, typer.Option(help="With --routing prefix: a Triton with this multiple of the mean load is passed over.")
+    ] = 1.25,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each uses at most one core.")] = 1,
@@ -58,6 +71,9 @@ def gateway(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
+    exit_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams may need more.")
+    ] = 10,
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -71,6 +87,9 @@ def gateway(
     """
     options = gateway_options(
         triton=tuple(triton or ["127.0.0.1:8001"]),
+        routing=routing,
+        routing_prefix_tokens=routing_prefix_tokens,
+        routing_load_factor=routing_load_factor,
         models=tuple(model or ()),
         headers=admin.grpc_metadata(admin_key),
         api_keys=read_keys(api_key, api_key_file),
@@ -93,6 +112,7 @@ def gateway(
             ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
             ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
             access_log=access_log,
+            exit_timeout=exit_timeout,
         )
     except ValueError as error:
         fail(str(error), status=2)

@@ -1,0 +1,117 @@
+"""Which of several Tritons a request goes to: what `--routing` names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from inflight_client.request import GenerationRequest
+from inflight_gateway.affinity import BoundedRing, Choice, Why, key_of
+
+__all__ = ["POLICIES", "Policy", "Router", "prefix_key"]
+
+Policy = Literal["ordered", "round-robin", "least-loaded", "prefix"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+_TOKEN = 4  # characters, about
+_BLOCK = 16  # tokens: fewer are in no prefix cache
+
+
+class Router:
+    """Chooses for the client library (`inflight_client.Routing`), and tells what it chose.
+
+    Args:
+        policy: other than "ordered", which is the library's own.
+        servers: their addresses.
+        prefix_tokens: how much of a prompt counts as its prefix.
+        load_factor: see `BoundedRing`.
+        chosen: called with an address and the reason.
+
+    Raises:
+        ValueError: an address that comes twice.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        servers: Sequence[str],
+        prefix_tokens: int,
+        load_factor: float,
+        chosen: Callable[[str, Why], None],
+    ) -> None:
+        self._servers = list(servers)
+        self._prefix_tokens = prefix_tokens
+        self._chosen = chosen
+        self._ring = BoundedRing(servers, load_factor)
+        self._last = -1
+        policies: dict[str, Callable[[GenerationRequest, Mapping[int, int]], Choice]] = {
+            "round-robin": lambda request, loads: self._next(list(loads)),
+            "least-loaded": lambda request, loads: self._least(loads),
+            "prefix": self._by_prefix,
+        }
+        self._choose = policies[policy]
+
+    def choose(self, request: GenerationRequest, loads: Mapping[int, int]) -> int:
+        """Index of the server for an attempt; see `inflight_client.Routing`."""
+        server, why = self._choose(request, loads)
+        self._chosen(self._servers[server], why)
+        return server
+
+    def _by_prefix(self, request: GenerationRequest, loads: Mapping[int, int]) -> Choice:
+        key = prefix_key(request, self._prefix_tokens)
+        return self._least(loads) if key is None else self._ring.choose(key, loads)
+
+    def _least(self, loads: Mapping[int, int]) -> Choice:
+        smallest = min(loads.values())
+        return self._next([server for server, load in loads.items() if load == smallest])
+
+    def _next(self, servers: Sequence[int]) -> Choice:
+        """They take turns."""
+        self._last = min(servers, key=lambda server: (server <= self._last, server))
+        return Choice(self._last, "balanced")
+
+
+def prefix_key(request: GenerationRequest, tokens: int) -> str | None:
+    """Equal for requests that can share KV blocks, and have the same `routing_key`.
+
+    Blocks are shared within a model, a tenant and a cache salt, by prompts that begin alike.
+
+    Args:
+        request: of any kind.
+        tokens: so many of the prompt count.  Text is not tokenised: four characters stand for a token.
+
+    Returns:
+        None if the prompt is too short to fill a block.
+    """
+    group = [request.model, request.tenant or "", request.cache_salt or "", request.routing_key or ""]
+    if request.input_ids is not None:
+        ids = request.input_ids[:tokens]
+        return key_of([*group, "ids", *map(str, ids)]) if len(ids) >= _BLOCK else None
+    text = _leading_text(request, tokens * _TOKEN)
+    return key_of([*group, "text", text]) if len(text) >= _BLOCK * _TOKEN else None
+
+
+def _leading_text(request: GenerationRequest, length: int) -> str:
+    if request.prompt is not None:
+        return request.prompt[:length]
+    text = ""
+    for part in _chat_parts(request, length):
+        text += part
+        if len(text) >= length:
+            break
+    return text[:length]
+
+
+def _chat_parts(request: GenerationRequest, length: int) -> Iterator[str]:
+    """A chat in the order in which templates write it: tools, then messages."""
+    if tools := request.chat.get("tools"):
+        yield _json(tools)
+    for message in request.messages or ():
+        content = message.get("content")
+        rest = {name: value for name, value in message.items() if name != "content"}
+        yield _json(rest) + (content[:length] if isinstance(content, str) else _json(content))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)

@@ -1,0 +1,242 @@
+"""Three real tritonservers with the demo model, gateways in front of them, and clients that compare answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from processes_of import engine_processes
+
+from inflight_client import Client
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
+from inflight_tools.processes import session_members
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+REPLICAS = 3
+_START_SECONDS = 60.0
+
+
+class Process:
+    """A child that listens at `url`; `start` waits until it answers at `path`."""
+
+    def __init__(self, command: Sequence[str], port: int, path: str = "/ready") -> None:
+        self.command, self.url, self._path = list(command), f"http://127.0.0.1:{port}", path
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        self.process = subprocess.Popen(self.command)
+        deadline = time.monotonic() + _START_SECONDS
+        while not answers(self.url + self._path):
+            assert self.process.poll() is None, f"{self.command[0]} ended with status {self.process.returncode}"
+            assert time.monotonic() < deadline, f"{self.command[0]} does not answer"
+            time.sleep(0.1)
+        return self
+
+    def stop(self, with_signal: int = signal.SIGTERM) -> None:
+        """Safe to repeat."""
+        if self.process is not None:
+            self.process.send_signal(with_signal)
+            self.process.wait(60)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5).status_code == 200
+    return False
+
+
+def gateway(tritons: Sequence[str], *options: str) -> Process:
+    (port,) = pick_ports(1)
+    command = [str(Path(sys.executable).with_name("inflight")), "gateway", "--port", str(port), *options]
+    return Process([*command, *(part for address in tritons for part in ("--triton", address))], port)
+
+
+class Fleet:
+    """Replicas: a tritonserver each, and beside it a gateway that prefers it and knows the others.
+
+    Attributes:
+        servers: the tritonservers.
+        doors: their gateways.
+    """
+
+    def __init__(self) -> None:
+        self.servers = [
+            TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=20)
+            for _ in range(REPLICAS)
+        ]
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(lambda: [server.kill() for server in self.servers])
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait_ready()
+            self.doors = [self._door(index) for index in range(REPLICAS)]
+            for door in self.doors:
+                self.run(door)
+        except BaseException:
+            self.close()
+            raise
+
+    def _door(self, index: int) -> Process:
+        own, *others = self.addresses[index:] + self.addresses[:index]
+        return gateway([own, *others], "--exit-timeout", "60", "--tool-call-parser", "hermes")
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.grpc_address for server in self.servers]
+
+    def run(self, process: Process) -> Process:
+        """Start it; it ends with the fleet."""
+        self._ends.callback(process.stop)
+        return process.start()
+
+    def kill(self, index: int) -> None:
+        """The tritonserver ends like a machine that loses power: it says nothing more to anybody."""
+        process = self.servers[index].process
+        assert process is not None
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in session_members(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def revive(self, index: int) -> None:
+        """Start a tritonserver that was killed or stopped again, on its ports."""
+        self.servers[index].kill()
+        self.servers[index] = self.servers[index].successor()
+        self.servers[index].start()
+        self.servers[index].wait_ready()
+
+    def restart(self, index: int) -> None:
+        """A replica as an orchestrator restarts it: gateway first, each with the time that its requests need."""
+        self.doors[index].stop()
+        self.servers[index].stop()
+        self.revive(index)
+        self.doors[index].start()
+
+    def open_requests(self) -> list[int]:
+        """At each tritonserver; it tells this also while its engine is stopped."""
+        counts = []
+        for address in self.addresses:
+            with Client(address) as client:
+                counts.append(json.loads(client.control("stats"))["frontend"]["open_requests"])
+        return counts
+
+    def engine(self, index: int) -> Any:
+        (engine,) = engine_processes(self.servers[index])
+        return engine
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+class Answer:
+    """One request over SSE, and what came.
+
+    Attributes:
+        begun: set with the first event.
+        result: merged events; only equal answers have equal results.
+    """
+
+    def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
+        self.url, self.path, self.body = url, path, body
+        self.begun = asyncio.Event()
+        self.events: list[dict[str, Any]] = []
+        self.ended_well = False
+
+    async def read(self, http: httpx.AsyncClient) -> Any:
+        """The result; raises `httpx.HTTPError` if the stream broke."""
+        async with http.stream("POST", self.url + self.path, json={**self.body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: [DONE]"):
+                    self.ended_well = True
+                elif line.startswith("data: "):
+                    self.events.append(json.loads(line[6:]))
+                    self.begun.set()
+        if self.path == "/v1/responses":
+            self.ended_well = self.events[-1]["type"] in ("response.completed", "response.incomplete")
+        assert self.ended_well, f"the stream ended without its last event, behind {self.events[-1:]}"
+        return self.result
+
+    @property
+    def result(self) -> Any:
+        return _response(self.events[-1]) if self.path == "/v1/responses" else _choices(self.events)
+
+
+def _choices(events: list[dict[str, Any]]) -> Any:
+    """What completions and chats have brought, by choice."""
+    found: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(list))
+    usage = None
+    for event in events:
+        assert "error" not in event, event
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            mine, delta = found[choice["index"]], choice.get("delta", choice)
+            mine["text"].append(delta.get("text") or delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                mine["calls"].append(f"{call['index']} {call['function'].get('name')}")
+                mine[f"arguments {call['index']}"].append(call["function"].get("arguments") or "")
+            mine["token_ids"] += choice.get("token_ids") or []
+            _add_logprobs(mine, choice.get("logprobs") or {})
+            if choice.get("finish_reason"):
+                mine["finish_reason"].append(choice["finish_reason"])
+    for mine in found.values():
+        for name, value in mine.items():
+            if name == "text" or name.startswith("arguments"):
+                mine[name] = "".join(value)
+            elif name == "calls":
+                mine[name] = [call for call in value if not call.endswith("None")]
+    return {index: dict(mine) for index, mine in sorted(found.items())}, _counts(usage)
+
+
+def _add_logprobs(mine: dict[str, Any], logprobs: dict[str, Any]) -> None:
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content"):
+        mine[name] += logprobs.get(name) or []
+
+
+def _counts(usage: dict[str, Any] | None) -> Any:
+    """Usage without what the caches had, which differs from server to server."""
+    return usage and {name: value for name, value in usage.items() if isinstance(value, int)}
+
+
+def _response(event: dict[str, Any]) -> Any:
+    response = event["response"]
+    output = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
+    return response["status"], output, _counts(response["usage"])
+
+
+def metric(url: str, pattern: str) -> float:
+    """Sum of a gateway's metrics whose line matches."""
+    text = httpx.get(f"{url}/metrics").text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(pattern, line))
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """Wait for it; a test that waits in vain ends with its timeout."""
+    while not (value := condition()):
+        await asyncio.sleep(0.05)
+    return value
+
+
+async def step_until_begun(fleet: Fleet, index: int, waiting: Callable[[], list[Answer]]) -> None:
+    """Let a stopped engine run for moments only until all answers have begun, and leave it stopped."""
+    engine = fleet.engine(index)
+    while any(not answer.begun.is_set() for answer in waiting()):
+        engine.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.02)
+        engine.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.1)
