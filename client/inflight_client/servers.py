@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_client.connection import Connection
 from inflight_client.endpoints import Endpoints, Routing
-from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_client.errors import InflightError, ServerUnreachableError, UnavailableError
 from inflight_client.request import GenerationRequest
 from inflight_client.stalls import Stalls
 from inflight_client.transport_grpc import AsyncGrpcCall, AsyncGrpcTransport, GrpcCall, GrpcTransport
@@ -96,14 +96,14 @@ class BlockingServers(_BaseServers):
             self._stalls.watch(stream)
 
     def first(self, call: Callable[[_Blocking], _T]) -> _T:
-        """The answer of the first server that can be reached.
+        """The answer of the first server that is there, and has what is asked for: one that ends has no models.
 
         Raises:
-            ServerUnreachableError: none can.
+            UnavailableError: none does; `ServerUnreachableError` if the last one cannot be reached.
         """
         *first, last = self.order()
         for index in first:
-            with contextlib.suppress(ServerUnreachableError):
+            with contextlib.suppress(UnavailableError):
                 return call(self._transport(index))
         return call(self._transport(last))
 
@@ -162,7 +162,7 @@ class AsyncServers(_BaseServers):
         """As `BlockingServers.first`."""
         *first, last = self.order()
         for index in first:
-            with contextlib.suppress(ServerUnreachableError):
+            with contextlib.suppress(UnavailableError):
                 return await call(self._transport(index))
         return await call(self._transport(last))
 

@@ -312,4 +312,4 @@ def test_a_rolling_restart_loses_and_changes_nothing(
         load.wait_for_more()
     finally:
         load.end()
-    assert not load.failures
+    assert not load.failures, "\n".join(load.failures)

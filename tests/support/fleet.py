@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 from inflight_tools.processes import session_members
 
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+DEMO = Path(__file__).parents[2] / "model_repository" / "demo"
 REPLICAS = 3
 _START_SECONDS = 60.0
 
@@ -52,6 +54,18 @@ class Process:
             self.process.wait(60)
 
 
+def _repository(folder: str) -> Path:
+    """The demo model, each server of which takes little of the machine."""
+    repository = Path(folder)
+    version = repository / "demo" / "1"
+    version.mkdir(parents=True)
+    shutil.copy(DEMO / "config.pbtxt", version.parent)
+    options = json.loads((DEMO / "1" / "model.json").read_text())
+    options |= {"model": str(DEMO / "1" / "checkpoint"), "cpu_threads": 1, "spare_engine": False}
+    (version / "model.json").write_text(json.dumps(options))
+    return repository
+
+
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url, timeout=5).status_code == 200
@@ -73,11 +87,12 @@ class Fleet:
     """
 
     def __init__(self) -> None:
+        self._ends = contextlib.ExitStack()
+        repository = _repository(self._ends.enter_context(tempfile.TemporaryDirectory()))
         self.servers = [
-            TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=20)
+            TritonServer(repository, model_control_mode="explicit", load_models=["demo"], exit_timeout=20)
             for _ in range(REPLICAS)
         ]
-        self._ends = contextlib.ExitStack()
         self._ends.callback(lambda: [server.kill() for server in self.servers])
         try:
             for server in self.servers:
