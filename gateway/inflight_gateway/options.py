@@ -34,6 +34,9 @@ class GatewayOptions:
         lenient: ignore unknown keys in request bodies instead of refusing them.
         tool_call_parser: format of tool calls in the model's text; "" to tell it by the chat template.
         reasoning_parser: format of reasoning in the model's text; "" to tell it by the chat template.
+        triton_metrics: address of Triton's metrics, such as "http://127.0.0.1:8002/metrics", which `/metrics` shows beside
+            the gateway's own: endpoint pickers read a replica's load on the port that they send requests to.
+        open_metrics: answer `/metrics` without a key.
         system_fingerprint: overrides the one that names checkpoint and version.
     """
 
@@ -55,6 +58,8 @@ class GatewayOptions:
     lenient: bool = False
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    triton_metrics: str = ""
+    open_metrics: bool = False
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -63,6 +68,10 @@ class GatewayOptions:
         check_reasoning_parser(self.reasoning_parser)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
+            raise ValueError(
+                f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
+            )
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")

@@ -57,6 +57,13 @@ def gateway(
     lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown keys of requests.")] = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
+    triton_metrics: Annotated[
+        str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
+    ] = "",
+    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
+    exit_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM.")
+    ] = 10,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     admin_key: Annotated[
         str | None,
@@ -82,6 +89,8 @@ def gateway(
         max_open_requests=max_open_requests,
         max_body_bytes=max_body_bytes,
         lenient=lenient,
+        triton_metrics=triton_metrics,
+        open_metrics=open_metrics,
     )
     from inflight_gateway.server import ServerOptions, run
 
@@ -92,6 +101,7 @@ def gateway(
             workers=workers,
             ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
             ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
+            exit_timeout=exit_timeout,
             access_log=access_log,
         )
     except ValueError as error:

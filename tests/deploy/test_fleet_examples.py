@@ -1,0 +1,104 @@
+"""The examples for KServe and for Compose with Envoy fit the image and each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from inflight.config import EngineConfig
+from inflight_tools.repository import CONFIG_PBTXT
+
+ROOT = Path(__file__).parents[2]
+CRDS = yaml.safe_load(Path(__file__).with_name("crds.yaml").read_text())
+KSERVE = list(yaml.safe_load_all((ROOT / "deploy" / "kserve" / "inflight.yaml").read_text()))
+COMPOSE_FOLDER = ROOT / "deploy" / "compose"
+COMPOSE = yaml.safe_load((COMPOSE_FOLDER / "compose.yaml").read_text())
+ENVOY = ROOT / "deploy" / "envoy" / "envoy.yaml"
+IMAGE = (ROOT / "Dockerfile").read_text()
+MODEL, RUNTIME, SERVICE = KSERVE
+
+
+def test_kserves_manifests_are_valid() -> None:
+    kubernetes_validate.validate(MODEL, "1.37", strict=True)
+    for manifest in (RUNTIME, SERVICE):
+        schema = CRDS[f"{manifest['apiVersion']}/{manifest['kind']}"]
+        jsonschema.validate(manifest["spec"], {"definitions": CRDS["definitions"], **schema})
+    pod = {"containers": RUNTIME["spec"]["containers"], "volumes": RUNTIME["spec"]["volumes"]}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "predictor"}, "spec": pod}, "1.37", strict=True
+    )
+
+
+def test_kserve_serves_a_model_that_the_backend_loads() -> None:
+    settings = json.loads(MODEL["data"]["model.json"])
+    EngineConfig.from_dict(settings)
+    assert settings["model"] == "/mnt/models", "where the storage initializer puts it"
+    lines = [[line for line in text.splitlines() if line[:1] not in ("", "#")] for text in (MODEL["data"]["config.pbtxt"], CONFIG_PBTXT)]
+    assert lines[0] == lines[1]
+    (container,) = RUNTIME["spec"]["containers"]
+    assert container["name"] == "kserve-container", "KServe looks for this name"
+    assert {"--model-repository=/repository", "--model-control-mode=none"} <= set(container["args"])
+    assert {m["subPath"]: m["mountPath"] for m in container["volumeMounts"] if "subPath" in m} == {
+        "config.pbtxt": "/repository/llm/config.pbtxt",
+        "model.json": "/repository/llm/1/model.json",
+    }
+    assert SERVICE["spec"]["predictor"]["model"]["runtime"] == RUNTIME["metadata"]["name"]
+
+
+def test_kserves_traffic_and_probes_go_to_the_door() -> None:
+    (container,) = RUNTIME["spec"]["containers"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    (port,) = container["ports"]
+    assert environment["INFLIGHT_OPENAI_PORT"]["value"] == str(port["containerPort"])
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/ready", "port": port["containerPort"]}
+    assert container["livenessProbe"]["exec"]["command"] == ["inflight-alive", "llm"]
+    assert "value" not in environment["INFLIGHT_API_KEY"]
+
+
+def test_kserves_grace_period_covers_the_drain() -> None:
+    (container,) = RUNTIME["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    waited, drained = map(int, re.fullmatch(r"sleep (\d+); exec inflight-drain (\d+)", command).groups())  # type: ignore[union-attr]
+    timeout = json.loads(MODEL["data"]["model.json"])["drain_timeout"]
+    assert timeout < drained and SERVICE["spec"]["predictor"]["terminationGracePeriodSeconds"] >= waited + drained + 10
+    assert f"--exit-timeout-secs={drained}" in container["args"]
+
+
+def replicas() -> dict[str, dict]:
+    return {name: one for name, one in COMPOSE["services"].items() if name.startswith("replica-")}
+
+
+def test_compose_runs_three_replicas_of_the_image_that_only_envoy_shows() -> None:
+    assert len(replicas()) == 3
+    for one in replicas().values():
+        assert one["image"] == "inflight" and (COMPOSE_FOLDER / one["build"]).resolve() == ROOT
+        assert "ports" not in one and one["expose"] == [one["environment"]["INFLIGHT_OPENAI_PORT"]]
+        assert one["healthcheck"]["test"][1] in {path.name for path in (ROOT / "deploy" / "container").iterdir()}
+        assert int(one["stop_grace_period"].rstrip("s")) > EngineConfig(model="x").drain_timeout + 10
+    (published,) = COMPOSE["services"]["envoy"]["ports"]
+    assert published.startswith("127.0.0.1:")
+    assert set(COMPOSE["services"]["envoy"]["depends_on"]) == set(replicas())
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="deploy/envoy comes from another part")
+def test_envoys_upstreams_are_the_replicas_and_its_port_is_the_one_that_is_published() -> None:
+    envoy = COMPOSE["services"]["envoy"]
+    source, inside, _ = envoy["volumes"][0].split(":")
+    assert (COMPOSE_FOLDER / source).resolve() == ENVOY and inside in envoy["command"]
+    config = yaml.safe_load(ENVOY.read_text())["static_resources"]
+    (listener,) = config["listeners"]
+    assert envoy["ports"][0].rpartition(":")[2] == str(listener["address"]["socket_address"]["port_value"])
+    (cluster,) = config["clusters"]
+    found = {
+        (address["address"], str(address["port_value"]))
+        for group in cluster["load_assignment"]["endpoints"]
+        for address in [one["endpoint"]["address"]["socket_address"] for one in group["lb_endpoints"]]
+    }
+    assert found == {(name, one["environment"]["INFLIGHT_OPENAI_PORT"]) for name, one in replicas().items()}
