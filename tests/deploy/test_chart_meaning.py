@@ -152,8 +152,9 @@ def test_only_the_door_is_reachable(case: str) -> None:
     found = manifests(case)
     values = values_of(case)
     grpc = values.get("service", {}).get("grpc", {}).get("enabled", False)
+    failover = values.get("failover", {}).get("enabled", True)
     triton = containers(server(found))["triton"]
-    assert flag(triton, "grpc-address") == ("0.0.0.0" if grpc else "127.0.0.1")
+    assert flag(triton, "grpc-address") == ("0.0.0.0" if grpc or failover else "127.0.0.1")
     assert flag(triton, "model-control-mode") == "none"
     assert triton["args"][0] == "inflight-tritonserver", "which restricts management to the admin key"
     assert not any("UNRESTRICTED" in entry["name"] for entry in triton["env"])
@@ -165,6 +166,10 @@ def test_only_the_door_is_reachable(case: str) -> None:
         for rule in policy["spec"]["ingress"]:
             named = {port["port"] for port in rule["ports"]}
             assert "http" not in named, "Triton's own HTTP port"
+            if "grpc" in named and not grpc:
+                (peer,) = rule["from"]
+                assert selects(peer["podSelector"]["matchLabels"], pod_labels(server(found))), "the other doors"
+                assert "namespaceSelector" not in peer
             if "metrics" in named:
                 (peer,) = rule["from"]
                 assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
@@ -244,8 +249,16 @@ def test_the_gateway_takes_its_command_line(case: str) -> None:
     name, *arguments = containers(server(manifests(case)))["gateway"]["args"]
     assert name in SCRIPTS
     given = typer.main.get_command(app).make_context(name, list(arguments)).params
-    assert given["triton"] == ["127.0.0.1:8001"] and given["port"] == ports(server(manifests(case)))["openai"]
+    first, *others = given["triton"]
+    assert first == "127.0.0.1:8001" and given["port"] == ports(server(manifests(case)))["openai"]
     assert given["model"] == [values_of(case).get("model", {}).get("name", "demo")]
+    for other in others:
+        name, _, port = other.partition(":")
+        service = only(manifests(case), "Service", name=name)
+        assert service["spec"]["clusterIP"] == "None" and not service["spec"].get("publishNotReadyAddresses")
+        assert selects(service["spec"]["selector"], pod_labels(server(manifests(case))))
+        assert int(port) == service["spec"]["ports"][0]["port"]
+    assert bool(others) == (case != "hub")
 
 
 @each_case

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 
 from inflight.config import EngineConfig
+from inflight_tools.gateway import gateway
 from inflight_tools.repository import CONFIG_PBTXT
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +23,6 @@ KSERVE = list(yaml.safe_load_all((ROOT / "deploy" / "kserve" / "inflight.yaml").
 COMPOSE_FOLDER = ROOT / "deploy" / "compose"
 COMPOSE = yaml.safe_load((COMPOSE_FOLDER / "compose.yaml").read_text())
 ENVOY = ROOT / "deploy" / "envoy" / "envoy.yaml"
-IMAGE = (ROOT / "Dockerfile").read_text()
 MODEL, RUNTIME, SERVICE = KSERVE
 
 
@@ -71,20 +73,37 @@ def test_kserves_grace_period_covers_the_drain() -> None:
     assert f"--exit-timeout-secs={drained}" in container["args"]
 
 
-def replicas() -> dict[str, dict]:
-    return {name: one for name, one in COMPOSE["services"].items() if name.startswith("replica-")}
+def services(prefix: str) -> dict[str, dict[str, Any]]:
+    return {name: one for name, one in COMPOSE["services"].items() if name.startswith(prefix)}
 
 
-def test_compose_runs_three_replicas_of_the_image_that_only_envoy_shows() -> None:
-    assert len(replicas()) == 3
-    for one in replicas().values():
+def test_compose_runs_three_tritons_that_drain_before_they_are_killed() -> None:
+    assert set(services("triton-")) == {"triton-1", "triton-2", "triton-3"}
+    for one in services("triton-").values():
         assert one["image"] == "inflight" and (COMPOSE_FOLDER / one["build"]).resolve() == ROOT
-        assert "ports" not in one and one["expose"] == [one["environment"]["INFLIGHT_OPENAI_PORT"]]
+        assert one["environment"]["INFLIGHT_OPENAI_PORT"] == ""
         assert one["healthcheck"]["test"][1] in {path.name for path in (ROOT / "deploy" / "container").iterdir()}
         assert int(one["stop_grace_period"].rstrip("s")) > EngineConfig(model="x").drain_timeout + 10
+
+
+def test_every_door_of_compose_knows_every_triton_its_own_first() -> None:
+    app = typer.Typer()
+    app.command()(gateway)
+    assert len(services("replica-")) == 3
+    for name, one in services("replica-").items():
+        program, *arguments = one["command"]
+        given = typer.main.get_command(app).make_context(program, list(arguments)).params
+        addresses = [f"{triton}:8001" for triton in services("triton-")]
+        assert given["triton"][0] == f"triton-{name[-1]}:8001" and sorted(given["triton"]) == sorted(addresses)
+        assert one["expose"] == [str(given["port"])]
+        assert EngineConfig(model="x").drain_timeout < given["exit_timeout"] < int(one["stop_grace_period"].rstrip("s"))
+
+
+def test_compose_shows_envoy_alone_and_on_this_machine_only() -> None:
+    assert [name for name, one in COMPOSE["services"].items() if "ports" in one] == ["envoy"]
     (published,) = COMPOSE["services"]["envoy"]["ports"]
     assert published.startswith("127.0.0.1:")
-    assert set(COMPOSE["services"]["envoy"]["depends_on"]) == set(replicas())
+    assert set(COMPOSE["services"]["envoy"]["depends_on"]) == set(services("replica-"))
 
 
 @pytest.mark.skipif(not ENVOY.exists(), reason="deploy/envoy comes from another part")
@@ -101,4 +120,4 @@ def test_envoys_upstreams_are_the_replicas_and_its_port_is_the_one_that_is_publi
         for group in cluster["load_assignment"]["endpoints"]
         for address in [one["endpoint"]["address"]["socket_address"] for one in group["lb_endpoints"]]
     }
-    assert found == {(name, one["environment"]["INFLIGHT_OPENAI_PORT"]) for name, one in replicas().items()}
+    assert found == {(name, one["expose"][0]) for name, one in services("replica-").items()}

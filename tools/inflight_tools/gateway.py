@@ -61,10 +61,10 @@ def gateway(
         str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
     ] = "",
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
-    exit_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM.")
-    ] = 10,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
+    exit_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams may need more.")
+    ] = 10,
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -101,8 +101,8 @@ def gateway(
             workers=workers,
             ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
             ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
-            exit_timeout=exit_timeout,
             access_log=access_log,
+            exit_timeout=exit_timeout,
         )
     except ValueError as error:
         fail(str(error), status=2)
