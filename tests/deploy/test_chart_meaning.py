@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from charts import (
     CASES,
     FULLNAME,
@@ -348,8 +349,6 @@ PROTOCOL = {
 
 
 def test_the_endpoint_picker_reads_gauges_that_exist_where_it_looks() -> None:
-    import yaml
-
     found = manifests("everything")
     config = yaml.safe_load(only(found, "ConfigMap", name=f"{FULLNAME}-epp")["data"]["config.yaml"])
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
