@@ -99,8 +99,10 @@ class Metrics:
 
 
 async def metrics(http: Request) -> Response:
-    """`/metrics`: the gateway's, and Triton's if the operator named them.  Without Triton 503: half of them would pass for
-    a server without load."""
+    """`/metrics`: the gateway's, and Triton's if the operator named them.
+
+    503 if those cannot be read: without them a server would pass for one without load.
+    """
     gateway = http.app.state.gateway
     text: bytes = gateway.metrics.text()
     if gateway.options.triton_metrics:

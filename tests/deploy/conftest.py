@@ -11,5 +11,5 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE == item.path.parent and "chart" in item.path.name:
+        if item.path.parent == HERE and "chart" in item.path.name:
             item.add_marker(pytest.mark.xdist_group("chart"))

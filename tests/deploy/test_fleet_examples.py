@@ -37,12 +37,15 @@ def test_kserves_manifests_are_valid() -> None:
     )
 
 
+def code(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line[:1] not in ("", "#")]
+
+
 def test_kserve_serves_a_model_that_the_backend_loads() -> None:
     settings = json.loads(MODEL["data"]["model.json"])
     EngineConfig.from_dict(settings)
     assert settings["model"] == "/mnt/models", "where the storage initializer puts it"
-    lines = [[line for line in text.splitlines() if line[:1] not in ("", "#")] for text in (MODEL["data"]["config.pbtxt"], CONFIG_PBTXT)]
-    assert lines[0] == lines[1]
+    assert code(MODEL["data"]["config.pbtxt"]) == code(CONFIG_PBTXT)
     (container,) = RUNTIME["spec"]["containers"]
     assert container["name"] == "kserve-container", "KServe looks for this name"
     assert {"--model-repository=/repository", "--model-control-mode=none"} <= set(container["args"])

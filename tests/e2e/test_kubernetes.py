@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from charts import containers, manifests, server as chart_server
+from charts import containers, manifests
+from charts import server as chart_server
 from processes_of import engine_processes
 
 from inflight_client import Client, UnavailableError
@@ -114,9 +111,15 @@ def test_alive_says_so_while_the_engine_is_gone(replica: TritonServer) -> None:
 def test_drain_ends_with_the_last_stream_and_readiness_follows(replica: TritonServer) -> None:
     """The hook finds the stubs by themselves: no key, no address."""
     assert replica.process is not None
-    script = (SCRIPTS / "inflight-drain").read_text().replace("drain_models(1,", f"drain_models({replica.process.pid},")
     paths = ":".join(str(ROOT / folder) for folder in ("tools", "client", "gateway", "backend"))
-    script = script.replace("/opt/inflight:/opt/tritonserver/backends", paths).replace("python3 -c", f"{sys.executable} -c")
+    script = (SCRIPTS / "inflight-drain").read_text()
+    for ours, here in (
+        ("/opt/inflight:/opt/tritonserver/backends", paths),
+        ("exec python3", f"exec {sys.executable}"),
+        ("drain_models(1,", f"drain_models({replica.process.pid},"),
+    ):
+        assert ours in script
+        script = script.replace(ours, here)
     with Client(replica.grpc_address, model="demo") as client:
         stream = client.stream("Return a list of", max_tokens=300, ignore_eos=True, seed=1)
         chunks = [next(stream)]

@@ -68,5 +68,5 @@ async def test_metrics_need_no_key_only_if_the_operator_says_so(start):
 
 
 def test_an_address_that_is_no_url_is_refused():
-    with pytest.raises(ValueError, match="triton_metrics='127.0.0.1:8002'"):
+    with pytest.raises(ValueError, match=r"triton_metrics='127\.0\.0\.1:8002'"):
         GatewayOptions(triton_metrics="127.0.0.1:8002")
