@@ -34,8 +34,8 @@ class GatewayOptions:
         lenient: ignore unknown keys in request bodies instead of refusing them.
         tool_call_parser: format of tool calls in the model's text; "" to tell it by the chat template.
         reasoning_parser: format of reasoning in the model's text; "" to tell it by the chat template.
-        triton_metrics: URL of Triton's metrics, which `/metrics` shows beside the gateway's own: endpoint pickers read a
-            replica's load on the port that they send requests to.  "" for none.
+        triton_metrics: URL of Triton's metrics, which `/metrics` shows beside the gateway's own: endpoint pickers read
+            a replica's load on the port that they send requests to.  "" for none.
         open_metrics: answer `/metrics` without a key.
         system_fingerprint: overrides the one that names checkpoint and version.
     """
