@@ -23,8 +23,9 @@ RUN python3 /inflight/kernels/cpu/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
-# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only.  The stub of
-# 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own Python against pip.
+# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only, and psutil for
+# `inflight-drain`.  The stub of 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own
+# Python against pip.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \

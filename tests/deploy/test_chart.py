@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from charts import CASES, CHART, FULLNAME, manifests, of_kind, only, render, values_of
+from charts import CASES, CHART, FULLNAME, helm_python, manifests, of_kind, only, render, values_of
 from promql import ALERTS, DASHBOARD
 
 CRDS = yaml.safe_load(Path(__file__).with_name("crds.yaml").read_text())
