@@ -68,10 +68,6 @@ class GatewayOptions:
         check_reasoning_parser(self.reasoning_parser)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
-        if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
-            raise ValueError(
-                f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
-            )
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
@@ -83,3 +79,7 @@ class GatewayOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")
+        if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
+            raise ValueError(
+                f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
+            )

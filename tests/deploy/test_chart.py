@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from charts import CASES, CHART, FULLNAME, helm_python, manifests, of_kind, only, render, values_of
+from charts import CASES, CHART, FULLNAME, ROOT, containers, helm_python, manifests, of_kind, only, render, values_of
 from promql import ALERTS, DASHBOARD
 
 CRDS = yaml.safe_load(Path(__file__).with_name("crds.yaml").read_text())
@@ -81,6 +82,14 @@ def test_optional_parts_come_only_when_asked_for(case: str) -> None:
     optional = {"ScaledObject", "InferencePool", "HTTPRoute", "ServiceMonitor", "PrometheusRule"}
     found = {one["kind"] for one in manifests(case)} & optional
     assert found == {"everything": optional, "image": {"ServiceMonitor", "HTTPRoute"}}.get(case, set())
+
+
+def test_the_chart_and_the_image_have_the_versions_of_the_project() -> None:
+    (version,) = re.findall(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text())
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version
+    image = containers(only(manifests("defaults"), "Deployment"))["triton"]["image"]
+    assert image == f"inflight:{version}"
 
 
 def test_alerts_and_dashboard_are_those_of_the_repository() -> None:

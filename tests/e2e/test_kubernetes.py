@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from charts import containers, manifests
+from charts import FULLNAME, containers, manifests, only, render
 from charts import server as chart_server
 from processes_of import engine_processes
 
@@ -32,12 +32,16 @@ KEY = "a-key-of-the-tests-0123"
 
 
 @pytest.fixture(scope="module")
-def replica(triton_installed: None) -> Iterator[TritonServer]:
-    """A server with an admin key, as in the image."""
-    repository = ROOT / "model_repository"
-    with TritonServer(
-        repository, model_control_mode="explicit", load_models=["demo"], exit_timeout=5, admin_key=KEY
-    ) as server:
+def replica(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with the chart's model entry and an admin key, as in the image."""
+    found = render({"model": {"settings": {"device": "cpu", "kv_cache_memory": "64MiB"}}})
+    entry = only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]
+    repository = tmp_path_factory.mktemp("repository")
+    (repository / "demo" / "1").mkdir(parents=True)
+    (repository / "demo" / "config.pbtxt").write_text(entry["config.pbtxt"])
+    settings = entry["model.json"].replace('"/models/', f'"{ROOT}/model_repository/')
+    (repository / "demo" / "1" / "model.json").write_text(settings)
+    with TritonServer(repository, model_control_mode="none", exit_timeout=5, admin_key=KEY) as server:
         yield server
 
 
@@ -64,6 +68,17 @@ def test_tritonserver_has_the_flags_that_the_chart_passes(triton_installed: None
     for case in ("defaults", "everything"):
         _, *arguments = containers(chart_server(manifests(case)))["triton"]["args"]
         assert {argument.partition("=")[0] for argument in arguments} <= known
+
+
+def test_no_key_allows_to_load_or_unload(replica: TritonServer) -> None:
+    """`--model-control-mode=none`, whoever knows the admin key."""
+    for action in ("load", "unload"):
+        url = f"http://{replica.http_address}/v2/repository/models/demo/{action}"
+        for headers in ({}, replica.admin_headers):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(urllib.request.Request(url, b"{}", headers), timeout=20)
+            assert caught.value.code == (503 if headers else 403)
+    assert ready(replica) == 200
 
 
 def test_the_doors_metrics_have_what_an_endpoint_picker_reads(replica: TritonServer) -> None:
