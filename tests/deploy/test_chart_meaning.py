@@ -304,6 +304,25 @@ def _code(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
+def test_a_stream_never_goes_on_with_another_model() -> None:
+    """While a rollout changes the model or the image, old doors find old Tritons only."""
+
+    def peers(values: dict[str, Any]) -> tuple[Manifest, Manifest]:
+        found = render(values)
+        (name,) = [text for text in containers(server(found))["gateway"]["args"] if "-triton-" in text]
+        return only(found, "Service", name=name.partition("=")[2].partition(":")[0]), server(found)
+
+    service, workload = peers({})
+    for values in ({"model": {"settings": {"dtype": "float32"}}}, {"image": {"tag": "0.2.0"}}):
+        other, changed = peers(values)
+        assert other["metadata"]["name"] != service["metadata"]["name"]
+        assert not selects(service["spec"]["selector"], pod_labels(changed))
+        assert not selects(other["spec"]["selector"], pod_labels(workload))
+        assert workload["spec"]["selector"] == changed["spec"]["selector"]
+    other, same = peers({"replicaCount": 5, "gateway": {"workers": 2}})
+    assert other == service and selects(service["spec"]["selector"], pod_labels(same))
+
+
 def test_a_slow_load_is_waited_for() -> None:
     probe = containers(server(render({"probes": {"startupSeconds": 1801}})))["triton"]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 1801

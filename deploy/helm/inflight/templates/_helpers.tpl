@@ -95,6 +95,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- merge $own .Values.model.settings | toPrettyJson }}
 {{- end }}
 
+{{/* Equal for pods that give the same answers: they may go on with each other's streams. */}}
+{{- define "inflight.peers" -}}
+{{- printf "%s %s" (include "inflight.modelJson" .) (include "inflight.image" .) | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- define "inflight.peersName" -}}
+{{- printf "%s-triton-%s" (include "inflight.fullname" .) (include "inflight.peers" .) }}
+{{- end }}
+
 {{/* Fewest replicas that may run. */}}
 {{- define "inflight.minReplicas" -}}
 {{- ternary .Values.autoscaling.minReplicas .Values.replicaCount .Values.autoscaling.enabled }}
