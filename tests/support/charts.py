@@ -103,3 +103,13 @@ def triggers(found: list[Manifest]) -> Iterator[tuple[str, str]]:
     for one in of_kind(found, "ScaledObject"):
         for trigger in one["spec"]["triggers"]:
             yield trigger["name"], trigger["metadata"]["query"]
+
+
+def pod_labels(workload: Manifest) -> dict[str, str]:
+    return pod(workload)["metadata"]["labels"]
+
+
+def flag(container: Manifest, name: str) -> str:
+    """The value of `--name=value`."""
+    (value,) = [text.partition("=")[2] for text in container["args"] if text.startswith(f"--{name}=")]
+    return value
