@@ -138,6 +138,13 @@ def test_drain_ends_with_the_last_stream(replica: TritonServer) -> None:
     with Client(replica.grpc_address, model="demo", retries=RetryPolicy(max_attempts=1)) as client:
         stream = client.stream("Return a list of", max_tokens=300, ignore_eos=True, seed=1)
         chunks = [next(stream)]
+        (engine,) = engine_processes(replica)
+        engine.send_signal(signal.SIGSTOP)  # so that the stream stays open
+        try:
+            hurried = subprocess.run(["sh", "-c", script, "inflight-drain", "0"])
+        finally:
+            engine.send_signal(signal.SIGCONT)
+        assert hurried.returncode == 1, "its seconds are over"
         hook = subprocess.Popen(["sh", "-c", script, "inflight-drain", "60"])
         chunks += stream
         assert chunks[-1].finish_reason == "length", "the open stream was left alone"
