@@ -91,7 +91,7 @@ def build_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await shared.upstream.close()
+        await shared.close()
         on_stop()
 
     app = Starlette(

@@ -10,19 +10,14 @@ import os
 import re
 from pathlib import Path
 
-import httpx2
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight_gateway.errors import APIError
-
 __all__ = ["SHARED_FOLDER", "Metrics", "metrics"]
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # environment variable of prometheus_client
-
-_TRITON_SECONDS = 2.0  # for its answer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -105,16 +100,6 @@ async def metrics(http: Request) -> Response:
     """
     gateway = http.app.state.gateway
     text: bytes = gateway.metrics.text()
-    if gateway.options.triton_metrics:
-        text += await _of_triton(gateway.options.triton_metrics)
+    if gateway.triton_metrics is not None:
+        text += await gateway.triton_metrics.text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _of_triton(url: str) -> bytes:
-    try:
-        async with httpx2.AsyncClient(timeout=_TRITON_SECONDS, trust_env=False) as client:
-            answer = await client.get(url)
-            answer.raise_for_status()
-    except httpx2.HTTPError as error:
-        raise APIError(503, f"Triton's metrics at {url} cannot be read: {error}", code="upstream_unreachable") from None
-    return answer.content
