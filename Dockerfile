@@ -23,14 +23,15 @@ RUN python3 /inflight/kernels/cpu/build.py
 
 FROM nvcr.io/nvidia/tritonserver:${TAG}
 
-# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only.  The stub of
-# 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own Python against pip.
+# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only, and psutil for
+# `inflight-drain`.  The stub of 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own
+# Python against pip.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN pip install --no-cache-dir \
         "torch>=2.11,<2.14" "transformers>=5.17,<6" "tokenizers>=0.22" "safetensors>=0.5" \
         "huggingface-hub>=1.0" "jinja2>=3.1" "llguidance>=1.3,<2" "ahocorasick-rs>=1.0" "msgspec>=0.19" "numpy<2" \
         "starlette>=0.46" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" \
-        "tritonclient[grpc]>=2.50" "httpx2>=2.14" "typer>=0.15" "rich>=13.9" \
+        "tritonclient[grpc]>=2.50" "httpx2>=2.14" "typer>=0.15" "rich>=13.9" "psutil>=6" \
     && install -d -o 1000 -g 1000 /var/cache/inflight
 
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight
@@ -38,7 +39,7 @@ COPY client/inflight_client /opt/inflight/inflight_client
 COPY gateway/inflight_gateway /opt/inflight/inflight_gateway
 COPY tools/inflight_tools /opt/inflight/inflight_tools
 COPY model_repository /models
-COPY --chmod=755 deploy/container/inflight-tritonserver deploy/container/inflight-gateway /usr/local/bin/
+COPY --chmod=755 deploy/container /usr/local/bin
 
 # `triton-server`, the image's unprivileged user.  Its home caches checkpoints from the hub and compiled kernels.
 USER 1000:1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_client.connection import Connection
@@ -62,6 +62,22 @@ class _BaseServers:
             raise RuntimeError(f"the client for {addresses} is closed; create a new one")
 
 
+@contextlib.contextmanager
+def _kept(failures: list[InflightError]) -> Iterator[None]:
+    """Keep an error that another server may not give."""
+    try:
+        yield
+    except InflightError as error:
+        if not isinstance(error, UnavailableError) and error.code != "NOT_FOUND":
+            raise
+        failures.append(error)
+
+
+def _most_telling(failures: list[InflightError]) -> InflightError:
+    """The first of a server that could be reached."""
+    return next((error for error in failures if not isinstance(error, ServerUnreachableError)), failures[-1])
+
+
 class BlockingServers(_BaseServers):
     """Threads may share them.
 
@@ -99,13 +115,13 @@ class BlockingServers(_BaseServers):
         """The answer of the first server that is there, and has what is asked for: one that ends has no models.
 
         Raises:
-            UnavailableError: none does; `ServerUnreachableError` if the last one cannot be reached.
+            InflightError: why none does; `ServerUnreachableError` if none can be reached.
         """
-        *first, last = self.order()
-        for index in first:
-            with contextlib.suppress(UnavailableError):
+        failures: list[InflightError] = []
+        for index in self.order():
+            with _kept(failures):
                 return call(self._transport(index))
-        return call(self._transport(last))
+        raise _most_telling(failures)
 
     def unready(self, model: str) -> str | None:
         """Why no server serves the model; None if one does."""
@@ -160,11 +176,11 @@ class AsyncServers(_BaseServers):
 
     async def first(self, call: Callable[[_Async], Awaitable[_T]]) -> _T:
         """As `BlockingServers.first`."""
-        *first, last = self.order()
-        for index in first:
-            with contextlib.suppress(UnavailableError):
+        failures: list[InflightError] = []
+        for index in self.order():
+            with _kept(failures):
                 return await call(self._transport(index))
-        return await call(self._transport(last))
+        raise _most_telling(failures)
 
     async def unready(self, model: str) -> str | None:
         """As `BlockingServers.unready`."""

@@ -91,7 +91,7 @@ def build_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await shared.upstream.close()
+        await shared.close()
         on_stop()
 
     app = Starlette(
@@ -122,7 +122,13 @@ def _routes() -> list[Route]:
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
     """CORS comes first: a browser must be able to read the refusal of a key, too."""
     paths = [one.path for one in _ENDPOINTS]
-    front = Middleware(Front, keys=Keys(options.api_keys), metrics=gateway.metrics, paths=paths)
+    front = Middleware(
+        Front,
+        keys=Keys(options.api_keys),
+        metrics=gateway.metrics,
+        paths=paths,
+        open_paths=("/metrics",) if options.open_metrics else (),
+    )
     if not options.cors_origins:
         return [front]
     cors = Middleware(

@@ -50,13 +50,17 @@ class Front:
         keys: accepted API keys.
         metrics: count answers.
         paths: those that have a label of their own in the metrics.
+        open_paths: answered without a key, too.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Collection[str], open_paths: Collection[str] = ()
+    ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._paths = frozenset(paths)
+        self._open_paths = _OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -76,9 +80,7 @@ class Front:
             await send(message)
 
         try:
-            if scope["path"] not in _OPEN_PATHS and not self._keys.accept(
-                Headers(scope=scope).get("authorization", "")
-            ):
+            if not self._may_pass(scope):
                 await error_response(_no_key())(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
@@ -88,7 +90,7 @@ class Front:
             self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - started)
 
     def _may_pass(self, scope: Scope) -> bool:
-        return scope["path"] in _OPEN_PATHS or self._keys.accept(Headers(scope=scope).get("authorization", ""))
+        return scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope).get("authorization", ""))
 
     def _endpoint(self, scope: Scope) -> str:
         path: str = scope["path"]

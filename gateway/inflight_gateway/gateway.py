@@ -9,6 +9,7 @@ from starlette.requests import Request
 from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.triton_metrics import TritonMetrics
 from inflight_gateway.upstream import Upstream
 
 __all__ = ["Gateway", "gateway_of"]
@@ -28,6 +29,13 @@ class Gateway:
         self.options = options
         self.metrics = Metrics()
         self.upstream = upstream or Upstream(options, routed=self.metrics.routed)
+        self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
+
+    async def close(self) -> None:
+        """Cancel open requests and close the connections."""
+        await self.upstream.close()
+        if self.triton_metrics is not None:
+            await self.triton_metrics.close()
 
     def enter(self) -> None:
         """A request begins to generate.

@@ -110,6 +110,12 @@ class Metrics:
 
 
 async def metrics(http: Request) -> Response:
-    """`/metrics`."""
-    text: bytes = http.app.state.gateway.metrics.text()
+    """`/metrics`: the gateway's, and Triton's if the operator named them.
+
+    503 if those cannot be read: without them a server would pass for one without load.
+    """
+    gateway = http.app.state.gateway
+    text: bytes = gateway.metrics.text()
+    if gateway.triton_metrics is not None:
+        text += await gateway.triton_metrics.text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -41,6 +41,9 @@ class GatewayOptions:
         lenient: ignore unknown keys in request bodies instead of refusing them.
         tool_call_parser: format of tool calls in the model's text; "" to tell it by the chat template.
         reasoning_parser: format of reasoning in the model's text; "" to tell it by the chat template.
+        triton_metrics: URL of Triton's metrics, which `/metrics` shows beside the gateway's own: endpoint pickers read
+            a replica's load on the port that they send requests to.  "" for none.
+        open_metrics: answer `/metrics` without a key.
         system_fingerprint: overrides the one that names checkpoint and version.
     """
 
@@ -65,6 +68,8 @@ class GatewayOptions:
     lenient: bool = False
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    triton_metrics: str = ""
+    open_metrics: bool = False
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -88,3 +93,7 @@ class GatewayOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")
+        if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
+            raise ValueError(
+                f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
+            )

@@ -70,6 +70,10 @@ def gateway(
     lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown keys of requests.")] = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
+    triton_metrics: Annotated[
+        str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
+    ] = "",
+    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams may need more.")
@@ -101,6 +105,8 @@ def gateway(
         max_open_requests=max_open_requests,
         max_body_bytes=max_body_bytes,
         lenient=lenient,
+        triton_metrics=triton_metrics,
+        open_metrics=open_metrics,
     )
     from inflight_gateway.server import ServerOptions, run
 

@@ -1,0 +1,159 @@
+"""The chart lints, and what it renders are manifests that Kubernetes and the other projects accept."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from charts import CASES, CHART, FULLNAME, ROOT, containers, helm_python, manifests, of_kind, only, render, values_of
+from promql import ALERTS, DASHBOARD
+
+CRDS = yaml.safe_load(Path(__file__).with_name("crds.yaml").read_text())
+VERSIONS = ("1.29", "1.33", "1.37")
+
+
+def validate(manifest: dict[str, Any], version: str = "1.37") -> None:
+    """Check a manifest as strictly as `kubectl apply --validate=strict`."""
+    name = f"{manifest['apiVersion']}/{manifest['kind']}"
+    if name in CRDS:
+        jsonschema.validate(manifest["spec"], {"definitions": CRDS["definitions"], **CRDS[name]})
+        assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
+        manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]}  # for its metadata
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_lints_it_without_a_word(case: str) -> None:
+    report = helm_python.lint(CHART, values_of(case), strict=True)
+    said = [message for message in report["messages"] if "icon is recommended" not in message["error"]]
+    assert not said and not report["errors"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_manifest_is_valid(case: str, version: str) -> None:
+    if case == "image" and version == "1.29":
+        pytest.skip("image volumes came with 1.31")
+    found = manifests(case)
+    assert found
+    for manifest in found:
+        validate(manifest, version)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("Deployment", ("spec", "template", "spec", "containres"), []),
+        ("ScaledObject", ("spec", "maxReplicas"), 3),
+        ("InferencePool", ("spec", "targetPortNumber"), 9000),
+        ("PrometheusRule", ("spec", "group"), []),
+        ("HTTPRoute", ("spec", "rule"), []),
+        ("ServiceMonitor", ("spec", "endpoint"), []),
+    ],
+)
+def test_a_misspelt_key_is_found(kind: str, path: tuple[str, ...], value: Any) -> None:
+    place = manifest = only(manifests("everything"), kind)
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        validate(manifest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_are_unique_and_labels_are_the_recommended_ones(case: str) -> None:
+    found = manifests(case)
+    names = [(one["kind"], one["metadata"]["name"]) for one in found]
+    assert len(set(names)) == len(names)
+    for one in found:
+        labels = one["metadata"]["labels"]
+        assert {"app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/version"} <= set(labels)
+        assert one["metadata"].get("namespace") is None, "Helm says where"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_optional_parts_come_only_when_asked_for(case: str) -> None:
+    optional = {"ScaledObject", "InferencePool", "HTTPRoute", "ServiceMonitor", "PrometheusRule"}
+    found = {one["kind"] for one in manifests(case)} & optional
+    assert found == {"everything": optional, "image": {"ServiceMonitor", "HTTPRoute"}}.get(case, set())
+
+
+def test_the_chart_and_the_image_have_the_versions_of_the_project() -> None:
+    (version,) = re.findall(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text())
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version
+    image = containers(only(manifests("defaults"), "Deployment"))["triton"]["image"]
+    assert image == f"inflight:{version}"
+
+
+def test_alerts_and_dashboard_are_those_of_the_repository() -> None:
+    for link in (CHART / "files").iterdir():
+        assert link.is_symlink() and link.resolve().is_relative_to(CHART.parents[1]), "one source"
+    found = manifests("everything")
+    assert only(found, "PrometheusRule")["spec"] == ALERTS
+    assert json.loads(only(found, "ConfigMap", name=f"{FULLNAME}-dashboard")["data"]["inflight.json"]) == DASHBOARD
+
+
+def test_a_packaged_chart_contains_alerts_and_dashboard(tmp_path: Path) -> None:
+    """In an archive there are no links to files outside."""
+    archive = helm_python.package(CHART, destination=tmp_path)
+    with helm_python.Chart.load(archive) as chart:
+        files = {one["name"]: one["data"] for one in chart.files}
+        rendered = chart.render(values_of("everything"), name="prod", namespace="llm")
+    assert {"files/inflight-alerts.yml", "files/inflight.json"} <= set(files)
+    assert "InflightEngineDies" in rendered["inflight/templates/monitoring.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"replicas": 3}, "replicas"),
+        ({"replicaCount": 0}, "replicaCount"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"model": {"source": "hub"}}, "model.hub.id"),
+        ({"model": {"source": "pvc"}}, "model.pvc.claimName"),
+        ({"model": {"source": "image"}}, "model.image.reference"),
+        ({"model": {"name": "a/b"}}, "name"),
+        ({"model": {"settings": {"drain_timeout": 5}}}, "drain.seconds"),
+        ({"model": {"settings": {"model": "x"}}}, "model.source"),
+        ({"terminationGracePeriodSeconds": 30}, "need at least 90"),
+        ({"terminationGracePeriodSeconds": 89}, "need at least 90"),
+        ({"cache": {"perReplica": True}}, "StatefulSet"),
+        ({"workload": {"maxSurge": 0}}, "a rollout could not begin"),
+        ({"podDisruptionBudget": {"maxUnavailable": 0}}, "no node could be drained"),
+        ({"podDisruptionBudget": {"maxUnavailable": "", "minAvailable": 2}}, "no node could be drained"),
+        ({"podDisruptionBudget": {"minAvailable": 1}}, "set one of"),
+        (
+            {
+                "replicaCount": 9,
+                "autoscaling": {"enabled": True, "minReplicas": 2},
+                "podDisruptionBudget": {"maxUnavailable": "", "minAvailable": 2},
+            },
+            "with 2 replicas",
+        ),
+        ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "above autoscaling.maxReplicas"),
+        ({"autoscaling": {"kvCacheUsage": 85}}, "kvCacheUsage"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+        ({"gateway": {"extraEnv": [{"name": "INFLIGHT_API_KEY", "value": "secret"}]}}, "extraEnv"),
+        ({"server": {"extraEnv": [{"name": "HF_TOKEN", "value": "secret"}]}}, "extraEnv"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_the_reason(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm_python.HelmError) as caught:
+        render(values)
+    assert said in str(caught.value)
+
+
+def test_values_that_the_simulator_writes_are_taken() -> None:
+    scaled = {"minReplicas": 3, "maxReplicas": 7, "waitingPerReplica": 2.5, "kvCacheUsage": 0.7}
+    found = render({"replicaCount": 3, "autoscaling": {"enabled": True, **scaled}})
+    spec = only(found, "ScaledObject")["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 7)
+    assert [trigger["metadata"]["threshold"] for trigger in spec["triggers"]] == ["2.5", "0.7"]
+    assert not of_kind(render({"replicaCount": 3, "autoscaling": scaled}), "ScaledObject")

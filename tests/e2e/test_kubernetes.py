@@ -1,0 +1,174 @@
+"""What the chart's probes, hooks and endpoint picker ask of a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from charts import FULLNAME, containers, manifests, only, render
+from charts import server as chart_server
+from processes_of import engine_processes
+
+from inflight_client import Client, RetryPolicy, UnavailableError
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.gateway_process import GatewayProcess
+from inflight_tools.installation import TritonInstallation
+from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
+from inflight_tools.processes import STUB_NAME, children
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "deploy" / "container"
+KEY = "a-key-of-the-tests-0123"
+
+
+@pytest.fixture(scope="module")
+def replica(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with the chart's model entry and an admin key, as in the image."""
+    found = render({"model": {"settings": {"device": "cpu", "kv_cache_memory": "64MiB"}}})
+    entry = only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]
+    repository = tmp_path_factory.mktemp("repository")
+    (repository / "demo" / "1").mkdir(parents=True)
+    (repository / "demo" / "config.pbtxt").write_text(entry["config.pbtxt"])
+    settings = entry["model.json"].replace('"/models/', f'"{ROOT}/model_repository/')
+    (repository / "demo" / "1" / "model.json").write_text(settings)
+    with TritonServer(repository, model_control_mode="none", exit_timeout=5, admin_key=KEY) as server:
+        yield server
+
+
+def alive(server: TritonServer, model: str = "demo", timeout: float = 20.0) -> subprocess.CompletedProcess[str]:
+    port = server.http_address.rpartition(":")[2]
+    command = [sys.executable, SCRIPTS / "inflight-alive", model, "--port", port, "--timeout", str(timeout)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def ready(server: TritonServer) -> int:
+    path = containers(chart_server(manifests("defaults")))["triton"]["readinessProbe"]["httpGet"]["path"]
+    try:
+        with urllib.request.urlopen(f"http://{server.http_address}{path}", timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_tritonserver_has_the_flags_that_the_chart_passes(triton_installed: None) -> None:
+    found = TritonInstallation.find()
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(map(str, found.library_dirs))}
+    ended = subprocess.run([found.binary, "--help"], env=environment, capture_output=True, text=True)
+    known = set(re.findall(r"--[\w-]+", ended.stdout + ended.stderr))
+    for case in ("defaults", "everything"):
+        _, *arguments = containers(chart_server(manifests(case)))["triton"]["args"]
+        assert {argument.partition("=")[0] for argument in arguments} <= known
+
+
+def test_no_key_allows_to_load_or_unload(replica: TritonServer) -> None:
+    """`--model-control-mode=none`, whoever knows the admin key."""
+    for action in ("load", "unload"):
+        url = f"http://{replica.http_address}/v2/repository/models/demo/{action}"
+        for headers in ({}, replica.admin_headers):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(urllib.request.Request(url, b"{}", headers), timeout=20)
+            assert caught.value.code == (503 if headers else 403)
+    assert ready(replica) == 200
+
+
+def test_the_doors_metrics_have_what_an_endpoint_picker_reads(replica: TritonServer) -> None:
+    (port,) = pick_ports(1)
+    door = GatewayProcess(
+        GatewayOptions(
+            models=("demo",),
+            api_keys=("key",),
+            open_metrics=True,
+            triton_metrics=f"http://{replica.metrics_address}/metrics",
+        ),
+        ServerOptions(port=port),
+    )
+    with Client(replica.grpc_address, model="demo") as client:
+        client.generate("Return", max_tokens=4)
+    door.start(replica.grpc_address)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            shown = answer.read().decode()
+    finally:
+        door.stop()
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert f"# TYPE vllm:{name} gauge" in shown
+    (labels,) = re.findall(r"^vllm:num_requests_waiting\{(.*)\} 0$", shown, re.MULTILINE)
+    assert 'model="demo"' in labels
+    (sizes,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1$", shown, re.MULTILINE)
+    found = dict(re.findall(r'(\w+)="([^"]*)"', sizes))
+    assert found["block_size"] == "16" and int(found["num_gpu_blocks"]) > 0
+    assert "inflight_gateway_open_requests 0.0" in shown
+
+
+def test_alive_says_so_while_the_engine_is_gone(replica: TritonServer) -> None:
+    assert ready(replica) == 200 and alive(replica).returncode == 0
+    (engine,) = engine_processes(replica)
+    engine.send_signal(signal.SIGSTOP)
+    try:
+        assert alive(replica).returncode == 0, "an engine that hangs is the stub's affair"
+    finally:
+        engine.kill()
+    assert alive(replica).returncode == 0
+    with Client(replica.grpc_address, model="demo") as client:
+        client.generate("Return", max_tokens=4)
+
+
+def test_drain_ends_with_the_last_stream(replica: TritonServer) -> None:
+    """The hook finds the stubs by themselves: no key, no address."""
+    assert replica.process is not None
+    paths = ":".join(str(ROOT / folder) for folder in ("tools", "client", "gateway", "backend"))
+    script = (SCRIPTS / "inflight-drain").read_text()
+    for ours, here in (
+        ("/opt/inflight:/opt/tritonserver/backends", paths),
+        ("exec python3", f"exec {sys.executable}"),
+        ("drain_models(1,", f"drain_models({replica.process.pid},"),
+    ):
+        assert ours in script
+        script = script.replace(ours, here)
+    with Client(replica.grpc_address, model="demo", retries=RetryPolicy(max_attempts=1)) as client:
+        stream = client.stream("Return a list of", max_tokens=300, ignore_eos=True, seed=1)
+        chunks = [next(stream)]
+        (engine,) = engine_processes(replica)
+        engine.send_signal(signal.SIGSTOP)  # so that the stream stays open
+        try:
+            hurried = subprocess.run(["sh", "-c", script, "inflight-drain", "0"])
+        finally:
+            engine.send_signal(signal.SIGCONT)
+        assert hurried.returncode == 1, "its seconds are over"
+        hook = subprocess.Popen(["sh", "-c", script, "inflight-drain", "60"])
+        chunks += stream
+        assert chunks[-1].finish_reason == "length", "the open stream was left alone"
+        assert hook.wait(60) == 0
+        with pytest.raises(UnavailableError, match="drain"):
+            client.generate("Return", max_tokens=4)
+    assert alive(replica).returncode == 0, "a drained server is not a dead one"
+
+
+def test_alive_finds_a_stub_that_does_not_answer_or_is_dead(replica: TritonServer) -> None:
+    """Last: nothing serves after it."""
+    assert replica.process is not None
+    (stub,) = children(replica.process.pid, STUB_NAME)
+    os.kill(stub, signal.SIGSTOP)
+    try:
+        said = alive(replica, timeout=1)
+        assert said.returncode == 1 and "/models/demo/generate" in said.stderr
+    finally:
+        os.kill(stub, signal.SIGCONT)
+    assert alive(replica, "nothing").returncode == 1
+    os.kill(stub, signal.SIGKILL)
+    assert alive(replica, timeout=1).returncode == 1
+    replica.kill()
+    said = subprocess.run(
+        [sys.executable, SCRIPTS / "inflight-alive", "demo", "--port", "9"], capture_output=True, text=True
+    )
+    assert said.returncode == 1 and "/health/live" in said.stderr
