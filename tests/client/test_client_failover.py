@@ -25,9 +25,11 @@ from inflight_client import (
     Stream,
     UnavailableError,
 )
+from inflight_client.connection import Connection
 from inflight_client.endpoint import find_endpoints
 from inflight_client.endpoints import Endpoints, split_urls
 from inflight_client.request import GenerationRequest
+from inflight_client.servers import BlockingServers
 from inflight_client.wire import Columns
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
@@ -553,3 +555,45 @@ def test_the_model_gets_what_was_received(scripted: TritonServer, protocol: Any,
         with pytest.raises(InvalidRequestError, match="resume_token"):
             client.generate(text)
     assert seen(key)["requests"] == 1
+
+
+class Answers:
+    """Servers whose answer to a question is known: a value, or an error."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = answers
+
+    def servers(self) -> BlockingServers:
+        connections = [Connection.build(f"127.0.0.1:{port}", "grpc", {}) for port in range(1, 1 + len(self.answers))]
+        servers = BlockingServers(connections, None)
+        servers._opened = dict(enumerate(self.answers))
+        return servers
+
+
+def said(server: Any) -> Any:
+    if isinstance(server, Exception):
+        raise server
+    return server
+
+
+ENDS = InvalidRequestError("Request for unknown model: 'm' has no available versions", code="NOT_FOUND")
+LOADS = UnavailableError("the model is not ready")
+
+
+@pytest.mark.parametrize("first", [LOST, ENDS, LOADS])
+def test_a_question_goes_to_the_next_server_if_the_first_has_no_models(first: Exception) -> None:
+    assert Answers(first, "here").servers().first(said) == "here"
+
+
+def test_a_question_that_is_wrong_goes_to_one_server_only() -> None:
+    with pytest.raises(InvalidRequestError, match="off"):
+        Answers(InvalidRequestError("n is off"), "here").servers().first(said)
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"), [((LOST, ENDS, LOST), ENDS), ((LOADS, ENDS), LOADS), ((LOST, LOST), LOST)]
+)
+def test_what_a_server_says_is_told_rather_than_that_another_cannot_be_reached(failures: Any, told: Any) -> None:
+    with pytest.raises(type(told)) as caught:
+        Answers(*failures).servers().first(said)
+    assert caught.value is told

@@ -9,7 +9,6 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
-import pytest
 import typer
 import yaml
 
