@@ -40,9 +40,11 @@ PROFILE = Profile(
 )
 
 
-def engine(device: StepCost = ONE_SECOND, host: StepCost | None = None, **options: Any) -> SimulatedEngine:
+def engine(
+    device: StepCost = ONE_SECOND, host: StepCost | None = None, accepted_drafts: float | None = None, **options: Any
+) -> SimulatedEngine:
     config = EngineConfig.from_dict({"model": "none", "enable_prefix_caching": False, **options})
-    return SimulatedEngine(config, SimulatedInfo(4096, 100, 4096), device, host or StepCost())
+    return SimulatedEngine(config, SimulatedInfo(4096, 100, 4096), device, host or StepCost(), accepted_drafts)
 
 
 def job(index: int, prompt: int, output: int, due: float | None = None, **fields: Any) -> Job:

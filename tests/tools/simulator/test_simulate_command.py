@@ -109,6 +109,17 @@ def test_what_cannot_be_simulated_is_one_line_and_status_2(profile, arguments, m
     assert result.output.count("\n") == 1
 
 
+def test_drafts_that_are_accepted_by_chance_are_reported(profile, tmp_path):
+    result = simulate(
+        profile, "--requests", 10, "--users", 2, "--set", 'speculative_config={"method": "suffix"}',
+        "--accepted-drafts", 0.8, "--report", tmp_path / "r.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "% of the tokens accepted" in result.output
+    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert row["draft_tokens"] > row["accepted_tokens"] > row["drafts"] > 0
+
+
 def test_a_seed_below_zero_is_wrong_usage(profile):
     result = simulate(profile, "--seed", -1)
     assert result.exit_code == 2

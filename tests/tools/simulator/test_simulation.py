@@ -50,6 +50,42 @@ def test_the_host_waits_for_the_device_unless_steps_overlap():
     assert 2.0 * 10 <= slow_host.seconds <= 2.0 * 11 + 1.0, "the slower of the two sets the pace"
 
 
+SUFFIX = {"method": "suffix"}
+READS_WEIGHTS = StepCost.linear(fixed=0.01, per_prefill_token=0.0001)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("accepted", [0.0, 0.7, 1.0])
+def test_drafts_that_are_accepted_save_steps(accepted, overlap):
+    jobs = [job(0, 40, 400), job(1, 3, 300, 2.0)]
+    options = {"speculative_config": SUFFIX, "async_scheduling": overlap}
+    plain = simulate([engine(READS_WEIGHTS)], jobs)
+    drafted = simulate([engine(READS_WEIGHTS, accepted_drafts=accepted, **options)], jobs)
+    assert [request.tokens for request in drafted.requests] == [400, 300]
+    counts = drafted.replicas[0].scheduler.policies.draft_counts
+    if accepted:
+        share = counts.accepted / counts.tokens
+        assert share == 1 if accepted == 1 else 0 < share < 0.7, "what stands behind a refused one is refused, too"
+        assert drafted.seconds < 0.7 * plain.seconds
+    else:
+        assert counts.tokens and not counts.accepted
+        assert drafted.seconds < 1.05 * plain.seconds
+    report = summarise(drafted, SLO(1.0, 1.0))
+    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (
+        counts.drafts,
+        counts.tokens,
+        counts.accepted,
+    )
+    assert report.sequences_per_step <= 2
+    assert f"drafts        {counts.drafts} of " in table(report, SLO(1.0, 1.0))
+
+
+def test_simulated_drafts_are_the_same_each_time():
+    jobs = [job(i, 40, 200, 0.1 * i) for i in range(6)]
+    runs = [simulate([engine(READS_WEIGHTS, accepted_drafts=0.6, speculative_config=SUFFIX)], jobs) for _ in range(2)]
+    assert runs[0].gaps == runs[1].gaps
+
+
 def test_a_load_without_text_is_simulated_without_drafts():
     jobs = [job(0, 40, 200), job(1, 3, 50, 2.0)]
     plain = simulate([engine()], jobs)

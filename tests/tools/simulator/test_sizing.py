@@ -166,6 +166,7 @@ def test_incidents_are_options_of_the_command(command):
         (["--values", "v.yaml"], "--values and --survive belong to --find-replicas"),
         (["--find-replicas", "--kill", "1"], "--find-replicas takes no --sweep, --kill or --rollout"),
         (["--rollout", "1", "--startup", "inf"], "--startup inf: no replica would be left"),
+        (["--accepted-drafts", "0.5"], "accepted_drafts=0.5 needs drafts that are copied: set speculative_config"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line_and_status_2(command, arguments, message):

@@ -105,6 +105,10 @@ def simulate(
     scrape_interval: Annotated[
         float, typer.Option(min=0, help="Seconds between two looks of least-waiting at the gauges; 0: always current.")
     ] = 0.0,
+    accepted_drafts: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Chance of a draft to be accepted, with --set speculative_config=..."),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="SECONDS[:REPLICA]", help="The replica (0, if none is named) dies then; repeatable."),
@@ -152,7 +156,7 @@ def simulate(
             None if rollout is None else Rollout(rollout, max_unavailable, grace),
             startup,
         )
-        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval)
+        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval, accepted_drafts)
         scene.check()
         slo = SLO(slo_ttft, slo_tpot, attainment)
         if sweep:

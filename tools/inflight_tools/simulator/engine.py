@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -21,6 +23,7 @@ from inflight_tools.workload.scenarios import Job
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
+_SEED = 1  # of which drafts are accepted
 
 
 class Cost(Protocol):
@@ -45,11 +48,12 @@ class SimulatedInfo:
 
 
 class _Ticket(NamedTuple):
-    """When a launched step begins and ends, and how many rows of it sample."""
+    """When a launched step begins and ends, which of its rows sample, and which verify how many drafts."""
 
     started: float
     ended: float
     samples: list[bool]
+    num_drafts: Mapping[int, int]
 
 
 class SimulatedDevice:
@@ -63,14 +67,18 @@ class SimulatedDevice:
         async   host 1 | device 1 | device 2 | device 3 |
                        | host 2 | | host 3 | |
 
+    Args:
+        accepted_drafts: chance that a draft is accepted if those before it are.
+
     Attributes:
         now: virtual seconds.
         busy: seconds in which a step ran.
         steps: steps collected.
     """
 
-    def __init__(self, info: SimulatedInfo, device: Cost, host: Cost) -> None:
+    def __init__(self, info: SimulatedInfo, device: Cost, host: Cost, accepted_drafts: float = 0.0) -> None:
         self.info = info
+        self._accepted_drafts, self._random = accepted_drafts, random.Random(_SEED)
         self.now = self.busy = 0.0
         self.steps = 0
         self._device, self._host = device, host
@@ -84,26 +92,45 @@ class SimulatedDevice:
         seconds = self._device.seconds(load) + self._swap_seconds * (len(out.swap_out) + len(out.swap_in))
         self._device_free = started + seconds
         self.busy += seconds
-        return _Ticket(started, self._device_free, out.samples)
+        num_drafts = {row: len(drafts) for row, drafts in out.draft_token_ids.items()}
+        return _Ticket(started, self._device_free, out.samples, num_drafts)
 
     def collect(self, ticket: _Ticket) -> StepOutput:
         """The time is then that of the step's tokens, or when the host is through with launching the next one."""
         self.now = max(ticket.ended, self._host_free)
         self.steps += 1
-        tokens = [_TOKEN if samples else -1 for samples in ticket.samples]
-        return StepOutput(tokens, started=ticket.started, ended=ticket.ended)
+        drafted = ticket.num_drafts
+        tokens = [_TOKEN if samples and row not in drafted else -1 for row, samples in enumerate(ticket.samples)]
+        runs = {row: [_TOKEN] * (1 + self._num_accepted(count)) for row, count in drafted.items()}
+        return StepOutput(tokens, runs, started=ticket.started, ended=ticket.ended)
+
+    def _num_accepted(self, num_drafts: int) -> int:
+        accepted = 0
+        while accepted < num_drafts and self._random.random() < self._accepted_drafts:
+            accepted += 1
+        return accepted
 
 
 class SimulatedEngine(EngineCore):
-    """`EngineCore` on a `SimulatedDevice` and its clock."""
+    """`EngineCore` on a `SimulatedDevice` and its clock.
 
-    def __init__(self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost) -> None:
-        self.device = SimulatedDevice(info, device, host)
-        config = msgspec.structs.replace(config, speculative_config=None)  # there is no text to copy from
+    Every output is the same token over and over, which drafts are copied from; which of them are accepted is a matter
+    of chance.
+
+    Args:
+        accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
+    """
+
+    def __init__(
+        self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost, accepted_drafts: float | None = None
+    ) -> None:
+        self.device = SimulatedDevice(info, device, host, accepted_drafts or 0.0)
+        if accepted_drafts is None:
+            config = msgspec.structs.replace(config, speculative_config=None)
         super().__init__(config, self.device, clock=lambda: self.device.now)
 
     @classmethod
-    def of(cls, config: EngineConfig, profile: Profile) -> SimulatedEngine:
+    def of(cls, config: EngineConfig, profile: Profile, accepted_drafts: float | None = None) -> SimulatedEngine:
         """An engine with these options on the machine of `profile`."""
         per_host_block = profile.bytes_per_block * config.block_size
         per_host_block //= profile.options.get("block_size", config.block_size)
@@ -114,7 +141,7 @@ class SimulatedEngine(EngineCore):
             num_host_blocks=config.swap_bytes // per_host_block,
             swap_seconds_per_block=profile.swap_seconds_per_block,
         )
-        return cls(config, info, profile.device, profile.host)
+        return cls(config, info, profile.device, profile.host, accepted_drafts)
 
     @property
     def now(self) -> float:

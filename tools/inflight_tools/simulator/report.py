@@ -75,6 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         steps, sequences_per_step: number of steps, and mean number of sequences per step.
         busy: share of the time in which a replica's device ran a step.
         preemptions: number of times a request lost its blocks.
+        drafts, draft_tokens, accepted_tokens: rows that verified a draft, the drafts' tokens, and those accepted.
         kv_use_mean, kv_use_max: share of a replica's KV blocks in use, over the time of its steps.
         prefix_hits: share of the prompt tokens found in the prefix cache.
         waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
@@ -104,6 +105,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     waiting: float
     kv_cache_usage: float
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     incident: IncidentReport | None = None
 
 
@@ -117,6 +121,8 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
     per_second = 1.0 / seconds if seconds else 0.0
     queried = sum(engine.pool.num_prefix_queries for engine in engines)
     means = [mean for mean, _ in outcome.kv_use]
+    counts = [engine.scheduler.policies.draft_counts for engine in engines]
+    accepted = sum(count.accepted for count in counts)
     return Report(
         requests=len(requests),
         refused=len(requests) - len(served),
@@ -131,7 +137,7 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         itl=Percentiles.of(outcome.gaps),
         latency=Percentiles.of(request.last - request.arrival for request in served),
         steps=steps,
-        sequences_per_step=tokens / steps if steps else 0.0,
+        sequences_per_step=(tokens - accepted) / steps if steps else 0.0,
         busy=sum(engine.busy for engine in engines) * per_second / outcome.num_replicas,
         preemptions=sum(engine.scheduler.num_preempted_total for engine in engines),
         kv_use_mean=sum(means) / len(means),
@@ -140,6 +146,9 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         replicas=outcome.num_replicas,
         waiting=outcome.waiting,
         kv_cache_usage=outcome.kv_cache_usage,
+        drafts=sum(count.drafts for count in counts),
+        draft_tokens=sum(count.tokens for count in counts),
+        accepted_tokens=accepted,
         incident=_of_incidents(outcome, slo) if outcome.windows else None,
     )
 
@@ -202,6 +211,11 @@ def table(report: Report, slo: SLO) -> str:
         f"KV blocks     {100 * report.kv_use_mean:.1f}% in use on average, {100 * report.kv_use_max:.1f}% at most; "
         f"{report.preemptions} preemptions; {100 * report.prefix_hits:.1f}% of prompt tokens cached",
     ]
+    if report.drafts:
+        lines.append(
+            f"drafts        {report.drafts} of {report.draft_tokens / report.drafts:.1f} tokens; "
+            f"{100 * report.accepted_tokens / report.draft_tokens:.1f}% of the tokens accepted"
+        )
     if report.incident is not None:
         lines += _incident_lines(report.incident)
     return "\n".join(lines)

@@ -30,6 +30,7 @@ class Scene:
         values: keys of `model.json` that override the profile's.
         users: of a closed loop; 0 uses the scenario's number.
         scrape_interval: seconds between two looks of the router at the replicas' gauges; 0: they are always current.
+        accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
     """
 
     profile: Profile
@@ -40,6 +41,7 @@ class Scene:
     router: str = "least-loaded"
     incidents: Incidents = field(default_factory=Incidents)
     scrape_interval: float = 0.0
+    accepted_drafts: float | None = None
 
     def check(self) -> None:
         """Reject what cannot be simulated.
@@ -49,6 +51,7 @@ class Scene:
         """
         config, source = self.config(), self.load.load()
         next(self.load.jobs(), None)
+        self._check_drafts(config)
         make_router(self.router)
         self.incidents.check(self.replicas)
         if self.load.requests < 0:
@@ -61,6 +64,16 @@ class Scene:
                 "num_gpu_blocks_override"
             )
 
+    def _check_drafts(self, config: EngineConfig) -> None:
+        speculative = config.speculative_config
+        if self.accepted_drafts is None:
+            return
+        if speculative is None or speculative.model is not None:
+            raise ConfigError(
+                f"accepted_drafts={self.accepted_drafts:g} needs drafts that are copied: set speculative_config to "
+                '{"method": "suffix"}'
+            )
+
     def config(self) -> EngineConfig:
         """The engine's options."""
         return self.profile.config(self.values)
@@ -68,7 +81,7 @@ class Scene:
     def run(self) -> Outcome:
         """Run the simulation."""
         config, source = self.config(), self.load.load()
-        make_engine = partial(SimulatedEngine.of, config, self.profile)
+        make_engine = partial(SimulatedEngine.of, config, self.profile, self.accepted_drafts)
         engines = [make_engine() for _ in range(self.replicas)]
         users = self.users or (source.users if isinstance(source, Scenario) else 1)
         prompts = IdPrompts(self.profile.vocab_size, self.load.seed)

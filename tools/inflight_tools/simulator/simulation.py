@@ -194,7 +194,7 @@ class Simulation:
                 lost = self._lost_kv.pop(delta.request_id, 0)
                 request.recomputed += max(0, lost - request.cached)
             request.last = now
-            request.tokens += 1
+            request.tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._fleet.remove(replica, delta.request_id)
                 self._leave(request, now)

@@ -49,7 +49,7 @@ def make_policies(
     drafter: Drafter | None = None
     counts = DraftCounts()
     if config.speculative_config is not None:
-        drafter = thrifty = _make_drafter(config, config.speculative_config, draft_runner)
+        drafter = thrifty = _make_drafter(config, config.speculative_config, draft_runner, clock)
         counts = thrifty.counts
         admission, budget = DraftedAdmission(admission, thrifty), DraftedBudget(budget, thrifty)
     if grammars is not None:
@@ -66,15 +66,17 @@ def make_policies(
     )
 
 
-def _make_drafter(config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None) -> ThriftyDrafter:
+def _make_drafter(
+    config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None, clock: Callable[[], float]
+) -> ThriftyDrafter:
     longest = options.num_speculative_tokens
     if longest is None:
         longest = options.suffix_decoding_max_tree_depth if options.method == "suffix" else _DRAFT_TOKENS
     target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     if runner is None:
-        return ThriftyDrafter(CopyDrafts(options), longest, target)
+        return ThriftyDrafter(CopyDrafts(options), longest, target, clock)
     model = DraftModel(runner, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
-    return ThriftyDrafter(ModelDrafts(model), longest, target)
+    return ThriftyDrafter(ModelDrafts(model), longest, target, clock)
 
 
 def _make_order(config: EngineConfig) -> OrderPolicy:
