@@ -87,7 +87,7 @@ def answers(llm: LLM) -> list[Any]:
         ({"method": "suffix", "num_speculative_tokens": 4}, {"num_gpu_blocks_override": 40, "max_model_len": 512}),
         # The model itself, and one that knows nothing.
         ({"model": DEMO}, {}),
-        ({"model": DEMO, "num_speculative_tokens": 3, "kv_cache_memory": "4MiB"}, {"async_scheduling": True}),
+        ({"model": DEMO, "num_speculative_tokens": 6, "kv_cache_memory": "4MiB"}, {"async_scheduling": True}),
         ({"model": "small"}, {"native_forward": False, "max_num_batched_tokens": 64}),
         ({"method": "suffix"}, {"swap_space": "16MiB", "preemption_mode": "swap", "num_gpu_blocks_override": 40}
          | {"max_model_len": 512, "enable_prefix_caching": False, "max_num_batched_tokens": 64}),
@@ -120,7 +120,7 @@ def test_the_answers_are_those_without_drafts(
     if config.get("model") == small_model:
         assert counts.tokens > 1000
     elif config.get("model") == DEMO:
-        assert counts.accepted > 0.9 * counts.tokens > 300, "wrong only where a grammar or a last token says so"
+        assert counts.accepted > 0.9 * counts.tokens > 100, "wrong only where a grammar or a last token says so"
     else:
         assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
     if "model" in config:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from fleet import REPLICAS, Answer, Fleet, Process, gateway, metric, step_until_begun, until
+from replicas import REPLICAS, Answer, Fleet, Process, gateway, metric, step_until_begun, until
 
 from inflight_tools.ports import pick_ports
 
