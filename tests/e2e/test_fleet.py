@@ -286,6 +286,7 @@ class Load(threading.Thread):
             except (httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{front}, request {number}: {error!r}")
             self.answered[front] += 1
+            await asyncio.sleep(0.2)  # leaves the machine to the servers that start
 
     def wait_for_more(self) -> None:
         """Until every front has brought another answer."""
@@ -299,6 +300,7 @@ class Load(threading.Thread):
         self.join()
 
 
+@pytest.mark.timeout(900)
 def test_a_rolling_restart_loses_and_changes_nothing(
     fleet: Fleet, fronts: dict[str, Process], expected: list[Any]
 ) -> None:

@@ -22,13 +22,15 @@ import httpx
 from processes_of import engine_processes
 
 from inflight_client import Client
+from inflight_tools.installation import LauncherError
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 from inflight_tools.processes import session_members
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "demo"
 REPLICAS = 3
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
+_STARTS = 4
 
 
 class Process:
@@ -95,16 +97,29 @@ class Fleet:
         ]
         self._ends.callback(lambda: [server.kill() for server in self.servers])
         try:
-            for server in self.servers:
-                server.start()
-            for server in self.servers:
-                server.wait_ready()
+            for index in range(REPLICAS):
+                self._start(index)
             self.doors = [self._door(index) for index in range(REPLICAS)]
             for door in self.doors:
                 self.run(door)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, index: int) -> None:
+        """Again if Triton forgets its model, which happens where its stub gets no CPU time for seconds."""
+        for attempt in range(_STARTS):
+            self.servers[index].start()
+            try:
+                return self.servers[index].wait_ready()
+            except LauncherError:
+                if attempt == _STARTS - 1:
+                    raise
+                self._renew(index)
+
+    def _renew(self, index: int) -> None:
+        self.servers[index].kill()
+        self.servers[index] = self.servers[index].successor()
 
     def _door(self, index: int) -> Process:
         own, *others = self.addresses[index:] + self.addresses[:index]
@@ -130,10 +145,8 @@ class Fleet:
 
     def revive(self, index: int) -> None:
         """Start a tritonserver that was killed or stopped again, on its ports."""
-        self.servers[index].kill()
-        self.servers[index] = self.servers[index].successor()
-        self.servers[index].start()
-        self.servers[index].wait_ready()
+        self._renew(index)
+        self._start(index)
 
     def restart(self, index: int) -> None:
         """A replica as an orchestrator restarts it: gateway first, each with the time that its requests need."""
