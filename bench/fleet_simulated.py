@@ -103,7 +103,7 @@ def incidents(replicas: int) -> Iterator[tuple[str, Cell]]:
     """Failures and rollouts."""
     for incident in ("kill", "rollout"):
         for scenario in RATES:
-            for router in ("round-robin", "least-waiting", "prefix-affinity"):
+            for router in ROUTERS:
                 yield "incident", Cell(scenario, replicas, router, incident=incident)
 
 

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 __all__ = ["SpeculativeConfig"]
 
+_DRAFT_TOKENS = 8
 _Count = Annotated[int, Meta(ge=1, le=2**20)]
 
 
@@ -43,6 +44,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=2**20)] = 10_000
     suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0.1, le=256)] = 8.0
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+
+    @property
+    def longest_draft(self) -> int:
+        """Most draft tokens of a sequence in one step."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return self.suffix_decoding_max_tree_depth if self.method == "suffix" else _DRAFT_TOKENS
 
     def __post_init__(self) -> None:
         if self.method is None and self.model is None:

@@ -365,7 +365,7 @@ def test_targets_of_a_decode_and_batches_that_do_not_fit(captured: bool, monkeyp
         if not options["enforce_eager"] and config.hidden_size == 1024:
             raise torch.OutOfMemoryError("no memory for graphs")
         blocks = 60 * 2**30 // (16 * 128 * 1024)  # of 128 KiB a token
-        graphs = SimpleNamespace(bucket=lambda rows: rows if captured else None)
+        graphs = ["a graph"] if captured else []
         yield SimpleNamespace(
             info=SimpleNamespace(num_blocks=blocks),
             config=SimpleNamespace(block_size=16),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from inflight_tools.launcher import TritonServer
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1] / "model_repository"
+LOG_CHARACTERS = 6000  # of each server that a failure shows
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +21,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.xdist_group("e2e"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows the end of the log of each tritonserver that the test was given."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            for server in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(server, TritonServer):
+                    report.sections.append((f"log of the tritonserver {name!r}", server.log_text()[-LOG_CHARACTERS:]))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
 from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.graphs import decode_sizes
+from inflight.runner.step_inputs import StepSize
 
 KINDS: list[dict[str, Any]] = [
     dict(temperature=0.0),
@@ -58,7 +60,8 @@ def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: 
     path = make_checkpoint(model_type, tmp_path)
     core = core_of(path)
     if model_type != "gpt_oss":
-        assert [core.runner.graphs.bucket(rows) for rows in (1, 3, 5, 9, 17, 24)] == [1, 4, 8, 16, 24, 24]
+        buckets = [core.runner.graphs.bucket(StepSize(rows, rows, rows, 1)) for rows in (1, 3, 5, 9, 17, 24)]
+        assert [bucket and bucket.rows for bucket in buckets] == [1, 4, 8, 16, 24, 24]
         assert core.info.graph_bytes > 0
         assert not [text for text in warnings_of(caplog) if "CUDA graphs" in text]
     params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 20
@@ -72,8 +75,24 @@ def test_every_kind_of_request_is_as_without_graphs(checkpoint: str) -> None:
         for index in range(24)
     ]
     eager = core_of(checkpoint, enforce_eager=True)
-    assert eager.runner.graphs.bucket(1) is None
+    assert not eager.runner.graphs
     assert output(core_of(checkpoint), params) == output(eager, params)
+
+
+def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: str) -> None:
+    """Texts of few tokens repeat themselves, so that there is something to copy."""
+    params = [
+        SamplingParams(max_tokens=40 + index, ignore_eos=True, seed=index, allowed_token_ids=[3, 5, 9], **kind)
+        for index, kind in enumerate(KINDS[:3])
+    ]
+    drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}}
+    core = core_of(checkpoint, **drafting)
+    size = StepSize(2, 9, 9, 7, 7)
+    assert core.runner.graphs.bucket(size) == StepSize(16, 16, 16, 7, 16)
+    found = output(core, params)
+    assert core.scheduler.policies.draft_counts.totals()[2] > 0, "no draft was accepted"
+    assert found == output(core_of(checkpoint, enforce_eager=True, **drafting), params)
+    assert found == output(core_of(checkpoint), params)
 
 
 def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
@@ -88,8 +107,8 @@ def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
         state.block_table[:-1],
     ]
     before = [tensor.clone() for tensor in kept]
-    for bucket in (1, 2, 4, 8, 16, 24):
-        assert core.runner.graphs.replay(core.runner._padding(bucket).key) is not None
+    for size in decode_sizes(24):
+        assert core.runner.graphs.replay(core.runner._padding(size).key) is not None
     torch.cuda.synchronize()
     assert all(torch.equal(*(tensor.view(torch.uint8) for tensor in pair)) for pair in zip(kept, before))
 

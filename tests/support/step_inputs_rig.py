@@ -33,7 +33,7 @@ class Side:
     def run(self, size: StepSize, rows: RowWriter, out: SchedulerOutput, numbers: StepRows, host: torch.Tensor) -> None:
         upload = StepUpload(host, self.upload)
         lines, device_lines, blocks = rows.write(out, numbers, size, upload)
-        new_tokens = rows.write_tokens(out, lines, upload)
+        new_tokens = rows.write_tokens(out, size, lines, upload)
         upload.copy()
         make = make_inputs if self.definition else gpu_step_inputs.make_inputs
         make(size, device_lines, blocks, new_tokens, self.state, self.out)
@@ -88,7 +88,8 @@ def compare_steps(rng: random.Random, limits: tuple[int, int, int], num_bytes: i
         numbers = StepRows.of(out)
         real = numbers.size
         padded_rows = rng.randint(real.rows, max_num_seqs)
-        size = StepSize(padded_rows, real.tokens + rng.randrange(9), real.logits + rng.randrange(9))
+        tokens, logits, entering = (count + rng.randrange(9) for count in (real.tokens, real.logits, real.new_tokens))
+        size = StepSize(padded_rows, tokens, logits, real.query_len, entering)
         for side in sides:
             for name in ("input_ids", "positions", "slot_mapping"):
                 getattr(side.out, name)[:] = -99

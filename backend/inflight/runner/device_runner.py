@@ -48,9 +48,9 @@ _RING = 2  # steps that are launched and not collected
 class DeviceStep:
     """What the device needs of a step: tensors that have their contents once `upload.copy()` has run, and host ints.
 
-    Steps of one `size` have these tensors at the same addresses, except for `new_tokens`, `asked_indices`,
-    `next_token_ids` and those of `sampling.edits`, which only some steps have, and for `new_blocks` and what follows
-    it if there are more than `size.rows`.
+    Steps of one `size` have these tensors at the same addresses, except for `asked_indices`, `next_token_ids` and
+    those of `sampling.edits`, which only some steps have, and for `new_blocks` and what follows it if there are more
+    than `size.new_blocks`.
 
     Attributes:
         size: of all tensors, padding included.
@@ -75,9 +75,10 @@ class DeviceStep:
     def graph_key(self) -> Hashable:
         """Equal for steps whose graphs would be equal; None for a step with parts that no graph has."""
         new_blocks, columns = self.new_blocks, self.sampling.columns
-        if len(self.new_tokens) or self.asked.counts or len(new_blocks) > self.size.rows or columns is None:
+        if self.asked.counts or len(new_blocks) > self.size.new_blocks or columns is None:
             return None
-        return self.size, self.lines.data_ptr(), new_blocks.data_ptr(), columns.data_ptr()
+        tensors = self.lines, new_blocks, self.new_tokens, columns
+        return self.size, *(tensor.data_ptr() for tensor in tensors)
 
 
 @dataclass(slots=True, eq=False)
@@ -206,19 +207,17 @@ class DeviceRunner:
         assert ticket.result is not None
         return ticket.result
 
-    def size_of(self, rows: StepRows, out: SchedulerOutput) -> StepSize:
+    def size_of(self, rows: StepRows) -> StepSize:
         """With which sizes to launch a step: those of its graph, or its own."""
         size = rows.size
-        is_decode = size.tokens == size.rows and not out.new_rows
-        bucket = self.graphs.bucket(size.rows) if is_decode else None
-        return size if bucket is None else StepSize(bucket, bucket, bucket)
+        return self.graphs.bucket(size) or size
 
     def padding_step(self, size: StepSize) -> DeviceStep:
         """A step of `size` without rows; its upload must be copied before another step is launched."""
         return self._stage(SchedulerOutput(), StepRows.of(SchedulerOutput()), size, self._next_buffers().upload)
 
-    def _padding(self, bucket: int) -> Padding:
-        step = self.padding_step(StepSize(bucket, bucket, bucket))
+    def _padding(self, size: StepSize) -> Padding:
+        step = self.padding_step(size)
         step.upload.copy()
         return Padding(step.graph_key, lambda: self._outputs(step))
 
@@ -270,12 +269,12 @@ class DeviceRunner:
     def _launch(self, ticket: _Ticket) -> None:
         out, rows = ticket.out, ticket.rows
         try:
-            step = self._stage(out, rows, self.size_of(rows, out), ticket.buffers.upload)
+            step = self._stage(out, rows, self.size_of(rows), ticket.buffers.upload)
         except BaseException:  # a rule's, perhaps
             slots, positions, history = rows.slot_of_logits, rows.position_of_logits + 1, self.device_state.token_ids
             if not self.faults.find(slots, positions, self.state.token_ids, history):
                 raise
-            step = self._stage(out, rows, self.size_of(rows, out), ticket.buffers.upload)
+            step = self._stage(out, rows, self.size_of(rows), ticket.buffers.upload)
         ticket.row_failures = self.faults.of(out.slots)
         self.queue.submit(lambda: self._run(step, ticket))
         self.rows.sent(ticket.rows)
@@ -287,12 +286,12 @@ class DeviceRunner:
         slots, positions = rows.slot_of_logits, rows.position_of_logits + 1
         columns, device_columns = upload.reserve((COLUMN_LINES, size.logits), np.int64)
         self.table.fill_columns(columns, slots, positions)
+        new_tokens = self.rows.write_tokens(out, size, lines, upload)
         history = self.device_state.token_ids
         sampling = self.table.select(slots, positions, self.state.token_ids, upload.put, history, device_columns)
         starts = lines[Line.QUERY_START, : size.rows + 1].tolist()
         asked = self.prompt_logprobs.asked(out, starts)
         asked_indices, next_token_ids = upload.put(asked.indices), upload.put(asked.next_token_ids)
-        new_tokens = self.rows.write_tokens(out, lines, upload)
         metadata = self._metadata(rows, size, starts, device_lines)
         return DeviceStep(
             size, upload, device_lines, new_blocks, new_tokens, metadata, sampling, asked, asked_indices, next_token_ids
@@ -300,10 +299,10 @@ class DeviceRunner:
 
     def _metadata(self, rows: StepRows, size: StepSize, starts: list[int], lines: Tensor) -> AttentionMetadata:
         seq_lens = (rows.num_computed + rows.counts).tolist()
-        max_query_len, max_seq_len = int(rows.counts.max(initial=0)), max(seq_lens, default=0)
+        max_seq_len = max(seq_lens, default=0)
         if size != rows.size:  # what a kernel plans on the host must hold for every step of this size
-            starts, seq_lens = list(range(size.rows + 1)), [self.info.max_model_len] * size.rows
-            max_query_len, max_seq_len = 1, self.info.max_model_len
+            starts = [min(row * size.query_len, size.tokens) for row in range(size.rows + 1)]
+            seq_lens, max_seq_len = [self.info.max_model_len] * size.rows, self.info.max_model_len
         return AttentionMetadata(
             query_start_loc=lines[Line.QUERY_START, : size.rows + 1],
             seq_lens=lines[Line.SEQ_LEN, : size.rows],
@@ -311,7 +310,7 @@ class DeviceRunner:
             slot_mapping=self.inputs.slot_mapping[: size.tokens],
             query_start_loc_cpu=starts,
             seq_lens_cpu=seq_lens,
-            max_query_len=max_query_len,
+            max_query_len=size.query_len,
             max_seq_len=max_seq_len,
             block_size=self.state.block_size,
         )

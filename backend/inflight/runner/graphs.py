@@ -2,11 +2,14 @@
 
 A graph is a list of kernels with their arguments as they were at its capture, addresses and host numbers alike.  So
 what differs from step to step is in device tensors whose addresses stay, and host numbers depend on the bucket alone.
-A step of R rows is padded to the smallest bucket of at least R; its other rows have no tokens (length 0), write to no
-KV slot (-1), and no token is chosen for them.
+A step of T tokens is padded to the smallest bucket of at least T; rows that are added have no tokens (length 0), tokens
+that are added are written to no KV slot (-1), and no token is chosen for them.
 
-    rows      1 | 2 | 3 4 | 5 .. 8 | 9 .. 16 | 17 .. 24 | ...
+    tokens    1 | 2 | 3 4 | 5 .. 8 | 9 .. 16 | 17 .. 24 | ...
     bucket    1 | 2 |  4  |   8    |   16    |    24    | ...
+
+With speculation, rows have up to k + 1 tokens, all with logits.  Such steps have buckets of their own, with as many
+rows as tokens: whichever rows the tokens belong to, the graph is the same.
 
 One graph is the whole step: inputs, forward pass, sampling, and the tokens' way back into the device's state.  The
 graphs share a memory pool, and are captured from the largest to the smallest, so that each finds there what it needs:
@@ -23,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,8 +36,19 @@ from inflight.attention.base import AttentionBackend
 from inflight.config import EngineConfig
 from inflight.loading.memory_plan import graph_bytes
 from inflight.runner.memory import DeviceMeter, format_bytes
+from inflight.runner.step_inputs import StepSize
 
-__all__ = ["Capturer", "DecodeGraphs", "Graph", "Launch", "Padding", "bucket_sizes", "decode_graphs"]
+__all__ = [
+    "Capturer",
+    "DecodeGraphs",
+    "Graph",
+    "Launch",
+    "Padding",
+    "bucket_sizes",
+    "decode_graphs",
+    "decode_sizes",
+    "draft_sizes",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +67,11 @@ class Padding(NamedTuple):
     launch: Launch
 
 
-# Up to so many rows, buckets are so far apart.  The time of a decode hardly grows with its rows while weights are most
-# of what it reads, so up to 7 rows of padding cost little.  For up to 256 rows vLLM captures the same 35 sizes.
+# Up to so many tokens, buckets are so far apart.  The time of a decode hardly grows with its tokens while weights are
+# most of what it reads, so up to 7 tokens of padding cost little.  For up to 256 vLLM captures the same 35 sizes.
 _WIDTHS = ((256, 8), (1024, 32), (2**31, 128))
+# Steps with drafts of more tokens are eager: few are worth their time, and launching is little of it.
+_MAX_DRAFT_STEP = 128
 
 
 class Graph(Protocol):
@@ -88,20 +105,35 @@ class DecodeGraphs:
     """The captured decode steps of a runner; without any, every step is eager.
 
     Args:
-        sizes: rows of the buckets, increasing.
-        padding: makes a step of as many rows as a bucket has, whose tensors have their contents once it returns.
+        sizes: of the buckets.
+        padding: makes a step of a bucket's size, whose tensors have their contents once it returns.
     """
 
-    def __init__(self, sizes: Sequence[int], padding: Callable[[int], Padding], capturer: Capturer | None) -> None:
-        self._sizes = list(sizes)
+    def __init__(
+        self, sizes: Sequence[StepSize], padding: Callable[[StepSize], Padding], capturer: Capturer | None
+    ) -> None:
+        self._sizes = sorted(sizes, key=attrgetter("tokens"))
+        self._plain = [size for size in self._sizes if size.query_len == 1]
+        self._drafting = [size for size in self._sizes if size.query_len > 1]
         self._padding = padding
         self._capturer = capturer
         self._graphs: dict[Hashable, Graph] = {}
 
-    def bucket(self, rows: int) -> int | None:
-        """The bucket for a decode step of `rows` rows; None if no graph has room for it."""
-        index = bisect_left(self._sizes, rows)
-        return self._sizes[index] if self._graphs and index < len(self._sizes) else None
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def bucket(self, size: StepSize) -> StepSize | None:
+        """The bucket for a step of `size`; None if no graph has room for it, or it is not a decode."""
+        is_plain = size.query_len == 1 and not size.new_tokens
+        if not self._graphs or not (is_plain or size.logits == size.tokens):
+            return None
+        sizes = self._plain if is_plain else self._drafting
+        index = bisect_left(sizes, size.tokens, key=attrgetter("tokens"))
+        if index == len(sizes):
+            return None
+        found = sizes[index]
+        has_room = size.query_len <= found.query_len and size.new_tokens <= found.new_tokens
+        return found if has_room else None
 
     def replay(self, key: Hashable) -> tuple[Tensor, ...] | None:
         """Queue the step that was captured with `key` on the current stream; None if there is none.
@@ -148,16 +180,16 @@ class DecodeGraphs:
             self._run_eagerly(error)
             return 0
         taken, seconds = max(0, meter.used() - before), time.perf_counter() - begun
-        count, rows = len(self._sizes), self._sizes[-1]
-        _log.info("%d CUDA graphs of up to %d rows: %.1f s, %s", count, rows, seconds, format_bytes(taken))
+        count, tokens = len(self._sizes), self._sizes[-1].tokens
+        _log.info("%d CUDA graphs of up to %d tokens: %.1f s, %s", count, tokens, seconds, format_bytes(taken))
         return taken
 
-    def _warm_up(self, sizes: Sequence[int]) -> None:
+    def _warm_up(self, sizes: Sequence[StepSize]) -> None:
         assert self._capturer is not None
         for size in reversed(sizes):
             self._capturer.warm_up(self._padding(size).launch)
 
-    def _capture(self, sizes: Sequence[int]) -> None:
+    def _capture(self, sizes: Sequence[StepSize]) -> None:
         assert self._capturer is not None
         beside = next(iter(self._graphs.values()), None)
         with _collector_off():
@@ -254,22 +286,40 @@ def capturer_of(device: torch.device) -> Capturer | None:
     return CudaCapturer(device) if device.type == "cuda" else None
 
 
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Rows of each bucket, increasing; the last is `max_rows`."""
-    sizes = [rows for rows in (1, 2, 4) if rows < max_rows]
-    rows = 8
+def bucket_sizes(max_tokens: int) -> list[int]:
+    """Tokens of each bucket, increasing; the last is `max_tokens`."""
+    sizes = [tokens for tokens in (1, 2, 4) if tokens < max_tokens]
+    tokens = 8
     for end, width in _WIDTHS:
-        while rows < min(end, max_rows):
-            sizes.append(rows)
-            rows += width
-    return [*sizes, max_rows]
+        while tokens < min(end, max_tokens):
+            sizes.append(tokens)
+            tokens += width
+    return [*sizes, max_tokens]
+
+
+def decode_sizes(max_rows: int) -> list[StepSize]:
+    """Of buckets for decode steps of up to `max_rows` rows."""
+    return [StepSize(rows, rows, rows, 1) for rows in bucket_sizes(max_rows)]
+
+
+def draft_sizes(max_rows: int, max_tokens: int, max_drafts: int) -> list[StepSize]:
+    """Of buckets for steps of up to `max_rows` rows with up to `max_drafts` drafts each, and `max_tokens` in all."""
+    query_len = max_drafts + 1
+    most = min(max_rows * query_len, max_tokens, _MAX_DRAFT_STEP)
+    if most < 2:
+        return []
+    return [
+        StepSize(min(tokens, max_rows), tokens, tokens, query_len, tokens)
+        for tokens in bucket_sizes(most)
+        if tokens > 1
+    ]
 
 
 def decode_graphs(
     config: EngineConfig,
     backend: AttentionBackend,
     device: torch.device,
-    padding: Callable[[int], Padding],
+    padding: Callable[[StepSize], Padding],
     capturable: bool = True,
 ) -> DecodeGraphs:
     """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`.
@@ -293,4 +343,8 @@ def decode_graphs(
             "length; lower max_model_len to the checkpoint's max_position_embeddings, or set enforce_eager to true"
         )
         return DecodeGraphs((), padding, None)
-    return DecodeGraphs(bucket_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), padding, capturer)
+    max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    sizes = decode_sizes(min(max_rows, max_tokens))
+    if config.speculative_config is not None:
+        sizes += draft_sizes(max_rows, max_tokens, config.speculative_config.longest_draft)
+    return DecodeGraphs(sizes, padding, capturer)

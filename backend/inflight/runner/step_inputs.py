@@ -51,11 +51,20 @@ class StepSize:
 
     Attributes:
         rows, tokens, logits: at least as many as the step has.
+        query_len: at least as many tokens as each row has.
+        new_tokens: tokens that come from the host: of rows that enter, and drafts; at least as many as the step has.
     """
 
     rows: int
     tokens: int
     logits: int
+    query_len: int
+    new_tokens: int = 0
+
+    @property
+    def new_blocks(self) -> int:
+        """Blocks for which there is room in any case: one for each row, and for each token with logits."""
+        return max(self.rows, self.logits)
 
 
 @dataclass(slots=True)

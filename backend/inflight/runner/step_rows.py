@@ -16,7 +16,8 @@ from inflight.sampling.rules.ragged import flatten_ranges
 __all__ = ["RowWriter", "StepRows"]
 
 _LINE_MULTIPLE = ALIGNMENT // 4  # so that every line of int32 is aligned
-_NO_TOKENS = np.empty(0, dtype=np.int32)
+_TOKEN_BYTES = 4
+_MAX_TOKENS_BESIDE = 2**14
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class StepRows:
     Attributes:
         slots, num_computed, counts: int64 [R]; counts are scheduled tokens.
         num_logits: int64 [R].
+        num_new_tokens: of rows that enter, and drafts.
         row_of_logits: int64 [N].
         slot_of_logits, position_of_logits: int64 [N]; position of the token whose logits they are.
     """
@@ -34,6 +36,7 @@ class StepRows:
     num_computed: np.ndarray
     counts: np.ndarray
     num_logits: np.ndarray
+    num_new_tokens: int
     row_of_logits: np.ndarray
     slot_of_logits: np.ndarray
     position_of_logits: np.ndarray
@@ -44,16 +47,25 @@ class StepRows:
         counts = np.array(out.num_scheduled_tokens, dtype=np.int64)
         computed = np.array(out.num_computed_tokens, dtype=np.int64)
         num_logits = np.array(out.samples, dtype=np.int64)
+        num_new_tokens = sum(len(new.token_ids) for new in out.new_rows) // _TOKEN_BYTES
         for row, drafts in out.draft_token_ids.items():
             num_logits[row] += len(drafts)
+            num_new_tokens += len(drafts)
         row_of_logits = np.repeat(np.arange(len(slots)), num_logits)
         behind = np.cumsum(num_logits)[row_of_logits] - np.arange(len(row_of_logits))  # 1 for a row's last
         positions = (computed + counts)[row_of_logits] - behind
-        return cls(slots, computed, counts, num_logits, row_of_logits, slots[row_of_logits], positions)
+        own = slots[row_of_logits]
+        return cls(slots, computed, counts, num_logits, num_new_tokens, row_of_logits, own, positions)
 
     @property
     def size(self) -> StepSize:
-        return StepSize(len(self.slots), int(self.counts.sum()), len(self.row_of_logits))
+        return StepSize(
+            len(self.slots),
+            int(self.counts.sum()),
+            len(self.row_of_logits),
+            int(self.counts.max(initial=0)),
+            self.num_new_tokens,
+        )
 
 
 class RowWriter:
@@ -83,7 +95,7 @@ class RowWriter:
 
         Returns:
             The lines on the host, whose tokens `write_tokens` fills in, and lines and new blocks as `make_inputs`
-            takes them.  For equal sizes these have equal addresses if no row gains two blocks.
+            takes them.  For equal sizes these have equal addresses if there are at most `size.new_blocks`.
         """
         num_rows, first = len(rows.slots), self._num_sent[rows.slots]
         stride = -(-(size.rows + 1) // _LINE_MULTIPLE) * _LINE_MULTIPLE
@@ -98,12 +110,12 @@ class RowWriter:
         counts = self._state.num_blocks[rows.slots] - first
         _write_starts(lines[Line.BLOCKS_START], counts)
         places, owners = flatten_ranges(first, counts)
-        blocks, blocks_tensor = upload.reserve((max(size.rows, len(owners)),), np.int32)
+        blocks, blocks_tensor = upload.reserve((max(size.new_blocks, len(owners)),), np.int32)
         blocks[: len(owners)] = self._state.block_table[rows.slots[owners], places]
         return lines, lines_tensor, blocks_tensor
 
-    def write_tokens(self, out: SchedulerOutput, lines: np.ndarray, upload: StepUpload) -> Tensor:
-        """Put the tokens of rows that enter, and drafts, into `upload` and `lines`."""
+    def write_tokens(self, out: SchedulerOutput, size: StepSize, lines: np.ndarray, upload: StepUpload) -> Tensor:
+        """Put the tokens of rows that enter, and drafts, into `upload` and `lines`; int32 [size.new_tokens]."""
         parts = {}
         if out.new_rows:
             row_of_slot = {slot: row for row, slot in enumerate(out.slots)}
@@ -121,8 +133,12 @@ class RowWriter:
         for row, part in parts.items():
             counts[row] = len(part)
         _write_starts(lines[Line.TOKENS_START], counts)
-        tokens = np.concatenate([parts[row] for row in sorted(parts)]) if parts else _NO_TOKENS
-        return upload.put(tokens)
+        # Prompts that enter leave the room in the one copy to what is written behind them.
+        room, tensor = upload.reserve((size.new_tokens,), np.int32, apart=size.new_tokens > _MAX_TOKENS_BESIDE)
+        if parts:
+            tokens = np.concatenate([parts[row] for row in sorted(parts)])
+            room[: len(tokens)] = tokens
+        return tensor
 
     def sent(self, rows: StepRows) -> None:
         """What was written is on its way to the device; without this call the next step brings it again."""

@@ -3,7 +3,7 @@
 The host's arrays are laid side by side in a pinned buffer, and what reads them gets views of a device buffer whose
 address never changes:
 
-    host    [ rows | new blocks | sampling columns | what rules need | new tokens, if they fit ]
+    host    [ rows | new blocks | sampling columns | new tokens, if few | what rules need ]
               `copy`: one copy, non_blocking
     device  [ rows | new blocks | sampling columns | ...
 
@@ -61,12 +61,16 @@ class StepUpload:
         room[...] = array
         return tensor
 
-    def reserve(self, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Tensor]:
-        """Room for an array, for the caller to fill before `copy`, and its place on the device."""
+    def reserve(self, shape: tuple[int, ...], dtype: Any, apart: bool = False) -> tuple[np.ndarray, Tensor]:
+        """Room for an array, for the caller to fill before `copy`, and its place on the device.
+
+        Args:
+            apart: copy it by itself even if it would fit.
+        """
         dtype = np.dtype(dtype)
         size = dtype.itemsize * math.prod(shape)
         start, end = self._used, self._used + size
-        if end > len(self._bytes):
+        if apart or end > len(self._bytes):
             return self._apart(shape, dtype)
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         room = self._bytes[start:end].view(dtype).reshape(shape)

@@ -46,9 +46,9 @@ with target(arch) as compiled:
             rows.apply(out)
             numbers, upload = StepRows.of(out), StepUpload(host, device)
             size = numbers.size
-            for size in (size, StepSize(33, size.tokens + 5, size.logits + 1)):
+            for size in (size, StepSize(33, size.tokens + 5, size.logits + 1, size.query_len, size.new_tokens + 3)):
                 lines, device_lines, blocks = rows.write(out, numbers, size, upload)
-                new_tokens = rows.write_tokens(out, lines, upload)
+                new_tokens = rows.write_tokens(out, size, lines, upload)
                 gpu_step_inputs.make_inputs(size, device_lines, blocks, new_tokens, tokens, inputs)
             count = len(numbers.row_of_logits)
             if not count:

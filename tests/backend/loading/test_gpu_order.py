@@ -24,6 +24,7 @@ from inflight.loading.fp8_linear import Fp8Linear
 from inflight.loading.largest_step import largest_step
 from inflight.ops.reference import ReferenceOps
 from inflight.runner.batch_state import BatchState
+from inflight.runner.graphs import decode_sizes
 from inflight.runner.memory import DeviceMeter
 
 CPU = torch.device("cpu")
@@ -89,8 +90,7 @@ def test_graphs_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: py
     options = {"kv_cache_memory": None, "max_num_batched_tokens": 512, "max_num_seqs": 8}
     core = make_device_core(checkpoint, gpu_memory_utilization=0.6, **options)
     (memory,) = seen
-    sizes = [1, 2, 4, 8]
-    assert [core.runner.graphs.bucket(rows) for rows in sizes] == sizes
+    assert [core.runner.graphs.bucket(size) for size in decode_sizes(8)] == decode_sizes(8)
     # The fake shares no memory among graphs, so each takes less than the second largest.
     assert memory.graphs / 2 < core.info.graph_bytes < memory.graphs
     card.empty_cache()

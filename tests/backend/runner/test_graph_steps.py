@@ -20,6 +20,7 @@ from offline import run, tokens
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.graphs import decode_sizes, draft_sizes
 from inflight.sampling import UNUSABLE_LOGITS
 
 from .test_drafts import Replayer
@@ -135,13 +136,52 @@ def test_rotary_embeddings_of_each_length(tmp_path: Path, kind: str, caplog: pyt
     prompts = [prompt_of(index, length) for index, length in enumerate((5, 40, 20))]
     params = [every_kind(0, max_tokens=count) for count in (12, 12, 20)]
     assert work_of(core, prompts, params, 0) == work_of(eager, prompts, params, 0)
-    captured = core.runner.graphs.bucket(1) is not None
+    captured = bool(core.runner.graphs)
     assert captured == (kind == "longrope")
     assert captured != any("without CUDA graphs" in text for text in warnings_of(caplog))
 
 
-def test_drafts_beside_captured_steps(checkpoint: str) -> None:
-    """Steps with drafts are eager; those between them are replayed."""
+def num_replays_with_drafts(core: EngineCore) -> dict[int, int]:
+    """Tokens of a bucket -> how often its graph was replayed."""
+    graphs = core.runner.graphs._graphs
+    return {key[0].tokens: graph.replays for key, graph in graphs.items() if key[0].query_len > 1}
+
+
+def drafting(longest: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": longest}}
+
+
+SQUEEZED = dict(num_gpu_blocks_override=24, block_size=4, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("wrong", [1, 3, 99], ids=["all wrong", "some wrong", "all right"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_seqs=4),
+        dict(max_num_seqs=4, async_scheduling=True),
+        dict(SQUEEZED, async_scheduling=True),
+        dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"),
+        dict(max_num_seqs=3, max_num_batched_tokens=12, block_size=1),
+    ],
+    ids=["plain", "launch-ahead", "preempted", "swapped", "few tokens a step"],
+)
+def test_steps_with_drafts_are_replayed(checkpoint: str, options: dict[str, Any], wrong: int) -> None:
+    options = {"max_model_len": 64, **options}
+    core, eager = (graph_core(checkpoint, enforce_eager=off, **options, **drafting(5)) for off in (False, True))
+    prompts = [prompt_of(index, 4 + 3 * index) for index in range(8)]
+    params = [every_kind(index, max_tokens=20) for index in range(8)]
+    expected = {key: tokens(deltas) for key, deltas in run(eager, prompts, params).items()}
+    for each in (core, eager):
+        each.scheduler.policies.drafter = Replayer(expected, wrong)
+    assert {key: tokens(deltas) for key, deltas in run(core, prompts, params).items()} == expected
+    replays = num_replays_with_drafts(core)
+    assert sum(map(bool, replays.values())) >= 2, "more than one bucket"
+    assert work_of(core, prompts, params, stagger=2) == work_of(eager, prompts, params, stagger=2)
+
+
+def test_drafts_without_buckets_of_their_own_are_computed_eagerly(checkpoint: str) -> None:
+    """As those that a grammar forces are where nothing speculates; steps between them are replayed."""
     core = graph_core(checkpoint, max_num_seqs=4, async_scheduling=True)
     prompts = [prompt_of(index, 4 + index) for index in range(4)]
     params = [every_kind(index, max_tokens=20) for index in range(4)]
@@ -149,7 +189,17 @@ def test_drafts_beside_captured_steps(checkpoint: str) -> None:
     before = sum(num_replays(core).values())
     core.scheduler.policies.drafter = Replayer(expected, 3)
     assert {key: tokens(deltas) for key, deltas in run(core, prompts, params).items()} == expected
+    assert not num_replays_with_drafts(core)
     assert sum(num_replays(core).values()) > before
+
+
+def test_a_draft_that_is_longer_than_its_bucket_allows_is_computed_eagerly(checkpoint: str) -> None:
+    core = graph_core(checkpoint, max_num_seqs=4, **drafting(3))
+    prompt, params = [prompt_of(0, 8)], [every_kind(0, max_tokens=30)]
+    expected = {key: tokens(deltas) for key, deltas in run(core, prompt, params).items()}
+    core.scheduler.policies.drafter = Replayer(expected, 99, length=4)
+    assert {key: tokens(deltas) for key, deltas in run(core, prompt, params).items()} == expected
+    assert sum(num_replays_with_drafts(core).values()) == 1, "the last one, which max_tokens cuts"
 
 
 def pair_of(path: str, **options: Any) -> tuple[EngineCore, EngineCore]:
@@ -179,7 +229,7 @@ def test_everything_is_as_without_graphs(checkpoint: str, options: dict[str, Any
     replays = num_replays(captured)
     assert sum(replays.values()) >= 12
     assert sum(map(bool, replays.values())) >= 2, "more than one bucket"
-    assert eager.runner.graphs.bucket(1) is None
+    assert not eager.runner.graphs
     if options.get("num_gpu_blocks_override") == 24:
         assert captured.scheduler.num_preempted_total > 0
 
@@ -227,7 +277,8 @@ def assert_same_bytes(before: dict[str, torch.Tensor], after: dict[str, torch.Te
 
 def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint: str) -> None:
     """Neither a replay of nothing but padding, nor the padding beside the rows of a step."""
-    core, eager = pair_of(checkpoint, max_num_seqs=8, block_size=4, num_gpu_blocks_override=64)
+    options = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64, max_num_batched_tokens=64)
+    core, eager = pair_of(checkpoint, **options, speculative_config={"method": "ngram", "num_speculative_tokens": 5})
     prompts = [prompt_of(index, 5 + index) for index in range(5)]
     for each in (core, eager):
         for layer in each.runner.model.model.layers:
@@ -237,9 +288,10 @@ def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint:
     before = contents(core)
     for name, tensor in contents(eager).items():
         torch.testing.assert_close(before[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-    runner, buckets = core.runner, (1, 2, 4, 8)
-    for bucket in buckets:
-        padding = runner._padding(bucket)
+    runner = core.runner
+    assert len(runner.graphs) == len(decode_sizes(8) + draft_sizes(8, 64, 5)) == 4 + 8
+    for size in decode_sizes(8) + draft_sizes(8, 64, 5):
+        padding = runner._padding(size)
         assert runner.graphs.replay(padding.key) is not None
         assert_same_bytes(before, contents(core))
     runner.graphs._graphs.clear()

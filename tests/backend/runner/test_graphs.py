@@ -20,8 +20,9 @@ from torch import Tensor
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
 from inflight.runner import graphs
-from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs
+from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs, decode_sizes, draft_sizes
 from inflight.runner.memory import DeviceMeter
+from inflight.runner.step_inputs import StepSize
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -36,9 +37,9 @@ class ToyRunner:
         self.weights = torch.tensor(2.0)
         self.fails: Callable[[int], None] = lambda bucket: None
 
-    def padding(self, bucket: int) -> Padding:
+    def padding(self, size: StepSize) -> Padding:
         self.slots.fill_(len(self.state) - 1)
-        return Padding(bucket, lambda: self.step(bucket))
+        return Padding(size, lambda: self.step(size.rows))
 
     def step(self, rows: int) -> tuple[Tensor, ...]:
         self.fails(rows)
@@ -50,15 +51,19 @@ class ToyRunner:
 
 def captured(max_rows: int, runner: ToyRunner | None = None) -> tuple[ToyRunner, DecodeGraphs, FakeCapturer]:
     runner, capturer = runner or ToyRunner(max_rows), FakeCapturer()
-    made = DecodeGraphs(bucket_sizes(max_rows), runner.padding, capturer)
+    made = DecodeGraphs(decode_sizes(max_rows), runner.padding, capturer)
     made.capture(meter())
     return runner, made, capturer
 
 
-def replayed(made: DecodeGraphs, bucket: int | None) -> Tensor:
+def replayed(made: DecodeGraphs, bucket: StepSize | None) -> Tensor:
     outputs = made.replay(bucket)
     assert outputs is not None
     return outputs[0]
+
+
+def decode(rows: int) -> StepSize:
+    return StepSize(rows, rows, rows, 1)
 
 
 def meter() -> Any:
@@ -84,14 +89,40 @@ def test_the_bucket_of_a_step_is_the_smallest_that_has_room(max_rows: int, data:
     assert sizes == sorted(set(sizes))
     rows = data.draw(st.integers(1, max_rows))
     capturer: Any = SimpleNamespace(warm_up=lambda launch: None, capture=lambda launch, beside: object())
-    made = DecodeGraphs(sizes, lambda bucket: Padding(bucket, tuple), capturer)
-    assert made.bucket(rows) is None, "nothing is captured yet"
+    made = DecodeGraphs(decode_sizes(max_rows), lambda size: Padding(size, tuple), capturer)
+    assert made.bucket(decode(rows)) is None, "nothing is captured yet"
     made.capture(meter())
-    bucket = made.bucket(rows)
-    assert bucket == min(size for size in sizes if size >= rows)
-    assert bucket <= 2 * rows
-    assert bucket - rows < max(8, rows / 4)
-    assert made.bucket(max_rows + 1) is None
+    bucket = made.bucket(decode(rows))
+    assert bucket == decode(min(size for size in sizes if size >= rows))
+    assert bucket.rows <= 2 * rows
+    assert bucket.rows - rows < max(8, rows / 4)
+    assert made.bucket(decode(max_rows + 1)) is None
+    assert made.bucket(StepSize(rows, rows, rows, 1, new_tokens=1)) is None, "a row that enters, or a draft"
+
+
+@given(max_rows=st.integers(1, 40), max_tokens=st.integers(1, 300), max_drafts=st.integers(1, 30), data=st.data())
+def test_a_step_with_drafts_has_a_bucket_with_room_for_all_of_it(
+    max_rows: int, max_tokens: int, max_drafts: int, data: st.DataObject
+) -> None:
+    sizes = draft_sizes(max_rows, max_tokens, max_drafts)
+    capturer: Any = SimpleNamespace(warm_up=lambda launch: None, capture=lambda launch, beside: object())
+    made = DecodeGraphs(decode_sizes(max_rows) + sizes, lambda size: Padding(size, tuple), capturer)
+    made.capture(meter())
+    counts = data.draw(st.lists(st.integers(1, max_drafts + 1), min_size=1, max_size=max_rows))
+    tokens, drafts = sum(counts), sum(counts) - len(counts)
+    bucket = made.bucket(StepSize(len(counts), tokens, tokens, max(counts), drafts))
+    if not drafts:
+        assert bucket is not None and bucket.query_len == 1
+    elif tokens > min(max_tokens, 128):
+        assert bucket is None
+    else:
+        assert bucket is not None
+        assert bucket.rows >= len(counts) and bucket.tokens == bucket.logits >= tokens
+        assert bucket.query_len >= max(counts) and bucket.new_tokens >= drafts
+        assert bucket.rows <= max_rows and bucket.tokens <= max_tokens, "more than the runner has room for"
+        assert sum(size.tokens < bucket.tokens for size in sizes) == sum(size.tokens < tokens for size in sizes)
+        assert made.bucket(StepSize(len(counts), tokens, len(counts), max(counts))) is None, "a prompt's tokens"
+        assert made.bucket(StepSize(1, max_drafts + 2, max_drafts + 2, max_drafts + 2)) is None, "a longer draft"
 
 
 def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
@@ -99,8 +130,8 @@ def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
     assert [len(graph.outputs[0]) for graph in capturer.graphs] == [20, 16, 8, 4, 2, 1], "largest first"
     before = runner.state.clone()
     runner.slots[:3] = torch.tensor([7, 2, 11])
-    bucket = made.bucket(3)
-    assert bucket == 4
+    bucket = made.bucket(decode(3))
+    assert bucket == decode(4)
     out = replayed(made, bucket)
     assert made.replay("another key") is None
     assert out[:3].tolist() == [15.0, 5.0, 23.0]
@@ -112,25 +143,25 @@ def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
 def test_the_outputs_of_a_graph_are_void_after_another_replay() -> None:
     runner, made, _ = captured(4)
     runner.slots[0] = 1
-    out = replayed(made, 1)
+    out = replayed(made, decode(1))
     assert out.tolist() == [3.0]
-    made.replay(2)
+    made.replay(decode(2))
     assert out.isnan().all()
 
 
 @pytest.mark.parametrize("name", ["slots", "state", "weights"])
 def test_a_replay_fails_if_a_tensor_has_moved(name: str) -> None:
     runner, made, _ = captured(4)
-    made.replay(2)
+    made.replay(decode(2))
     setattr(runner, name, getattr(runner, name).clone())
     with pytest.raises(Moved, match="which is gone"):
-        made.replay(2)
+        made.replay(decode(2))
 
 
 def test_a_tensor_that_moved_but_is_alive_has_no_effect() -> None:
     runner, made, _ = captured(4)
     old, runner.slots = runner.slots, torch.tensor([1, 2, 4, 4])
-    out = replayed(made, 2)
+    out = replayed(made, decode(2))
     assert out.tolist() != [3.0, 5.0]
     assert (old == 4).all()
 
@@ -145,7 +176,7 @@ def test_a_kernel_reads_its_tensors_at_each_replay() -> None:
     runner.step = lambda rows: (add_on_the_host(runner.state, runner.slots[:rows]),)  # type: ignore[method-assign]
     _, made, _ = captured(2, runner)
     runner.slots[:] = torch.tensor([1, 0])
-    assert replayed(made, 2).tolist() == [1.5, 0.5]
+    assert replayed(made, decode(2)).tolist() == [1.5, 0.5]
 
 
 def reads_a_tensor(bucket: int) -> None:
@@ -182,11 +213,11 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
     """One warning, also where measuring fails already, and no graph remains."""
     runner = ToyRunner(8)
     runner.fails = fails
-    made = DecodeGraphs(bucket_sizes(8), runner.padding, FakeCapturer())
+    made = DecodeGraphs(decode_sizes(8), runner.padding, FakeCapturer())
     if measured:
         made.measure(meter())
     assert made.capture(meter()) == 0
-    assert made.bucket(4) is None
+    assert made.bucket(decode(4)) is None
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert record.getMessage().startswith(
         "decode steps run without CUDA graphs, and slower: a step cannot be captured ("
@@ -204,7 +235,7 @@ def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None
             runner.fails = lambda bucket: seen.append(gc.isenabled())
             capturer = FakeCapturer()
             capturer.warm_up = lambda launch: None  # type: ignore[method-assign]
-            DecodeGraphs([1, 2], runner.padding, capturer).capture(meter())
+            DecodeGraphs(decode_sizes(2), runner.padding, capturer).capture(meter())
             assert gc.isenabled() == enabled
         finally:
             gc.enable()
@@ -232,14 +263,14 @@ def test_two_buckets_tell_what_all_will_take(caplog: pytest.LogCaptureFixture) -
         def capture(self, launch: Any, beside: Any) -> Any:
             return Graph(len(launch()[0]))
 
-    made = DecodeGraphs(bucket_sizes(32), ToyRunner(32).padding, CountingCapturer())
+    made = DecodeGraphs(decode_sizes(32), ToyRunner(32).padding, CountingCapturer())
     with cuda, caplog.at_level(logging.INFO):
         expected = made.measure(DeviceMeter(CPU, cuda))
         assert expected == 32 * 100_000 + 7 * 30_000
         assert taken == {"pool": 0, "graphs": 0}, "measuring leaves nothing"
-        assert made.bucket(1) is None
+        assert made.bucket(decode(1)) is None
         assert made.capture(DeviceMeter(CPU, cuda)) == expected
-    assert re.search(r"7 CUDA graphs of up to 32 rows: \d+\.\d s, 3.25 MiB", caplog.text)
+    assert re.search(r"7 CUDA graphs of up to 32 tokens: \d+\.\d s, 3.25 MiB", caplog.text)
 
 
 def config(**options: Any) -> EngineConfig:
@@ -254,7 +285,7 @@ def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     def sizes(options: dict[str, Any], backend: Any = CapturableAttention, capturable: bool = True) -> list[int]:
         made = decode_graphs(config(**options), backend(), CPU, ToyRunner(256).padding, capturable)
         made.capture(meter())
-        return [rows for rows in range(1, 257) if made.bucket(rows) == rows]
+        return [rows for rows in range(1, 257) if made.bucket(decode(rows)) == decode(rows)]
 
     assert sizes({"max_num_seqs": 8}) == [], "a CPU captures nothing"
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
@@ -262,6 +293,10 @@ def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert sizes({"max_num_seqs": 8, "max_num_batched_tokens": 5}) == [1, 2, 4, 5], "no step has more rows than tokens"
     assert sizes({"max_num_seqs": 8, "enforce_eager": True}) == []
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    drafting = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}}
+    made = decode_graphs(config(max_num_seqs=2, **drafting), CapturableAttention(), CPU, ToyRunner(8).padding)
+    made.capture(meter())
+    assert [size.tokens for size in made._sizes] == [1, 2, 2, 4, 8]
     assert sizes({"max_num_seqs": 8}, capturable=False) == []
     assert "the model's rotary embedding has frequencies for every length" in caplog.text
     assert sizes({"max_num_seqs": 8}, ReferenceAttention) == []

@@ -28,8 +28,6 @@ from inflight.speculative import SpeculativeConfig
 
 __all__ = ["make_policies"]
 
-_DRAFT_TOKENS = 8
-
 
 def make_policies(
     config: EngineConfig,
@@ -69,9 +67,7 @@ def make_policies(
 def _make_drafter(
     config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None, clock: Callable[[], float]
 ) -> ThriftyDrafter:
-    longest = options.num_speculative_tokens
-    if longest is None:
-        longest = options.suffix_decoding_max_tree_depth if options.method == "suffix" else _DRAFT_TOKENS
+    longest = options.longest_draft
     target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     if runner is None:
         return ThriftyDrafter(CopyDrafts(options), longest, target, clock)
