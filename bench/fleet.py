@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
 """Three real tritonservers under prompts that share prefixes: what the choice of a server is worth.
 
-    python bench/fleet.py [--rounds 5] [--seconds 12] [--users 6] [--output FILE]
+    python bench/fleet.py [--rounds 5] [--seconds 18] [--users 6] [--output FILE]
 
-The prefixes do not fit into the KV blocks of one server, but a third of them does.  Users ask one request after the
-other for a random prefix with a tail of their own, streaming.  The sides alternate: a gateway with `--routing`
-round-robin, least-loaded and prefix, and vllm-router (cache-aware), if it is installed, before a gateway for each
-server.  Each run has new prefixes.  The hit rate is the share of prompt tokens that answers report as cached; what
-comes in the first third of a run does not count.  All processes share the machine's cores, so a token that is not
-computed leaves time for others.
+Locust's users (loadtest/locustfile.py) ask one request after the other from the scenario `prefix-heavy`, streaming:
+64 texts of 1,024 tokens, by Zipf's law, each with a tail of its own.  They do not fit into the KV blocks of one server,
+but a third of them does.  The sides alternate: a gateway with `--routing` round-robin, least-loaded and prefix, and
+vllm-router (cache-aware), if it is installed, before a gateway for each server.  Each run has new texts.  The hit rate
+is the share of prompt tokens that the servers found in their prefix caches; the first third of a run does not count.
+All processes share the machine's cores, so a token that is not computed leaves time for others.  A failed request
+fails the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import random
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,11 +34,10 @@ from inflight_tools.launcher import TritonServer
 
 DEMO = Path(__file__).parents[1] / "model_repository" / "demo" / "1" / "checkpoint"
 ROUTER = Path(sys.executable).with_name("vllm-router")
-MODEL, REPLICAS, TOKENS = "bench", 3, 16
-PREFIXES, PREFIX_WORDS, TAIL_WORDS = 24, 330, 8
-NUM_BLOCKS = 900  # of 16 tokens, in each server
+LOCUSTFILE = Path(__file__).parents[1] / "loadtest" / "locustfile.py"
+MODEL, REPLICAS, SCENARIO = "bench", 3, "prefix-heavy"
+NUM_BLOCKS = 1800  # of 16 tokens, in each server
 SIDES = ("round-robin", "least-loaded", "prefix", "vllm-router")
-TEXT = "the list of names and places where people live return number value string index file line key path"
 
 
 def write_repository(folder: Path) -> Path:
@@ -101,77 +101,84 @@ def side(name: str, tritons: list[str]) -> Iterator[int]:
 # The load
 
 
-class Prompts:
-    """Prompts of one run: nobody else has its prefixes."""
+def prefix_tokens(servers: list[TritonServer]) -> tuple[float, float]:
+    """Prompt tokens that all servers have looked up in their prefix caches so far, and found there."""
+    import httpx2
 
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-        self._prefixes = [self._words(PREFIX_WORDS) for _ in range(PREFIXES)]
-
-    def _words(self, count: int) -> str:
-        return " ".join(self._draw.choices(TEXT.split(), k=count))
-
-    def next(self) -> str:
-        return f"{self._draw.choice(self._prefixes)} {self._words(TAIL_WORDS)}"
+    sums = []
+    for name in ("queries", "hits"):
+        pattern = re.compile(rf"^vllm:prefix_cache_{name}_total\S* (\S+)$", re.MULTILINE)
+        texts = [httpx2.get(f"http://{server.metrics_address}/metrics").text for server in servers]
+        sums.append(sum(float(value) for text in texts for value in pattern.findall(text)))
+    return sums[0], sums[1]
 
 
-async def ask(port: int, prompt: str) -> dict[str, float]:
-    """One streamed request: seconds to the first token and to the end, and what it counted."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    begun, first, usage = time.perf_counter(), 0.0, {}
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-    async for line in reader:
-        if line.startswith(b'data: {"id"'):
-            first = first or time.perf_counter()
-            if b'"usage":{' in line:
-                usage = json.loads(line[6:])["usage"]
-    writer.close()
-    if not usage:
-        raise RuntimeError("a stream ended without its usage")
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "begun": begun,
-        "ttft": first - begun,
-        "end": time.perf_counter(),
-        "cached": cached,
-        "prompt": usage["prompt_tokens"],
-        "output": usage["completion_tokens"],
-    }
+def load(port: int, servers: list[TritonServer], users: int, seconds: float, seed: int, record: Path) -> dict[str, Any]:
+    """What Locust's users see in one run, and what the servers count.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUSTFILE),
+        "OpenAIUser",
+        "--host",
+        f"http://127.0.0.1:{port}",
+    ]
+    command += ["--headless", "--users", str(users), "--spawn-rate", str(users), "--run-time", f"{seconds:.0f}s"]
+    command += [
+        "--model",
+        MODEL,
+        "--scenario",
+        SCENARIO,
+        "--requests",
+        "-1",
+        "--seed",
+        str(seed),
+        "--stop-timeout",
+        "60",
+    ]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, "--record", str(record)], stdout=log, stderr=log)
+        while process.poll() is None and not (record.exists() and record.read_text()):
+            time.sleep(0.1)
+        time.sleep(seconds / 3)
+        before = prefix_tokens(servers)
+        status = process.wait()
+        after = prefix_tokens(servers)
+        log.seek(0)
+        rows = [json.loads(line) for line in record.read_text().splitlines()]
+        requests = [row for row in rows if "index" in row]
+        if status or not requests or any(row["error"] for row in requests):
+            raise RuntimeError(f"a request failed: {log.read()[-2000:]}")
+    looked_up, found = (now - then for now, then in zip(after, before))
+    return {"hit_rate": found / looked_up, **summary([row for row in requests if row["start"] >= seconds / 3])}
 
 
-async def load(port: int, users: int, seconds: float, seed: int) -> dict[str, Any]:
-    prompts, found = Prompts(seed), []
-    start = time.perf_counter()
-
-    async def user() -> None:
-        while time.perf_counter() < start + seconds:
-            found.append(await ask(port, prompts.next()))
-
-    await asyncio.gather(*[user() for _ in range(users)])
-    return summary([one for one in found if one["begun"] >= start + seconds / 3])
-
-
-def summary(answers: list[dict[str, float]]) -> dict[str, Any]:
-    ttft = sorted(1e3 * one["ttft"] for one in answers)
-    wall = max(one["end"] for one in answers) - min(one["begun"] for one in answers)
+def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    ttft = sorted(1e3 * one["arrivals"][0][0] for one in answers)
+    wall = max(one["start"] + one["latency"] for one in answers) - min(one["start"] for one in answers)
     return {
         "requests": len(answers),
-        "hit_rate": sum(one["cached"] for one in answers) / sum(one["prompt"] for one in answers),
-        "prompt_tokens": statistics.fmean(one["prompt"] for one in answers),
+        "prompt_tokens": statistics.fmean(one["prompt_tokens"] for one in answers),
         "ttft_ms": {"p50": ttft[len(ttft) // 2], "p99": ttft[len(ttft) * 99 // 100]},
-        "tokens_per_second": sum(one["output"] for one in answers) / wall,
+        "tokens_per_second": sum(one["output_tokens"] for one in answers) / wall,
     }
 
 
-def measure(tritons: list[str], sides: list[str], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    servers: list[TritonServer], sides: list[str], args: argparse.Namespace, folder: Path
+) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for number in range(args.rounds):
         for place, name in enumerate(sides[number % len(sides) :] + sides[: number % len(sides)]):
-            with side(name, tritons) as port:
-                one = asyncio.run(load(port, args.users, args.seconds, number * len(sides) + place))
+            seed = 1 + number * len(sides) + place
+            with side(name, [server.grpc_address for server in servers]) as port:
+                one = load(port, servers, args.users, args.seconds, seed, folder / f"{seed}.jsonl")
             runs[name].append(one)
             ttft = one["ttft_ms"]
             figures = f"hits {one['hit_rate']:4.0%}  TTFT p50 {ttft['p50']:6.1f} p99 {ttft['p99']:6.1f} ms"
@@ -195,7 +202,7 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of each run")
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -203,13 +210,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         repository = write_repository(Path(folder))
         servers = [stack.enter_context(TritonServer(repository, exit_timeout=5)) for _ in range(REPLICAS)]
-        runs = measure([server.grpc_address for server in servers], sides, args)
+        runs = measure(servers, sides, args, Path(folder))
     summaries = {name: medians(own) for name, own in runs.items()}
     print(f"\n{common.machine()}, {args.users} users, medians of {args.rounds} alternating runs")
     for name, one in summaries.items():
         print(f"  {name:<13} " + "  ".join(f"{figure} {value:.3g}" for figure, value in one.items()))
-    arguments = {"rounds": args.rounds, "seconds": args.seconds, "users": args.users, "prefixes": PREFIXES}
-    arguments |= {"replicas": REPLICAS, "blocks": NUM_BLOCKS, "output_tokens": TOKENS}
+    arguments = {"rounds": args.rounds, "seconds": args.seconds, "users": args.users, "scenario": SCENARIO}
+    arguments |= {"replicas": REPLICAS, "blocks": NUM_BLOCKS}
     common.record(args.output, runs, arguments, medians=summaries)
 
 

@@ -48,11 +48,27 @@ WORKS = {
 }
 
 
-def library_tokens(tokenizer: Any) -> list[list[int]]:
+def texts_of(checkpoint: Path) -> list[list[int]]:
+    """Tokens of the standard library's files, of those with enough."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     folder = Path(os.path.dirname(os.__file__))
     files = sorted(glob.glob(str(folder / "*.py")))[:60]
     found = [tokenizer.encode(Path(file).read_text(errors="ignore")).ids for file in files]
     return [ids for ids in found if len(ids) > 2000]
+
+
+def prompt(work: Work, texts: list[list[int]], rng: random.Random) -> list[int]:
+    if not work.real_text:
+        return [rng.randrange(10, VOCAB) for _ in range(work.prompt)]
+    text = rng.choice(texts)
+    start = rng.randrange(len(text) - work.prompt)
+    piece = text[start : start + work.prompt]
+    turns = list(piece)
+    for _ in range(work.turns - 1):  # said again, with a tenth of its tokens changed
+        turns += [token if rng.random() > 0.1 else rng.randrange(10, VOCAB) for token in piece]
+    return turns + piece[: work.begun]
 
 
 class Bench:
@@ -66,27 +82,14 @@ class Bench:
             "off": LLM(str(checkpoint), **options),
             "on": LLM(str(checkpoint), **options, speculative_config={"method": method}),
         }
-        from tokenizers import Tokenizer
-
-        self.texts = library_tokens(Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
-
-    def prompt(self, work: Work, rng: random.Random) -> list[int]:
-        if not work.real_text:
-            return [rng.randrange(10, VOCAB) for _ in range(work.prompt)]
-        text = rng.choice(self.texts)
-        start = rng.randrange(len(text) - work.prompt)
-        piece = text[start : start + work.prompt]
-        turns = list(piece)
-        for _ in range(work.turns - 1):  # said again, with a tenth of its tokens changed
-            turns += [token if rng.random() > 0.1 else rng.randrange(10, VOCAB) for token in piece]
-        return turns + piece[: work.begun]
+        self.texts = texts_of(checkpoint)
 
     def run(self, side: str, name: str, streams: int, tokens: int, round_number: int) -> tuple[float, Any]:
         from inflight import SamplingParams
 
         work = WORKS[name]
         rng = random.Random(f"{name} {streams} {round_number}")
-        prompts = [self.prompt(work, rng) for _ in range(streams)]
+        prompts = [prompt(work, self.texts, rng) for _ in range(streams)]
         params = [
             SamplingParams(
                 temperature=work.temperature,

@@ -2,9 +2,10 @@
 
     python run_NAME.py JOB.json
 
-The job has: `checkpoint` (a directory), `requests` ({id, prompt, out}), `warm_up` (the same), `weights` ("bf16" or
-"fp32"), `kv` ("bf16", "fp32" or "u8"), `threads`, `max_num_seqs`, `kv_gib`, `started` (seconds since the epoch when
-the process was spawned), `result` (the file to write), `options` (for this engine only).
+The job has: `checkpoint` (a directory), `requests` ({id, prompt, out}, and perhaps temperature), `warm_up` (the same),
+`weights` ("bf16" or "fp32"), `kv` ("bf16", "fp32" or "u8"), `threads`, `max_num_seqs`, `kv_gib`, `started` (seconds
+since the epoch when the process was spawned), `result` (the file to write), `options` (for this engine only), and
+perhaps `batches` (name -> lists of requests, which are run one list after the other and timed, before `requests`).
 
 Only the standard library is used, so that a peer's environment needs nothing else (hence /proc and not psutil).
 """
@@ -53,6 +54,20 @@ def peak_rss() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
+def timed(
+    engine: Any,
+    generate: Callable[[Any, list[dict[str, Any]]], list[list[int]] | int],
+    lists: list[list[dict[str, Any]]],
+) -> float:
+    """Seconds for the lists of requests, one list after the other."""
+    start = time.perf_counter()
+    for requests in lists:
+        outputs = generate(engine, requests)
+        expected = [request["out"] for request in requests]
+        assert outputs == sum(expected) or [len(output) for output in outputs] == expected  # type: ignore[union-attr]
+    return time.perf_counter() - start
+
+
 def run(
     packages: list[str],
     load: Callable[[dict[str, Any]], Any],
@@ -65,7 +80,8 @@ def run(
         packages: distributions whose versions are recorded.
         load: job -> engine, ready for requests.
         generate: engine, requests -> output token ids in the order of the requests, or their total number if it has
-            checked the lengths itself; greedy, ignoring the end of sequence, all submitted at once.
+            checked the lengths itself; greedy unless a request has a temperature, ignoring the end of sequence, all
+            submitted at once.
         more: engine -> further parts of the result; called last.
 
     Raises:
@@ -75,6 +91,7 @@ def run(
     engine = load(task)
     ready_seconds = time.time() - task["started"]
     generate(engine, task["warm_up"])
+    batches = {name: timed(engine, generate, lists) for name, lists in task.get("batches", {}).items()}
     start, busy = time.perf_counter(), cpu_seconds()
     outputs = generate(engine, task["requests"])
     seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
@@ -89,6 +106,7 @@ def run(
         "tokens_per_second": sum(expected) / seconds,
         "ready_seconds": ready_seconds,
         "peak_rss": peak,
+        "batches": batches,
         "versions": {name: version(name) for name in packages},
         "outputs": outputs if isinstance(outputs, list) else None,
         **(more(engine) if more is not None else {}),

@@ -76,7 +76,7 @@ def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[
     engine.first_step += len(engine.steps)
     outputs: list[list[int]] = [[] for _ in requests]
     for index, request in enumerate(requests):
-        params = SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True)
+        params = SamplingParams(temperature=request.get("temperature", 0.0), max_tokens=request["out"], ignore_eos=True)
         failure = engine.core.add_request(AddRequest(index, request["prompt"], params))
         assert failure is None, failure
     while engine.core.has_work:

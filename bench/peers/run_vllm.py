@@ -29,7 +29,9 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
     from vllm import SamplingParams
 
     params = [
-        SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True, detokenize=False)
+        SamplingParams(
+            temperature=request.get("temperature", 0.0), max_tokens=request["out"], ignore_eos=True, detokenize=False
+        )
         for request in requests
     ]
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]

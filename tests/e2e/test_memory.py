@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from offline import make_core, run, tokens
-from wire import GrpcStream, gauges
+from wire import GrpcStream, gauges, post
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.launcher import TritonServer
@@ -103,27 +105,74 @@ def test_swapped_requests_with_drafts_get_the_same_tokens(squeezed, expected):
     assert metrics["inflight_host_blocks_used"] == 0
 
 
+def draft_counts(server: TritonServer, model: str) -> list[float]:
+    """Drafts, their tokens, and those that were accepted."""
+    now = gauges(server.metrics_address, model)
+    kinds = ("drafts", "draft_tokens", "accepted_tokens")
+    return [now.get(f"vllm:spec_decode_num_{kind}_total", 0.0) for kind in kinds]
+
+
+def more_drafts(server: TritonServer, model: str, before: list[float]) -> list[float]:
+    """What was counted since, once there is something."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [now - then for now, then in zip(draft_counts(server, model), before)]
+        if found[0]:
+            return found
+        assert time.monotonic() < deadline, "no drafts"
+        time.sleep(0.1)
+
+
+def engine_of(server: TritonServer, model: str) -> int:
+    """Process id of the model's engine."""
+    url = f"http://{server.http_address}/v2/models/{model}/generate"
+    status, body = post(url, {"text_input": "", "control": "stats"})
+    assert status == 200, body
+    return json.loads(json.loads(body)["text_output"])["engine"]["pid"]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_drafts_are_counted(squeezed, model):
     """A text that goes round in circles, alone: copies pay.  A model that drafts for itself at least probes."""
     ids = [300, 301, 302, 303, 304] * 20
     params = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
-    names = [f"vllm:spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")]
-
-    def counts() -> list[float]:
-        now = gauges(squeezed.metrics_address, model)
-        return [now.get(name, 0.0) for name in names]
-
-    before = counts()
+    before = draft_counts(squeezed, model)
     with GrpcStream(squeezed.grpc_address, model) as stream:
         stream.send("a", input_ids=ids, stream=True, return_token_ids=True, sampling_parameters=params)
         stream.wait("a")
         assert len(stream.answers["a"].token_ids) == 150
-    deadline = time.monotonic() + 10
-    while True:
-        drafts, tokens_tried, accepted = (now - then for now, then in zip(counts(), before))
-        if drafts:
-            assert tokens_tried >= drafts and 0 <= accepted <= tokens_tried
-            return
-        assert time.monotonic() < deadline, "no drafts"
-        time.sleep(0.1)
+    drafts, tokens_tried, accepted = more_drafts(squeezed, model, before)
+    assert tokens_tried >= drafts and 0 <= accepted <= tokens_tried
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_killed_engine_that_drafts_loses_no_token(squeezed, model):
+    """The pool has room for one of two requests.  The next engine process has to learn anew what pays."""
+    params = [
+        {"max_tokens": 150, "ignore_eos": True, "temperature": 0},
+        {"max_tokens": 140, "ignore_eos": True, "temperature": 0.4, "seed": 5},
+    ]
+
+    def serve(kill: bool) -> list[list[int]]:
+        engine = engine_of(squeezed, model)
+        with GrpcStream(squeezed.grpc_address, model) as stream:
+            for index, options in enumerate(params):
+                ids = [300 + index, 301, 302, 303, 304] * 20
+                stream.send(str(index), input_ids=ids, stream=True, return_token_ids=True, sampling_parameters=options)
+            if kill:
+                stream.wait_chunks("0", 1)
+                os.kill(engine, signal.SIGKILL)  # in the middle of whatever it does
+            stream.wait("0", "1")
+            assert not [answer.error for answer in stream.answers.values() if answer.error]
+            return [stream.answers[str(index)].token_ids for index in range(2)]
+
+    expected = serve(kill=False)
+    assert [len(ids) for ids in expected] == [150, 140]
+    before = draft_counts(squeezed, model)
+    for _ in range(10):  # a busy client may see the first response when all have been sent
+        assert serve(kill=True) == expected
+        if gauges(squeezed.metrics_address, model).get("inflight_requests_replayed_total", 0.0):
+            break
+    else:
+        raise AssertionError("every kill came too late")
+    assert more_drafts(squeezed, model, before)

@@ -162,7 +162,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(method: dict[str, Any]) ->
         run_until_idle(core, outputs, {})
         assert outputs[0, 0] == expected_output(prompt, engine_rig.SamplingParams(max_tokens=500), info)[0]
     counts = core.scheduler.policies.draft_counts
-    assert counts.accepted > 150
+    assert counts.accepted > 100
     assert core.runner.num_drafts == counts.tokens and core.runner.num_accepted == counts.accepted  # type: ignore[attr-defined]
     assert len(core.runner.batch_sizes) == 1 + 500 - 1 - counts.accepted  # type: ignore[attr-defined]
     assert sum(counts.at) == counts.accepted and counts.at == sorted(counts.at, reverse=True)
@@ -196,7 +196,7 @@ def test_a_draft_model_that_is_often_right_saves_steps() -> None:
     params = engine_rig.SamplingParams(max_tokens=300, ignore_eos=True)
     assert outputs[0, 0] == expected_output([1, 2, 3], params, core.info)[0]
     counts = core.scheduler.policies.draft_counts
-    assert counts.accepted > 100 and counts.tokens > counts.accepted
+    assert counts.accepted > 80 and counts.tokens > counts.accepted
     assert len(core.runner.batch_sizes) == 300 - counts.accepted  # type: ignore[attr-defined]
 
 

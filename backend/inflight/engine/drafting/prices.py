@@ -15,7 +15,7 @@ __all__ = ["DraftPrices"]
 _MEMORY = 0.96  # of a step's weight is left after the next one of its size
 _PRIOR = 0.1  # price of a draft token while little is known, in a step of one sequence
 _BELIEF_WEIGHT = 16.0  # of what was believed before, in squared draft tokens
-_MARGIN = 1.1  # what is gained must be more than what is spent: looking things up takes time, too
+_MARGIN = 1.25  # what is gained must be more than what is spent: drafts take time to find, and prices are estimates
 # Draft tokens of a step that tells what they cost; a later one has at most twice as many as any before.
 _FIRST_ROOM = 16
 _OUTLIER = 1.5  # a step that takes so many times as long as expected was disturbed

@@ -53,7 +53,7 @@ def test_the_price_is_what_a_draft_token_costs(
             emitted += num_sequences + accepted
             seconds += took
     prices.begin(num_sequences)
-    assert prices.price == pytest.approx(1.1 * base * cost * emitted / seconds, rel=0.25, abs=0.02 * num_sequences)
+    assert prices.price == pytest.approx(1.25 * base * cost * emitted / seconds, rel=0.25, abs=0.02 * num_sequences)
 
 
 def test_little_is_risked_before_anything_is_known() -> None:
@@ -62,9 +62,9 @@ def test_little_is_risked_before_anything_is_known() -> None:
     prices.begin(0)
     assert not prices.room, "nobody runs"
     prices.begin(1)
-    assert prices.price == pytest.approx(0.11)
+    assert prices.price == pytest.approx(0.125)
     prices.begin(100)
-    assert prices.price == pytest.approx(1.1), "of a full batch nothing is believed"
+    assert prices.price == pytest.approx(1.25), "of a full batch nothing is believed"
 
 
 def test_drafts_leave_a_step_within_its_target() -> None:
