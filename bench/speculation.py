@@ -5,6 +5,9 @@
 The model copies by construction (make_copier.py) and has the size of a 60M llama.  A sampled token is another than the
 copied one as often as the temperature says, and the text goes on from there.  Prompts are pieces of Python's standard
 library, others in each round, so nothing is known from before.  Both sides must give the same tokens.
+
+Single runs differ by 10% and more on a shared machine.  So the time within the drafter is measured, too: where it has
+hardly drafted, its share of the run is what drafts have cost.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
 import make_copier
+
+from inflight.engine.drafting.thrifty import ThriftyDrafter
 
 VOCAB = 32000
 
@@ -71,6 +77,28 @@ def prompt(work: Work, texts: list[list[int]], rng: random.Random) -> list[int]:
     return turns + piece[: work.begun]
 
 
+class Stopwatch:
+    """Sums the seconds within the methods of the drafter of an engine, from now on."""
+
+    def __init__(self, llm: Any) -> None:
+        self.seconds = 0.0
+        drafter = llm.core.scheduler.policies.drafter
+        while not isinstance(drafter, ThriftyDrafter):
+            drafter = drafter._inner
+        for name in ("begin", "propose", "observe", "step_took", "ended"):
+            setattr(drafter, name, self._timed(getattr(drafter, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
 class Bench:
     """One engine without drafts and one with, in one process."""
 
@@ -83,6 +111,7 @@ class Bench:
             "on": LLM(str(checkpoint), **options, speculative_config={"method": method}),
         }
         self.texts = texts_of(checkpoint)
+        self.watch = Stopwatch(self.sides["on"])
 
     def run(self, side: str, name: str, streams: int, tokens: int, round_number: int) -> tuple[float, Any]:
         from inflight import SamplingParams
@@ -125,28 +154,33 @@ def main() -> None:
     runs: dict[str, list[float]] = {}
     ratios: dict[str, float] = {}
     counts: dict[str, list[int]] = {}
+    shares: dict[str, float] = {}
     totals = bench.sides["on"].core.scheduler.policies.draft_counts
     for name in arguments.works:
         for streams in arguments.streams:
             key = f"{name}, {streams}"
-            before = totals.totals()[:3]
+            before, seconds = totals.totals()[:3], 0.0
             for number in range(-1, arguments.rounds):  # the first one warms up, and learns
                 found = {}
                 for side in ("off", "on") if number % 2 else ("on", "off"):
                     rate, found[side] = bench.run(side, name, streams, arguments.tokens, number)
-                    if number >= 0:
+                    if number < 0:
+                        bench.watch.seconds = 0.0
+                    else:
+                        seconds += streams * arguments.tokens / rate if side == "on" else 0.0
                         runs.setdefault(f"{key}, {side}", []).append(round(rate, 1))
                 assert found["on"] == found["off"], f"{key}: the tokens are not the same"
             on, off = runs[f"{key}, on"], runs[f"{key}, off"]
             ratios[key] = round(statistics.median(a / b for a, b in zip(on, off)), 3)
+            shares[key] = round(bench.watch.seconds / seconds, 4)
             counts[key] = [now - then for now, then in zip(totals.totals()[:3], before)]
             print(
                 f"{key:<12} off {statistics.median(off):8.1f}  on {statistics.median(on):8.1f} tokens/s  "
-                f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}",
+                f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}  drafter {shares[key]:.2%}",
                 flush=True,
             )
     options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(arguments.output, runs, options, ratios=ratios, drafts_tokens_accepted=counts)
+    common.record(arguments.output, runs, options, ratios=ratios, drafts_tokens_accepted=counts, drafter_share=shares)
     print(json.dumps(ratios))
 
 

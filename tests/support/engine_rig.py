@@ -7,11 +7,14 @@ assign a wrong block, lose a token or forget to recompute one, the output change
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -41,6 +44,18 @@ class Info:
 def next_token(token_ids: list[int]) -> int:
     """The 'model': a token that depends on every token before it."""
     return hashlib.blake2b(bytes(token_ids), digest_size=2).digest()[0] % VOCAB
+
+
+def repeating(token_ids: list[int]) -> int:
+    """A token that the last two determine, but one of twenty depends on all before it."""
+    text = bytes(token_ids) if len(token_ids) % 20 == 0 else bytes(token_ids[-2:])
+    return 1 + hashlib.blake2b(text, digest_size=2).digest()[0] % 8
+
+
+@contextmanager
+def repeating_model() -> Iterator[None]:
+    with mock.patch.object(sys.modules[__name__], "next_token", repeating):
+        yield
 
 
 def expected_output(prompt: list[int], params: SamplingParams, info: Info) -> tuple[list[int], str]:

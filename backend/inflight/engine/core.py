@@ -22,7 +22,7 @@ from inflight.engine.policies.selection import make_policies
 from inflight.engine.queue_caps import QueueCaps
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
-from inflight.engine.shedding import Shedding
+from inflight.engine.shedding import Shedding, tokens_of_a_row
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import StepTrace
 from inflight.engine.swap import SwapSpace
@@ -178,7 +178,7 @@ class EngineCore:
             # Whoever waits for the step waits for making it, too.
             self.scheduler.policies.budget.observe(step.out, result.ended - start)
             self.swap.observe(step.out, result.ended - result.started)
-            self.shedding.observe(step.out, start, end)
+            self.shedding.observe(step.out, start, end, tokens_of_a_row(news, tokens))
         stats = self.stats(step.out, end - start)
         if self.trace is not None:
             self.trace.add(step.out, result, stats, (start, end))

@@ -11,7 +11,8 @@ It is refused if it has to wait, and would end after its deadline.  One that cou
 is never refused, nor is any before `_WARM_UP` steps have been seen: there is nothing to judge by.
 
 What a step takes is measured (`_Pace`): its time without prompts, and the time of a prompt token, separately, since
-waiting prompts come on top of the decodes.  Expected outputs are those of the last requests that ended
+waiting prompts come on top of the decodes; and what it brings, since drafts make several tokens of one step.  Expected
+outputs are those of the last requests that ended
 (`OutputLengths`).  Pure Python, no torch.
 """
 
@@ -24,13 +25,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import RequestFailed
+from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.policies.in_time import InTimeAdmission
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.step import SchedulerOutput
 
-__all__ = ["Shedding"]
+__all__ = ["Shedding", "tokens_of_a_row"]
 
 _WARM_UP = 20  # steps before anything is predicted
 _WARM_UP_ENDED = 8  # requests that ended, likewise
@@ -48,17 +49,20 @@ class _Pace:
     Attributes:
         num_steps: observed so far.
         mean: seconds of a step, prompts included.
+        gain: tokens that a sequence gets in a step.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.mean = 0.0
+        self.gain = 1.0
         self._tokens = self._product = self._square = 0.0
 
-    def observe(self, prompt_tokens: int, seconds: float) -> None:
+    def observe(self, prompt_tokens: int, seconds: float, gain: float = 1.0) -> None:
         self.num_steps += 1
         share = max(1.0 / self.num_steps, 1.0 / _MEMORY)
         self.mean += share * (seconds - self.mean)
+        self.gain += share * (gain - self.gain)
         self._tokens += share * (prompt_tokens - self._tokens)
         self._product += share * (prompt_tokens * seconds - self._product)
         self._square += share * (prompt_tokens * prompt_tokens - self._square)
@@ -73,9 +77,14 @@ class _Pace:
         return max(0.0, min(slope, self.mean / max(1.0, self._tokens)))
 
     @property
-    def base(self) -> float:
-        """Seconds of a step without prompts."""
-        return self.mean - self.per_prompt_token * self._tokens
+    def per_token(self) -> float:
+        """Seconds that a sequence takes for a token, prompts of others included."""
+        return self.mean / self.gain
+
+    @property
+    def per_token_alone(self) -> float:
+        """Seconds that a sequence takes for a token while nobody computes a prompt."""
+        return (self.mean - self.per_prompt_token * self._tokens) / self.gain
 
 
 class _Caution:
@@ -124,10 +133,10 @@ class Shedding:
 
     # -- what happens ----------------------------------------------------------------------
 
-    def observe(self, out: SchedulerOutput, start: float, end: float) -> None:
-        """A step has run, from `start` to `end`."""
+    def observe(self, out: SchedulerOutput, start: float, end: float, gain: float) -> None:
+        """A step has run, from `start` to `end`, and brought `gain` tokens to each sequence that got any."""
         scheduler, pool = self._scheduler, self._scheduler.pool
-        self._pace.observe(out.num_prompt_tokens, end - max(start, self._last))
+        self._pace.observe(out.num_prompt_tokens, end - max(start, self._last), gain)
         self._last = end
         running = len(scheduler.running)
         if not scheduler.num_waiting:
@@ -210,30 +219,30 @@ class Shedding:
         """As `_predict`, on `slots` slots, some of which the `running` requests hold."""
         pace, now = self._pace, self._clock()
         own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
-        own += self._length(sequences[-1]) * pace.mean
+        own += self._length(sequences[-1]) * pace.per_token
         if len(running) + len(ahead) + len(sequences) <= slots:
             return 0.0, own
-        step = max(pace.mean, 1e-9)
+        token = max(pace.per_token, 1e-9)
 
-        def steps(request: Request, start: float) -> float:
-            """Steps until it ends, of its own or at its deadline, if it starts (or goes on) after `start` steps."""
+        def rest(request: Request, start: float) -> float:
+            """Tokens until it ends, by itself or at its deadline, if it starts (or goes on) after those of `start`."""
             left = max(1.0, request.num_prompt_tokens + self._lengths.likely(request) - request.num_tokens)
             if request.deadline is not None:
-                left = min(left, max(0.0, (request.deadline - now) / step - start))
+                left = min(left, max(0.0, (request.deadline - now) / token - start))
             return left
 
-        free_at = [steps(request, 0.0) for request in running]
+        free_at = [rest(request, 0.0) for request in running]
         free_at += [0.0] * (slots - len(free_at))
         heapq.heapify(free_at)
         prompt_tokens = 0
         for request in ahead[:_MAX_AHEAD]:
-            taken = steps(request, free_at[0])
+            taken = rest(request, free_at[0])
             prompt_tokens += request.num_tokens if taken else 0
             heapq.heapreplace(free_at, free_at[0] + taken)
         for request in sequences:
             start = heapq.heapreplace(free_at, free_at[0] + self._length(request))
         scale = max(1.0, len(ahead) / _MAX_AHEAD)
-        return scale * (start * pace.base + prompt_tokens * self._computed * pace.per_prompt_token), own
+        return scale * (start * pace.per_token_alone + prompt_tokens * self._computed * pace.per_prompt_token), own
 
     def _length(self, request: Request) -> float:
         """Output tokens that the request itself is expected to yield: a mean, not a draw."""
@@ -243,8 +252,15 @@ class Shedding:
         """With the time until as many sequences more have ended; without, while that is unknown."""
         if not self._knows or failure.code != "UNAVAILABLE":
             return failure
-        seconds = count * self._lengths.mean(_MAX_OUTPUT) / max(1, self._slots) * self._pace.mean
+        seconds = count * self._lengths.mean(_MAX_OUTPUT) / max(1, self._slots) * self._pace.per_token
         return msgspec.structs.replace(failure, retry_after=seconds)
+
+
+def tokens_of_a_row(news: Sequence[SequenceDelta], tokens: TokenColumns) -> float:
+    """How many tokens the sequences that got any in a step got, in the mean; 1 if none did."""
+    several = [len(delta.token_ids) for delta in news if delta.token_ids]
+    rows = len(several) + len(tokens.token_ids)
+    return (sum(several) + len(tokens.token_ids)) / rows if rows else 1.0
 
 
 def _with_children(running: Sequence[Request], ahead: Sequence[Request]) -> list[Request]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_rig import Info, make_core
+from engine_rig import Info, make_core, repeating_model
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed
@@ -58,10 +58,10 @@ class Rig:
             self.step()
         self.core.check_integrity()
 
-    def warm_up(self) -> None:
+    def warm_up(self, tokens: int = 10) -> None:
         """Twelve requests of ten tokens, so that it knows what steps take and how long outputs are."""
         for _ in range(12):
-            assert self.add() is None
+            assert self.add(tokens=tokens) is None
         self.until_idle()
 
 
@@ -80,6 +80,27 @@ def test_who_would_end_too_late_is_refused_with_the_time_to_wait(options: dict[s
     before = rig.core.pool.num_used
     rig.until_idle()
     assert not rig.failed and before
+
+
+def test_drafts_bring_several_tokens_in_a_step() -> None:
+    """Four slots, and steps of a second each, in which a text that repeats itself gains more than a token."""
+    with repeating_model():
+        rig = Rig(speculative_config={"method": "suffix"})
+        rig.warm_up(tokens=60)
+        before = rig.now
+        for _ in range(8):
+            assert rig.add(timeout=1000.0, tokens=60) is None
+        rig.until_idle()
+        seconds = rig.now - before
+        assert seconds < 90, "without drafts it takes 120"
+        for _ in range(8):
+            assert rig.add(timeout=1000.0, tokens=60) is None
+        rig.step()
+        late = rig.add(timeout=0.75 * seconds, tokens=60)
+        assert late is not None and late.shed
+        assert rig.add(timeout=2.0 * seconds, tokens=60) is None, "it ends after half as long again as the eight"
+        rig.until_idle()
+    assert not rig.failed
 
 
 def test_the_more_urgent_is_judged_by_who_is_ahead_of_it() -> None:
@@ -196,8 +217,8 @@ def test_the_price_of_a_prompt_token_is_told_apart_from_that_of_a_step() -> None
         prompt = (0, 100, 400)[k % 3]
         pace.observe(prompt, 0.01 + 0.0001 * prompt)
     assert pace.per_prompt_token == pytest.approx(0.0001, rel=0.01)
-    assert pace.base == pytest.approx(0.01, rel=0.02)
+    assert pace.per_token_alone == pytest.approx(0.01, rel=0.02)
     steady = _Pace()
     for _ in range(50):
         steady.observe(0, 0.02)
-    assert (steady.per_prompt_token, steady.base) == (0.0, pytest.approx(0.02))
+    assert (steady.per_prompt_token, steady.per_token_alone) == (0.0, pytest.approx(0.02))

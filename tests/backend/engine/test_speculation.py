@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import engine_rig
 import pytest
-from engine_rig import Info, add, collect, expected_output, make_core, make_core_with_draft_model, run_until_idle
+from engine_rig import (
+    Info,
+    add,
+    collect,
+    expected_output,
+    make_core,
+    make_core_with_draft_model,
+    repeating_model,
+    run_until_idle,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,19 +32,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
 ]
 MODEL: dict[str, Any] = {"model": "hash", "num_speculative_tokens": 5}
-
-
-def repeating(token_ids: list[int]) -> int:
-    """A token that the last two determine, but one of twenty depends on all before it."""
-    text = bytes(token_ids) if len(token_ids) % 20 == 0 else bytes(token_ids[-2:])
-    return 1 + hashlib.blake2b(text, digest_size=2).digest()[0] % 8
-
-
-@contextmanager
-def repeating_model() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_rig, "next_token", repeating)
-        yield
 
 
 def even_clock() -> Callable[[], float]:

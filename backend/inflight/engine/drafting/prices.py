@@ -19,6 +19,7 @@ _MARGIN = 1.25  # what is gained must be more than what is spent: drafts take ti
 # Draft tokens of a step that tells what they cost; a later one has at most twice as many as any before.
 _FIRST_ROOM = 16
 _OUTLIER = 1.5  # a step that takes so many times as long as expected was disturbed
+_TICK = 1e-9  # seconds; a virtual clock may stand still
 _PROBE_STEPS = 128  # steps without drafts until one shows whether they pay now
 
 
@@ -98,6 +99,7 @@ class DraftPrices:
     def observe(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Learn from a step that computed no prompts and took so long."""
         self._without = 0 if num_drafts else self._without + 1
+        seconds = max(seconds, _TICK)
         size = _size(num_sequences)
         steps = self._sizes.get(size)
         if steps is None:

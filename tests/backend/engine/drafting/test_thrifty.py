@@ -187,3 +187,12 @@ def test_made_up_tenants_and_ended_requests_are_forgotten() -> None:
         drafter.ended(request)
     assert len(drafter._tenants) == 1000 and "1099" in drafter._tenants
     assert not drafter._sequences and not drafter._guesser._own
+
+
+def test_a_clock_that_stands_still_breaks_nothing() -> None:
+    prices = DraftPrices()
+    for num_drafts in (0, 3, 0, 5):
+        prices.begin(4)
+        prices.observe(4, num_drafts, num_drafts, 0.0)
+    prices.begin(4)
+    assert prices.price < 1.0 and prices.room
