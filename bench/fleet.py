@@ -139,6 +139,10 @@ def load(port: int, servers: list[TritonServer], users: int, seconds: float, see
         "-1",
         "--seed",
         str(seed),
+        "--prompt",
+        "text",
+        "--tokenizer",
+        str(DEMO),
         "--stop-timeout",
         "60",
     ]
@@ -151,7 +155,7 @@ def load(port: int, servers: list[TritonServer], users: int, seconds: float, see
         status = process.wait()
         after = prefix_tokens(servers)
         log.seek(0)
-        rows = [json.loads(line) for line in record.read_text().splitlines()]
+        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         requests = [row for row in rows if "index" in row]
         if status or not requests or any(row["error"] for row in requests):
             raise RuntimeError(f"a request failed: {log.read()[-2000:]}")

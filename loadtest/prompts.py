@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from inflight_tools.workload.prompts import HASH_BLOCK
 from inflight_tools.workload.scenarios import Job
 from loadtest.errors import LoadTestError
 
@@ -38,14 +39,17 @@ class TextPrompts:
         return len(self._tokenizer.encode(text).ids)
 
     def make(self, job: Job) -> str:
-        """Text of exactly `job.prompt_tokens` tokens.
+        """Text of exactly `job.prompt_tokens` tokens, the first of which it shares with others as `job.hash_ids` says.
+
+        Blocks that are shared have about 512 tokens.
 
         Raises:
             LoadTestError: no such text was found (such as for fewer tokens than the special ones alone).
         """
         wanted = job.prompt_tokens
         rng = np.random.default_rng([self._seed, job.index, 4])
-        words = [_WORDS[at] for at in rng.integers(0, len(_WORDS), wanted + 8)]
+        words = [word for block in job.hash_ids for word in self._block(block)]
+        words += [_WORDS[at] for at in rng.integers(0, len(_WORDS), wanted + 8)]
         number = self._fitting_words(words, wanted)
         text = " ".join(words[:number])
         for _ in range(_MAX_ROUNDS):
@@ -59,6 +63,10 @@ class TextPrompts:
                 break
             text = found
         raise LoadTestError(f"no text of exactly {wanted} tokens found with this tokenizer; use --prompt ids")
+
+    def _block(self, number: int) -> list[str]:
+        rng = np.random.default_rng([self._seed, number, 5])
+        return [_WORDS[at] for at in rng.integers(0, len(_WORDS), int(HASH_BLOCK / self._per_word))]
 
     def _fitting_words(self, words: list[str], wanted: int) -> int:
         """How many of the first words fit into `wanted` tokens."""

@@ -96,6 +96,22 @@ def test_text_prompts_tokenise_to_exactly_the_requested_number(count: int) -> No
         assert len(tokenizer.encode(text).ids) == count
 
 
+def test_texts_share_the_blocks_that_they_are_said_to_share() -> None:
+    tokenizer = load_tokenizer(DEMO)
+    jobs = [
+        Job(index, "x", 1100 + 50 * index, 1, hash_ids=blocks) for index, blocks in enumerate([(4, 5), (4, 5), (4, 6)])
+    ]
+    prompts = TextPrompts(tokenizer, seed=1)
+    first, second, third = (tokenizer.encode(prompts.make(job)).ids for job in jobs)
+    assert [len(ids) for ids in (first, second, third)] == [1100, 1150, 1200]
+
+    def shared(one: list[int], other: list[int]) -> int:
+        return next(place for place, (a, b) in enumerate(zip(one, other)) if a != b)
+
+    assert 950 < shared(first, second) < 1090
+    assert 450 < shared(first, third) < 570
+
+
 def test_ramp_goes_up_stays_and_goes_down() -> None:
     users = [ramp_users(second, 40, (10, 20, 10)) for second in range(41)]
     assert users[0] == 1 and users[5] == 20

@@ -7,10 +7,10 @@ import numpy as np
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["IdPrompts"]
+__all__ = ["HASH_BLOCK", "IdPrompts"]
 
 _FIRST_ID = 300  # above the special and byte tokens of the tokenizers that these loads use
-_HASH_BLOCK = 512
+HASH_BLOCK = 512
 
 
 class IdPrompts:
@@ -28,7 +28,7 @@ class IdPrompts:
             return self._draw([self._seed, job.index, 1], job.prompt_tokens)
         ids: list[int] = []
         for block in job.hash_ids:
-            ids += self._draw([self._seed, block, 2], _HASH_BLOCK)
+            ids += self._draw([self._seed, block, 2], HASH_BLOCK)
         ids += self._draw([self._seed, job.index, 3], max(0, job.prompt_tokens - len(ids)))
         return ids[: job.prompt_tokens]
 
