@@ -29,7 +29,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed:
         for name, value in getattr(item, "funcargs", {}).items():
-            for server in value if isinstance(value, list | tuple) else [value]:
+            servers = getattr(value, "servers", value)
+            for server in servers if isinstance(servers, list | tuple) else [servers]:
                 if isinstance(server, TritonServer):
                     report.sections.append((f"log of the tritonserver {name!r}", server.log_text()[-LOG_CHARACTERS:]))
     return report

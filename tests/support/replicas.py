@@ -109,13 +109,24 @@ class Fleet:
     def _start(self, index: int) -> None:
         """Again if Triton forgets its model, which happens where its stub gets no CPU time for seconds."""
         for attempt in range(_STARTS):
-            self.servers[index].start()
+            self._launch(index)
             try:
                 return self.servers[index].wait_ready()
             except LauncherError:
                 if attempt == _STARTS - 1:
                     raise
                 self._renew(index)
+
+    def _launch(self, index: int) -> None:
+        """Again while somebody else has one of its ports, which were free while it was down."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                return self.servers[index].start()
+            except LauncherError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(1)
 
     def _renew(self, index: int) -> None:
         self.servers[index].kill()
@@ -164,8 +175,13 @@ class Fleet:
         return counts
 
     def engine(self, index: int) -> Any:
-        (engine,) = engine_processes(self.servers[index])
-        return engine
+        """Waits for the next one if the server has just lost one."""
+        server, deadline = self.servers[index], time.monotonic() + _START_SECONDS
+        while len(engines := engine_processes(server)) != 1:
+            assert server.is_running(), server.exit_reason()
+            assert time.monotonic() < deadline, f"{len(engines)} engines instead of one"
+            time.sleep(0.1)
+        return engines[0]
 
     def close(self) -> None:
         self._ends.close()
