@@ -260,7 +260,8 @@ class TritonServer:
     def successor(self) -> TritonServer:
         """The same server once more, not started: on the ports that this one had, and with its log continued."""
         server = copy.copy(self)
-        server._requested_ports = {service: self.ports.get(service) for service in self._requested_ports}
+        if self.ports:  # or a port was taken, and this server never began
+            server._requested_ports = {service: self.ports.get(service) for service in self._requested_ports}
         server._continues_log = True
         server._runtime_dir = server._sweeper = server.log_file = server.process = None
         server._last_log, server.ports, server.shm_prefix = "", {}, ""
