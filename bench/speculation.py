@@ -6,21 +6,25 @@ The model copies by construction (make_copier.py) and has the size of a 60M llam
 copied one as often as the temperature says, and the text goes on from there.  Prompts are pieces of Python's standard
 library, others in each round, so nothing is known from before.  Both sides must give the same tokens.
 
-Single runs differ by 10% and more on a shared machine.  So the time within the drafter is measured, too: where it has
-hardly drafted, its share of the run is what drafts have cost.
+On a shared machine two runs of the same differ by 10% and more.  So both engines, each with a model of its own, run at
+the same time and step in turns: next is the one with fewer tokens out, and each step counts for its engine.  In every
+second round the two models change places, so where their memory lies is the same for both in the end.  The time within
+the drafter is measured, too: where it has hardly drafted, its share of the run is what drafts have cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import glob
+import itertools
 import json
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +34,7 @@ import msgspec
 
 from inflight.engine.core import EngineCore
 from inflight.engine.drafting.thrifty import ThriftyDrafter
+from inflight.worker import settle_garbage_collector
 
 VOCAB = 32000
 
@@ -81,15 +86,16 @@ def prompt(work: Work, texts: list[list[int]], rng: random.Random) -> list[int]:
 
 
 class Stopwatch:
-    """Sums the seconds within the methods of the drafter of an engine, from now on."""
+    """Sums the seconds within the methods of the drafters of engines."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, engines: Iterable[Any]) -> None:
         self.seconds = 0.0
-        drafter = llm.core.scheduler.policies.drafter
-        while not isinstance(drafter, ThriftyDrafter):
-            drafter = drafter._inner
-        for name in ("begin", "propose", "observe", "step_took", "ended"):
-            setattr(drafter, name, self._timed(getattr(drafter, name)))
+        for llm in engines:
+            drafter = llm.core.scheduler.policies.drafter
+            while not isinstance(drafter, ThriftyDrafter):
+                drafter = drafter._inner
+            for name in ("begin", "propose", "observe", "step_took", "ended"):
+                setattr(drafter, name, self._timed(getattr(drafter, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -102,26 +108,65 @@ class Stopwatch:
         return timed
 
 
+class Run:
+    """Requests of one engine that run together, step by step.
+
+    Attributes:
+        seconds: within its steps.
+    """
+
+    def __init__(self, llm: Any, prompts: list[list[int]], params: list[Any]) -> None:
+        self._llm = llm
+        requests = llm._submit([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        self._results = [request.result for request in requests.values()]
+        self.seconds = 0.0
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [result.outputs[0].token_ids for result in self._results]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def finished(self) -> bool:
+        return all(result.finished for result in self._results)
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        self._llm._step()
+        self.seconds += time.perf_counter() - start
+
+
 class Bench:
-    """One engine without drafts and one with, in turns on one model: where its memory lies is the same for both."""
+    """Two models, and for each of them an engine without drafts and one with."""
 
     def __init__(self, checkpoint: Path, method: str, dtype: str, threads: int) -> None:
         from inflight import LLM
 
         options = {"dtype": dtype, "kv_cache_memory": "1GiB", "cpu_threads": threads, "max_num_seqs": 64}
         options["enable_prefix_caching"] = False  # each engine writes to the blocks that are free to the other
-        on = LLM(str(checkpoint), **options, speculative_config={"method": method})
-        off = copy.copy(on)
-        off.core = EngineCore(msgspec.structs.replace(on.config, speculative_config=None), on.core.runner)
-        self.sides = {"off": off, "on": on}
+        self.on = [LLM(str(checkpoint), **options, speculative_config={"method": method}) for _ in range(2)]
+        self.off = [copy.copy(llm) for llm in self.on]
+        for llm in self.off:
+            llm._open = {}
+            llm.core = EngineCore(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
         self.texts = texts_of(checkpoint)
-        self.watch = Stopwatch(self.sides["on"])
+        self.watch = Stopwatch(self.on)
+        settle_garbage_collector()
 
-    def run(self, side: str, name: str, streams: int, tokens: int, round_number: int) -> tuple[float, Any]:
+    def counts(self) -> list[int]:
+        """Drafts, draft tokens, and accepted ones, so far."""
+        engines = [llm.core.scheduler.policies.draft_counts.totals()[:3] for llm in self.on]
+        return [sum(numbers) for numbers in zip(*engines)]
+
+    def run(self, name: str, streams: int, tokens: int, number: int) -> dict[str, float]:
+        """Output tokens a second of both sides, in a round of this number."""
         from inflight import SamplingParams
 
         work = WORKS[name]
-        rng = random.Random(f"{name} {streams} {round_number}")
+        rng = random.Random(f"{name} {streams} {number}")
         prompts = [prompt(work, self.texts, rng) for _ in range(streams)]
         params = [
             SamplingParams(
@@ -133,11 +178,16 @@ class Bench:
             )
             for _ in prompts
         ]
-        llm = self.sides[side]
-        start = time.perf_counter()
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        seconds = time.perf_counter() - start
-        return streams * tokens / seconds, [result.outputs[0].token_ids for result in results]
+        place = number % 2
+        sides = {"off": Run(self.off[place], prompts, params), "on": Run(self.on[1 - place], prompts, params)}
+        gc.collect()
+        for turn in itertools.count():
+            going = [side for side in sides.values() if not side.finished]
+            if not going:
+                break
+            min(going if turn % 2 else reversed(going), key=lambda side: side.num_tokens).step()
+        assert sides["on"].tokens == sides["off"].tokens, f"{name}, {streams}: the tokens are not the same"
+        return {name: streams * tokens / side.seconds for name, side in sides.items()}
 
 
 def main() -> None:
@@ -159,25 +209,20 @@ def main() -> None:
     ratios: dict[str, float] = {}
     counts: dict[str, list[int]] = {}
     shares: dict[str, float] = {}
-    totals = bench.sides["on"].core.scheduler.policies.draft_counts
     for name in arguments.works:
         for streams in arguments.streams:
             key = f"{name}, {streams}"
-            before, seconds = totals.totals()[:3], 0.0
-            for number in range(-1, arguments.rounds):  # the first one warms up, and learns
-                found = {}
-                for side in ("off", "on") if number % 2 else ("on", "off"):
-                    rate, found[side] = bench.run(side, name, streams, arguments.tokens, number)
-                    if number < 0:
-                        bench.watch.seconds = 0.0
-                    else:
-                        seconds += streams * arguments.tokens / rate if side == "on" else 0.0
-                        runs.setdefault(f"{key}, {side}", []).append(round(rate, 1))
-                assert found["on"] == found["off"], f"{key}: the tokens are not the same"
+            before = bench.counts()
+            bench.run(name, streams, arguments.tokens, -2)  # warms up, and learns
+            bench.run(name, streams, arguments.tokens, -1)
+            bench.watch.seconds = 0.0
+            for number in range(arguments.rounds):
+                for side, rate in bench.run(name, streams, arguments.tokens, number).items():
+                    runs.setdefault(f"{key}, {side}", []).append(round(rate, 1))
             on, off = runs[f"{key}, on"], runs[f"{key}, off"]
             ratios[key] = round(statistics.median(a / b for a, b in zip(on, off)), 3)
-            shares[key] = round(bench.watch.seconds / seconds, 4)
-            counts[key] = [now - then for now, then in zip(totals.totals()[:3], before)]
+            shares[key] = round(bench.watch.seconds / sum(streams * arguments.tokens / rate for rate in on), 4)
+            counts[key] = [now - then for now, then in zip(bench.counts(), before)]
             print(
                 f"{key:<12} off {statistics.median(off):8.1f}  on {statistics.median(on):8.1f} tokens/s  "
                 f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}  drafter {shares[key]:.2%}",

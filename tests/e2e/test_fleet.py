@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import re
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from inflight_tools.ports import pick_ports
 
 ROOT = Path(__file__).parents[2]
 ENVOY = ROOT / "deploy" / "envoy" / "envoy.yaml"
+LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
+CHECKPOINT = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
 LONG = {"max_tokens": 300, "ignore_eos": True}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Return a list of"}]
 NOTE = {
@@ -312,18 +316,71 @@ class Load(threading.Thread):
         self.join()
 
 
+class Locust:
+    """Locust's users before one front, each with one request after the other, from its creation to `rows`."""
+
+    def __init__(self, front: Process, folder: Path, users: int = 2) -> None:
+        folder.mkdir()
+        self._record, self._log = folder / "record.jsonl", folder / "locust.log"
+        options = {"host": front.url, "users": users, "spawn-rate": users, "stop-timeout": 120, "record": self._record}
+        options |= {"scenario": "lognormal", "context": 256, "requests": -1, "prompt": "text", "tokenizer": CHECKPOINT}
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "OpenAIUser", "--headless"]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def answered(self) -> int:
+        return self._record.read_text().count('"index"') if self._record.exists() else 0
+
+    def wait_for_more(self) -> None:
+        before = self.answered
+        while self.answered <= before:
+            assert self._process.poll() is None, self._log.read_text()
+            threading.Event().wait(0.05)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """End the users when their requests have ended; one row for each request that was sent."""
+        self._process.terminate()
+        self._process.wait(150)
+        lines = [json.loads(line) for line in self._record.read_text().splitlines()]
+        rows = [line for line in lines if "index" in line]
+        (sent,) = [line["sent"] for line in lines if "sent" in line]  # when the users were told to end
+        assert {row["index"] for row in rows} == set(range(len(rows))) and len(rows) >= sent, "a request has not ended"
+        return rows
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def wait_for_all(groups: Iterable[Load | Locust]) -> None:
+    for users in groups:
+        users.wait_for_more()
+
+
 @pytest.mark.timeout(900)
-def test_a_rolling_restart_loses_and_changes_nothing(
-    fleet: Fleet, fronts: dict[str, Process], expected: list[Any]
+def test_under_locust_a_killed_server_and_a_rolling_restart_lose_and_change_nothing(
+    fleet: Fleet, fronts: dict[str, Process], expected: list[Any], tmp_path: Path
 ) -> None:
-    """Each replica drains, ends and returns, one after the other, under load."""
+    """One tritonserver dies and returns; then each replica drains, ends and returns, one after the other."""
     load = Load(fronts, expected)
+    crowds = [Locust(front, tmp_path / name) for name, front in fronts.items()]
     load.start()
     try:
+        wait_for_all((load, *crowds))
+        fleet.kill(0)
+        fleet.revive(0)
         for index in range(REPLICAS):
-            load.wait_for_more()
+            wait_for_all((load, *crowds))
             fleet.restart(index)
-        load.wait_for_more()
+        wait_for_all((load, *crowds))
+        load.end()
+        rows = [row for crowd in crowds for row in crowd.rows()]
     finally:
         load.end()
+        for crowd in crowds:
+            crowd.kill()
     assert not load.failures, "\n".join(load.failures)
+    assert not [row["error"] for row in rows if row["error"]]
+    assert all(sum(count for _, count in row["arrivals"]) == row["output_tokens"] for row in rows)

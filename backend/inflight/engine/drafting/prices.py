@@ -109,6 +109,10 @@ class DraftPrices:
             seconds = min(seconds, _OUTLIER * (base + slope * num_drafts))
         steps.add(num_drafts, seconds, num_sequences + num_accepted)
 
+    def passed(self) -> None:
+        """A step without drafts, from which nothing was learnt."""
+        self._without += 1
+
     def _believed(self, num_sequences: int) -> float:
         """Seconds of a draft token in those of a step of a size that was not seen yet: as at the closest one.
 

@@ -23,9 +23,11 @@ _FORGET = 0.98  # for each token that was tried
 _SITTING_OUT = 1.5
 _MAX_TENANTS = 1000  # whose experience is kept
 _PROBE_TOKENS = 128  # of a request without a draft, after which one token is tried whatever its chances
-# Looking things up in vain may take this share of the time; above it, requests without a draft pause.
-_MAX_SHARE = 0.005
+# What is done in vain may take this share of the time; above it, requests without a draft pause.
+_MAX_SHARE = 0.003
 _LONGEST_PAUSE = 64  # tokens
+_FRUITLESS = 16  # steps that accepted no draft token, after which pauses of the requests are rests for all
+_LONGEST_REST = 8  # steps
 _FADING = 0.95  # of what is known about the time that looking up takes, after each step
 
 
@@ -87,7 +89,10 @@ class ThriftyDrafter:
         self._hoped = 0  # tokens that a guesser that computes was to guess in this step
         self._clock = clock
         self._pause = 1
-        self._in_vain = self._seconds = 0.0  # of looking up, and of steps; both fade
+        self._fruitless = 0  # steps since one accepted a draft token
+        self._rest = 0  # steps to come for which nothing is done at all
+        self._spent = 0.0  # seconds on the step that is being made, looking up left out
+        self._in_vain = self._seconds = 0.0  # of what brought no draft, and of steps; both fade
 
     @property
     def active(self) -> bool:
@@ -95,24 +100,40 @@ class ThriftyDrafter:
 
     def begin(self, running: Sequence[Request]) -> None:
         """A step that may compute these is about to be made."""
+        if self._rest:
+            self.prices.room = 0
+            return
+        start = self._clock()
         self.prices.begin(len(running))
         if self._guesser.computes and self.prices.price >= 1.0:
             self.prices.room = min(1, self.prices.room)  # who probes must have a model catch up with its text
         self._hoped = 0
         self._guesser.begin(running, self._hope)
+        self._spent = self._clock() - start
 
     def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
-        if num_sequences:
-            self.prices.observe(num_sequences, num_drafts, self._step_accepted, seconds)
-        self._step_accepted = 0
         self._seconds = _FADING * self._seconds + seconds
         self._in_vain *= _FADING
+        if self._rest and not num_drafts:
+            self._rest -= 1
+            self.prices.passed()
+            return
+        start = self._clock()
+        if num_sequences:
+            self.prices.observe(num_sequences, num_drafts, self._step_accepted, seconds)
+        self._fruitless = 0 if self._step_accepted else self._fruitless + 1
+        self._step_accepted = 0
+        if not num_drafts:
+            self._in_vain += self._spent + self._clock() - start
+        self._spent = 0.0
         if self._in_vain > _MAX_SHARE * self._seconds:
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
             self._in_vain /= 2.0  # so much less, if that was it
         elif self._in_vain < _MAX_SHARE / 4 * self._seconds:
             self._pause = max(1, self._pause // 2)
+        if self._fruitless >= _FRUITLESS:
+            self._rest = min(_LONGEST_REST, self._pause) - 1
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         limit = min(limit, self._max_tokens, self.prices.room)

@@ -165,6 +165,25 @@ def test_a_sequence_whose_text_begins_to_repeat_gets_drafts_again() -> None:
     assert sum(drafted[-40:]) > 200
 
 
+def test_where_nothing_comes_of_it_most_steps_pass_without_a_look_until_the_text_repeats() -> None:
+    def slow_clock() -> float:
+        nonlocal now
+        now += 0.0005  # a twentieth of a step
+        return now
+
+    now = 0.0
+    drafter = ThriftyDrafter(CopyDrafts(SpeculativeConfig(method="suffix")), 24, clock=slow_clock)
+    fresh = list(range(30_000, 30_600))  # no token comes twice
+    active = []
+    begin = drafter.begin
+    drafter.begin = lambda running: (begin(running), active.append(drafter.active))  # type: ignore[method-assign,assignment]
+    _, _, drafted = serve([fresh + text("copies", 1)], lambda num_sequences, count: 0.01 + 0.001 * count, 700, drafter)
+    assert sum(active[100:400]) < 300 / 6, "a rest is at most 7 of 8 steps"
+    began = next(step for step, count in enumerate(drafted) if count)
+    assert began < 600 - 200 + 150 + 64, "it repeats, and the longest pause is over"
+    assert all(active[began + 24 :]) and sum(drafted[began + 24 :]) > 200
+
+
 def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> None:
     drafter = make_drafter()
     period = list(range(1, 30))
