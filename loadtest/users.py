@@ -7,6 +7,7 @@ under the request's type.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ class RequestFeed:
         """Start over at the first request; Locust calls it for every test that it starts."""
         self._jobs = self.options.jobs()
         # Generating a prompt during the load would delay other users.
-        ahead = [job for job, _ in zip(self._jobs, range(_PREPARED))]
+        ahead = list(itertools.islice(self._jobs, _PREPARED))
         self._ready = [(job, self._prompts.make(job)) for job in reversed(ahead)]
         self._open, self._sent, self._ended, self.begun = 0, 0, False, time.time()
         self._write({"begun": self.begun})

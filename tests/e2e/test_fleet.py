@@ -319,7 +319,7 @@ class Load(threading.Thread):
 class Locust:
     """Locust's users before one front, each with one request after the other, from its creation to `rows`."""
 
-    def __init__(self, front: Process, folder: Path, users: int = 2) -> None:
+    def __init__(self, front: Process, folder: Path, users: int = 1) -> None:
         folder.mkdir()
         self._record, self._log = folder / "record.jsonl", folder / "locust.log"
         options = {"host": front.url, "users": users, "spawn-rate": users, "stop-timeout": 120, "record": self._record}

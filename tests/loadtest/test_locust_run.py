@@ -280,3 +280,16 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> 
         assert process.poll() is None, "the load test ended by itself"
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_every_request_of_a_long_load_is_handed_out_once() -> None:
+    """Also where those end that were prepared ahead.  In a process of its own, because Locust patches sockets."""
+    script = """
+from loadtest.options import LoadOptions
+from loadtest.users import RequestFeed
+feed = RequestFeed(LoadOptions(scenario="uniform", requests=600), None, None)
+feed.start()
+print([taken[0].index for taken in iter(feed.take, None)])
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == list(range(600))
