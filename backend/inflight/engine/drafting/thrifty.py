@@ -26,7 +26,7 @@ _PROBE_TOKENS = 128  # of a request without a draft, after which one token is tr
 # What is done in vain may take this share of the time; above it, requests without a draft pause.
 _MAX_SHARE = 0.003
 _LONGEST_PAUSE = 64  # tokens
-_FRUITLESS = 16  # steps that accepted no draft token, after which pauses of the requests are rests for all
+_FRUITLESS = 16  # steps that accepted no draft token, after which all the work of one is in vain, and pauses are rests
 _LONGEST_REST = 8  # steps
 _FADING = 0.95  # of what is known about the time that looking up takes, after each step
 
@@ -124,7 +124,7 @@ class ThriftyDrafter:
             self.prices.observe(num_sequences, num_drafts, self._step_accepted, seconds)
         self._fruitless = 0 if self._step_accepted else self._fruitless + 1
         self._step_accepted = 0
-        if not num_drafts:
+        if self._fruitless >= _FRUITLESS:
             self._in_vain += self._spent + self._clock() - start
         self._spent = 0.0
         if self._in_vain > _MAX_SHARE * self._seconds:
@@ -132,7 +132,7 @@ class ThriftyDrafter:
             self._in_vain /= 2.0  # so much less, if that was it
         elif self._in_vain < _MAX_SHARE / 4 * self._seconds:
             self._pause = max(1, self._pause // 2)
-        if self._fruitless >= _FRUITLESS:
+        if self._fruitless >= _FRUITLESS and not self._guesser.computes:  # one that computes does so where it pays
             self._rest = min(_LONGEST_REST, self._pause) - 1
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
