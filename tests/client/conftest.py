@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 _CONFIG = 'backend: "python"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One xdist worker for the tests that share the server."""
     for item in items:

@@ -15,6 +15,7 @@ REPOSITORY = HERE.parents[1] / "model_repository"
 LOG_CHARACTERS = 6000  # of each server that a failure shows
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark this folder's tests, and keep them in one xdist worker, because they share a server."""
     for item in items:
