@@ -148,8 +148,9 @@ class ThriftyDrafter:
         if guess is not None and not count:
             count = int(self._probes(request, sequence))
         if guess is None or not count:
-            sequence.next_look = request.num_tokens + self._pause
-            self._in_vain += self._clock() - start
+            if not self._guesser.computes:  # what one that computes was not asked for took no time
+                sequence.next_look = request.num_tokens + self._pause
+                self._in_vain += self._clock() - start
             return ()
         sequence.match, sequence.last_draft = guess.match + num_unknown, request.num_tokens
         self.prices.room -= count
@@ -191,8 +192,6 @@ class ThriftyDrafter:
         if room <= 0 or not request.num_output_tokens:
             return 0
         sequence = self._sequence(request)
-        if request.num_tokens < sequence.next_look:
-            return 0
         unknown = request.num_total_tokens - 1 - request.num_tokens
         guess = Guess([], [1.0] * (unknown + room), 0)
         count = self._worth(guess, unknown, request, sequence) or int(self._probes(request, sequence))

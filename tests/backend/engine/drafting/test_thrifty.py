@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.drafting.copying import CopyDrafts
+from inflight.engine.drafting.guesser import Guess
 from inflight.engine.drafting.prices import DraftPrices
 from inflight.engine.drafting.thrifty import ThriftyDrafter
 from inflight.engine.request import Request
@@ -182,6 +184,46 @@ def test_where_nothing_comes_of_it_most_steps_pass_without_a_look_until_the_text
     began = next(step for step, count in enumerate(drafted) if count)
     assert began < 600 - 200 + 150 + 64, "it repeats, and the longest pause is over"
     assert all(active[began + 24 :]) and sum(drafted[began + 24 :]) > 200
+
+
+class WrongModel:
+    """A guesser that computes, and is never right."""
+
+    computes = True
+
+    def __init__(self) -> None:
+        self._wanted: dict[Request, int] = {}
+
+    def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
+        self._wanted = {request: count for request in running if (count := hope(request))}
+
+    def guess(self, request: Request, limit: int) -> Guess | None:
+        count = min(limit, self._wanted.get(request, 0))
+        return Guess([-1] * count, [1.0] * count, 0) if count else None
+
+    def ended(self, request: Request) -> None:
+        pass
+
+
+@pytest.mark.parametrize("busy_from", [0, 30, 60, 100])  # step
+@pytest.mark.parametrize("seconds_a_token", [0.002, 0.02])  # for a step of 10 ms: it may pay, and it cannot
+def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_token: float, busy_from: int) -> None:
+    """Only looking up a text, which costs time whenever it is done, has pauses between."""
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.05 * (steps >= busy_from)
+        return now
+
+    def machine(num_sequences: int, num_drafts: int) -> float:
+        nonlocal steps
+        steps += 1
+        return 0.01 + seconds_a_token * num_drafts
+
+    now, steps = 0.0, 0
+    _, _, drafted = serve([list(range(3000))], machine, 1000, ThriftyDrafter(WrongModel(), 24, clock=clock))
+    tried = [0, *(step for step, count in enumerate(drafted) if count), len(drafted)]
+    assert max(late - early for early, late in itertools.pairwise(tried)) <= 130
 
 
 def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> None:
