@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,28 @@ def sockets_of(server: TritonServer) -> list[str]:
     return [line[-1] for line in lines if f"socket:[{line[6]}]" in inodes]
 
 
+def wait_while_it_talks(stub: int) -> None:
+    """Until right after its threads asked Triton, every 70 ms, which requests were cancelled.
+
+    A stub that dies with a lock of the memory that it shares with Triton 24.10 takes the server along.
+    """
+
+    def running() -> tuple[bool, int]:
+        """Whether a thread runs, and how often one of them went to sleep so far."""
+        found = [status.read_text() for status in Path(f"/proc/{stub}/task").glob("*/status")]
+        switches = sum(int(line.split()[1]) for text in found for line in text.splitlines() if "ctxt_switches" in line)
+        return any("State:\tS" not in text for text in found), switches
+
+    seen = [running()]
+
+    def paused() -> bool:
+        time.sleep(0.01)
+        seen.append(running())
+        return len(seen) > 2 and not seen[-1][0] and seen[-3][1] < seen[-2][1] == seen[-1][1]
+
+    wait_for(paused)
+
+
 def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(pair: TritonServer) -> None:
     """Last: Triton 24.10 does not restart a stub, and its streams hang."""
     alone = tokens_of(pair, "alone", 600)
@@ -171,6 +194,7 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
         victim, survivor = sorted(seen, key=lambda pid: seen[pid]["frontend"]["open_requests"])
         expected = seen[survivor]["frontend"]["open_requests"]
         assert 0 < expected < STREAMS
+        wait_while_it_talks(victim)
         os.kill(victim, signal.SIGKILL)
         os.kill(engine, signal.SIGKILL)
 
