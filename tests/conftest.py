@@ -1,7 +1,9 @@
-"""Shared by all tests: threads per process, and the Triton language's interpreter where there is no GPU."""
+"""Shared by all tests: threads per process, the Triton language's interpreter where there is no GPU, and no time limits
+of hypothesis."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,3 +20,10 @@ def environment(has_gpu: bool, cores: int) -> dict[str, str]:
 
 for name, value in environment(Path("/dev/nvidiactl").exists(), len(os.sched_getaffinity(0))).items():
     os.environ.setdefault(name, value)
+
+with contextlib.suppress(ImportError):  # where only the tests of the GPU run
+    from hypothesis import HealthCheck, settings
+
+    # An example takes as long as a busy machine wants.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
