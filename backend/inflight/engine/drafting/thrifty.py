@@ -87,6 +87,7 @@ class ThriftyDrafter:
         self.counts = DraftCounts(at=[0] * max_tokens)
         self._step_accepted = 0
         self._hoped = 0  # tokens that a guesser that computes was to guess in this step
+        self._asked: set[Request] = set()  # requests for which it was to guess them
         self._clock = clock
         self._pause = 1
         self._fruitless = 0  # steps since one accepted a draft token
@@ -108,6 +109,7 @@ class ThriftyDrafter:
         if self._guesser.computes and self.prices.price >= 1.0:
             self.prices.room = min(1, self.prices.room)  # who probes must have a model catch up with its text
         self._hoped = 0
+        self._asked.clear()
         self._guesser.begin(running, self._hope)
         self._spent = self._clock() - start
 
@@ -148,7 +150,7 @@ class ThriftyDrafter:
         if guess is not None and not count:
             count = int(self._probes(request, sequence))
         if guess is None or not count:
-            if not self._guesser.computes:  # what one that computes was not asked for took no time
+            if not self._guesser.computes or request in self._asked:  # else nothing was done
                 sequence.next_look = request.num_tokens + self._pause
                 self._in_vain += self._clock() - start
             return ()
@@ -192,9 +194,13 @@ class ThriftyDrafter:
         if room <= 0 or not request.num_output_tokens:
             return 0
         sequence = self._sequence(request)
+        if request.num_tokens < sequence.next_look:
+            return 0
         unknown = request.num_total_tokens - 1 - request.num_tokens
         guess = Guess([], [1.0] * (unknown + room), 0)
         count = self._worth(guess, unknown, request, sequence) or int(self._probes(request, sequence))
+        if count:
+            self._asked.add(request)
         self._hoped += count
         return count
 

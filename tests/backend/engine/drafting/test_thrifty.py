@@ -208,7 +208,7 @@ class WrongModel:
 @pytest.mark.parametrize("busy_from", [0, 30, 60, 100])  # step
 @pytest.mark.parametrize("seconds_a_token", [0.002, 0.02])  # for a step of 10 ms: it may pay, and it cannot
 def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_token: float, busy_from: int) -> None:
-    """Only looking up a text, which costs time whenever it is done, has pauses between."""
+    """One that was not asked has done nothing that a pause would save."""
 
     def clock() -> float:
         nonlocal now
@@ -224,6 +224,22 @@ def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_to
     _, _, drafted = serve([list(range(3000))], machine, 1000, ThriftyDrafter(WrongModel(), 24, clock=clock))
     tried = [0, *(step for step, count in enumerate(drafted) if count), len(drafted)]
     assert max(late - early for early, late in itertools.pairwise(tried)) <= 130
+
+
+def test_a_model_that_fails_is_asked_seldom() -> None:
+    """Each time it may compute a whole prompt in vain."""
+
+    class FailingModel(WrongModel):
+        num_asked = 0
+
+        def guess(self, request: Request, limit: int) -> None:
+            self.num_asked += request in self._wanted
+
+    model = FailingModel()
+    now = itertools.count(step=0.05)  # five steps
+    drafter = ThriftyDrafter(model, 24, clock=lambda: next(now))
+    serve([list(range(3000))], lambda num_sequences, num_drafts: 0.01, 1000, drafter)
+    assert 1000 / 128 <= model.num_asked <= 1000 / 32
 
 
 def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> None:
