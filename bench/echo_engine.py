@@ -19,7 +19,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.frontends import Frontend, Frontends, Inbox, accept_into, read_into
+from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, accept_into, read_into
 from inflight.engine.messages import EngineReady
 from inflight.engine.pulse import Pulse, PulsingRunner
 from inflight.engine.step import SchedulerOutput, StepOutput

@@ -33,7 +33,7 @@ import make_copier
 import msgspec
 
 from inflight.engine.core import EngineCore
-from inflight.engine.drafting.thrifty import ThriftyDrafter
+from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
 from inflight.worker import settle_garbage_collector
 
 VOCAB = 32000

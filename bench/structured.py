@@ -23,7 +23,7 @@ import numpy as np
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.holding import HELD_POLL_SECONDS
+from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import MaskJob, mask_words

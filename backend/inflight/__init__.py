@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight.engine.sampling_params import SamplingParams
-    from inflight.frontend.structured_outputs import grammar
+    from inflight.frontend.request.structured_outputs import grammar
     from inflight.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__", "grammar"]
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "LLM": "inflight.llm",
     "SamplingParams": "inflight.engine.sampling_params",
-    "grammar": "inflight.frontend.structured_outputs",
+    "grammar": "inflight.frontend.request.structured_outputs",
 }
 _BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers"}
 

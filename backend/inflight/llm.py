@@ -12,17 +12,17 @@ import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.holding import HELD_POLL_SECONDS
+from inflight.engine.held_requests import HELD_POLL_SECONDS
+from inflight.engine.logprobs import TokenLogprobs
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.token_logprobs import TokenLogprobs
-from inflight.frontend.contract import ParsedRequest
 from inflight.frontend.errors import RequestError
-from inflight.frontend.generation_defaults import generation_defaults
-from inflight.frontend.limits import Limits
-from inflight.frontend.outputs import SequenceOutput, sequence_outputs
-from inflight.frontend.python_prompts import Prompt, is_prompt, read_prompt
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
+from inflight.frontend.request.contract import ParsedRequest
+from inflight.frontend.request.generation_config import generation_defaults
+from inflight.frontend.request.limits import Limits
+from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.llm_prompts import Prompt, is_prompt, read_prompt
 from inflight.runner.pipeline import make_runner
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]

@@ -28,29 +28,29 @@ if "inflight" not in sys.modules:
 import triton_python_backend_utils as pb_utils
 
 from inflight.config import EngineConfig
-from inflight.frontend import triton_bridge as bridge
-from inflight.frontend.admin import AdminKey
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import RequestParser
-from inflight.frontend.control import Control, control_of, relay
-from inflight.frontend.departure import Departure
-from inflight.frontend.drain import Drain
-from inflight.frontend.engine_group import find_group
+from inflight.frontend import triton as bridge
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.engine_client.device_placement import placement
+from inflight.frontend.engine_client.shared_engine import find_group
+from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
-from inflight.frontend.fingerprint import checkpoint_id
-from inflight.frontend.intake import Intake
-from inflight.frontend.metrics import NoMetrics
-from inflight.frontend.origin import check_origin
-from inflight.frontend.pacing import pacing_for
-from inflight.frontend.placement import placement
-from inflight.frontend.server_probe import ServerProbe
-from inflight.frontend.state_page import StatePage
-from inflight.frontend.status import Identity, Status
-from inflight.frontend.streams import Streams
-from inflight.frontend.supervisor import Supervisor
-from inflight.frontend.tally import Tally
-from inflight.frontend.text import Tokenizer
-from inflight.frontend.text_questions import TextQuestions, facts
+from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.lifecycle.instance_registry import StatePage
+from inflight.frontend.lifecycle.model_json_trust import check_origin
+from inflight.frontend.lifecycle.server_probe import ServerProbe
+from inflight.frontend.lifecycle.unload_detector import Departure
+from inflight.frontend.operator.admin_key import AdminKey
+from inflight.frontend.operator.control import Control, control_of, relay
+from inflight.frontend.operator.counters import Tally
+from inflight.frontend.operator.metrics import NoMetrics
+from inflight.frontend.operator.status import Identity, Status
+from inflight.frontend.operator.tokenize_api import TextQuestions, facts
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.pacing import pacing_for
+from inflight.frontend.request.contract import RequestParser
+from inflight.frontend.request.tokenize_pool import Intake
+from inflight.frontend.text.tokenizer import Tokenizer
 
 _DRAIN = "drain"  # what instances tell each other
 

@@ -2,8 +2,9 @@
 
 Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`; with
 `--spare` a second one of any content follows when the checkpoint is to be loaded.
-The owner is the one frontend (`frontend/engine_process.py`), and `engine/messages.py` goes both ways; or, with
-`--shared`, it is the keeper (`frontend/keeper.py`), and the pipe brings the descriptors of the frontends' pipes.
+The owner is the one frontend (`frontend/engine_client/engine_process.py`), and `engine/messages.py` goes both ways; or,
+with `--shared`, it is the daemon of a shared engine (`frontend/engine_client/shared_engine_daemon.py`), and the pipe
+brings the descriptors of the frontends' pipes.
 The process exits on `Shutdown`, when its owner's pipe closes, and when loading or a step fails.
 """
 
@@ -27,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.engine_stats import engine_stats
-from inflight.engine.frontends import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
-from inflight.engine.holding import HELD_POLL_SECONDS
+from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
+from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -42,6 +42,7 @@ from inflight.engine.messages import (
     RequestFailed,
 )
 from inflight.engine.pulse import Pulse, PulsingRunner
+from inflight.engine.stats import engine_stats
 from inflight.runner.cpu_threads import available_cpus
 
 if TYPE_CHECKING:

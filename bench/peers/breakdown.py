@@ -17,7 +17,7 @@ from inflight.attention.base import current_batch
 from inflight.kernels.cpu.linear import PackedWeight, linear
 
 if TYPE_CHECKING:
-    from inflight.loading.native_decoder import NativeDecoder
+    from inflight.loading.forward.native_decoder import NativeDecoder
 
 
 class TimedDecoder:

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.errors import RequestError
 
 DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")

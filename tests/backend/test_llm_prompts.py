@@ -14,11 +14,11 @@ from checkpoints import make_checkpoint
 
 from inflight import LLM, SamplingParams
 from inflight.config import ConfigError, EngineConfig
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import RequestParser, WireRequest
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.generation_defaults import generation_defaults
-from inflight.frontend.text import Tokenizer, TokenizerError
+from inflight.frontend.request.contract import RequestParser, WireRequest
+from inflight.frontend.request.generation_config import generation_defaults
+from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 from inflight.hub import CheckpointFileError, checkpoint_file
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
@@ -181,7 +181,7 @@ class TestWithoutATokenizer:
 OFFLINE = """
 import sys
 from inflight import LLM, SamplingParams
-from inflight.frontend.chat import ChatTemplate
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.hub import checkpoint_file
 llm = LLM("acme/tiny", dtype="float32", kv_cache_memory="16MiB", max_model_len=64)
 print(llm.generate("Return a list of", SamplingParams(temperature=0.0, max_tokens=5))[0].outputs[0].token_ids)

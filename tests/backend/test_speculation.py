@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from inflight import LLM, SamplingParams
 from inflight.config import ConfigError
-from inflight.engine.drafting.prices import DraftPrices
+from inflight.engine.drafting.draft_cost import DraftPrices
 from inflight.grammars.spec import GrammarSpec
 from inflight.loading.errors import LoadError
 

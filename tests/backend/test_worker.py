@@ -17,7 +17,7 @@ from drafters import add_gate
 from engine_rig import Info, make_core
 
 from inflight.config import EngineConfig
-from inflight.engine.frontends import Frontend, Frontends, Joined
+from inflight.engine.frontend_channels import Frontend, Frontends, Joined
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,

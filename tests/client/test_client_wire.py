@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
-from inflight.frontend.contract import INPUTS
+from inflight.frontend.request.contract import INPUTS
 from inflight_client import InvalidRequestError, Logprob, ServerError, UnavailableError
 from inflight_client.request import GenerationRequest
 from inflight_client.wire import chunk_of, grpc_columns, grpc_request, http_body, http_columns, http_error

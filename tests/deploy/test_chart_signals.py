@@ -20,7 +20,7 @@ from charts import (
 )
 from promql import names_in
 
-from inflight.frontend.metric_specs import GAUGE, METRICS
+from inflight.frontend.operator.metric_specs import GAUGE, METRICS
 
 SPECS = {spec.name: spec for spec in METRICS}
 # docs/proposals/003-model-server-protocol of kubernetes-sigs/gateway-api-inference-extension, column vLLM.

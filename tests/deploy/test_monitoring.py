@@ -10,7 +10,7 @@ import pytest
 import yaml
 from promql import ALERTS, DASHBOARD, DEPLOY, expressions, names_in
 
-from inflight.frontend.metric_specs import COUNTED, HISTOGRAM, METRICS
+from inflight.frontend.operator.metric_specs import COUNTED, HISTOGRAM, METRICS
 
 SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
 

@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import write_repository
 
-from inflight.frontend.state_page import children_of, states_of
+from inflight.frontend.lifecycle.instance_registry import children_of, states_of
 from inflight_client import Client, RetryPolicy, UnavailableError
 from inflight_tools.admin import grpc_metadata
 from inflight_tools.launcher import TritonServer

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, Responses, gauges, post, server_sent_events
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight_tools.launcher import TritonServer
 
 OPTIONS = {

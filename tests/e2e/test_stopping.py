@@ -18,7 +18,7 @@ from fake_repository import write_repository
 from supervisor_rig import wait_for
 from wire import GrpcStream, Responses
 
-from inflight.frontend.state_page import states_of
+from inflight.frontend.lifecycle.instance_registry import states_of
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children
 

@@ -233,7 +233,7 @@ def renderer_of(server: TritonServer) -> int:
     (pid,) = [
         pid
         for pid in session_members(server.process.pid)
-        if b"inflight.frontend.template_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"inflight.frontend.chat.render_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return pid
 

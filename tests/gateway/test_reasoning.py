@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scripted_client import ScriptedClient
 from tokenizers import AddedToken, Tokenizer
 
-from inflight.frontend.structured_outputs import structured_outputs
+from inflight.frontend.request.structured_outputs import structured_outputs
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight_client import ChoiceDelta, StreamChunk, tool_calls

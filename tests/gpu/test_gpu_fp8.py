@@ -23,9 +23,9 @@ from torch import nn
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import checks
-from inflight.loading.checks import Reference, reference
-from inflight.loading.fp8_linear import Fp8Linear, product
+from inflight.loading.check import load_check as checks
+from inflight.loading.check.load_check import Reference, reference
+from inflight.loading.forward.fp8_linear import Fp8Linear, product
 from inflight.loading.loader import LoadedModel, load
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps

@@ -17,8 +17,8 @@ from checkpoints import make_checkpoint
 from offline import make_core, run
 
 from inflight.attention.base import KVCache
+from inflight.device.host_cache import StagedHostCache, host_cache_of
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner.swap import StagedHostCache, host_cache_of
 
 
 def test_swapped_blocks_come_back() -> None:

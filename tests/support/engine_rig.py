@@ -21,7 +21,7 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
-from inflight.engine.rope_choice import RopeChoice
+from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars

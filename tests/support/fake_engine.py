@@ -38,6 +38,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -55,7 +56,6 @@ from inflight.engine.messages import (
 )
 from inflight.engine.pulse import Pulse
 from inflight.engine.step import NewRow, SchedulerOutput
-from inflight.engine.token_logprobs import Logprobs
 
 VOCAB_SIZE = 2560
 EOS = 0

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionBackend, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
-from inflight.loading import fp8_linear, loader
+from inflight.loading import loader
+from inflight.loading.forward import fp8_linear
 
 __all__ = ["Fp8Reference", "fp8_twins"]
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.contract import ParsedRequest
-from inflight.frontend.resume import Ended
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.request.contract import ParsedRequest
+from inflight.frontend.request.resume import Ended
+from inflight.frontend.text.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parents[1]
 CHECKPOINT = TESTS.parent / "model_repository" / "demo" / "1" / "checkpoint"

@@ -17,7 +17,7 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.kernels.gpu import gpu_sampler
 from inflight.loading import loader
-from inflight.loading.acceleration import use_ops
+from inflight.loading.forward.acceleration import use_ops
 from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
 from inflight.runner import graphs

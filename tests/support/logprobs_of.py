@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.engine.token_logprobs import TokenLogprobs
+from inflight.engine.logprobs import TokenLogprobs
 from inflight.sampling import SamplerOutput
 
 __all__ = ["logprobs_of"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.config import EngineConfig
+from inflight.device.device_queue import DeviceQueue
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner.device_queue import DeviceQueue
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.pipeline import make_runner
 

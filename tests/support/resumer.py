@@ -12,11 +12,11 @@ import numpy as np
 from frontend_rig import RecordingClient, RecordingStats
 
 from inflight.engine.core import EngineCore
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, SequenceDelta, StepMessage, StepStats
-from inflight.engine.token_logprobs import Logprobs
-from inflight.frontend.contract import RequestParser, WireRequest
-from inflight.frontend.streams import Streams
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.request.contract import RequestParser, WireRequest
+from inflight.frontend.text.tokenizer import Tokenizer
 
 FLAGS = ("return_token_ids", "return_finish_reason", "return_logprobs", "return_log_probs", "return_num_output_tokens")
 _STATS = StepStats(1, 0, 0, 1, 9, 0, 0, 0, 1, 1, 0.001)

@@ -13,10 +13,10 @@ from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_toke
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import DumpTrace
-from inflight.frontend.engine_group import EngineGroup
-from inflight.frontend.restarts import RestartPolicy
-from inflight.frontend.streams import Streams
-from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.engine_client.restart_policy import RestartPolicy
+from inflight.frontend.engine_client.shared_engine import EngineGroup
+from inflight.frontend.engine_client.supervisor import Supervisor
+from inflight.frontend.output.output_processor import Streams
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("the list of names")

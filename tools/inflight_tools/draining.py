@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from inflight.frontend.state_page import children_of, states_of
+from inflight.frontend.lifecycle.instance_registry import children_of, states_of
 from inflight_tools.processes import STUB_NAME, children
 
 __all__ = ["drain_models"]

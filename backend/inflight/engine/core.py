@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
-from inflight.engine.intake import ModelInfo, make_sequences, refusal
+from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import (
     AddRequest,
@@ -18,14 +18,14 @@ from inflight.engine.messages import (
     StepStats,
     TokenColumns,
 )
+from inflight.engine.policies.load_shedding import Shedding, tokens_of_a_row
 from inflight.engine.policies.selection import make_policies
-from inflight.engine.queue_caps import QueueCaps
+from inflight.engine.queue_limits import QueueCaps
 from inflight.engine.request import Request, Status
+from inflight.engine.request_factory import ModelInfo, make_sequences, refusal
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
-from inflight.engine.shedding import Shedding, tokens_of_a_row
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import StepTrace
-from inflight.engine.swap import SwapSpace
 
 __all__ = ["EngineCore", "ModelInfo", "Runner"]
 

@@ -1,62 +1,104 @@
-"""Puts a step's log probabilities into the news of its sequences.  No torch."""
+"""Log probabilities of tokens as flat arrays, from the sampler to the frontend: no Python object per entry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
-from inflight.engine.messages import SequenceDelta
-from inflight.engine.request import Request, Status
-from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.engine.token_logprobs import Logprobs
+import msgspec
+import numpy as np
 
-__all__ = ["add_logprobs"]
+__all__ = ["Logprobs", "TokenLogprobs"]
 
-# Triples of a prompt that a delta carries at most: the frontend takes deltas one by one, and others come between.
-_MAX_TRIPLES = 4096
-_NOTHING = Logprobs([0])  # nothing predicts the first token of a prompt
+# One generated or prompt token: (token_id, logprob, rank) triples, the token itself first, then
+# the top ones in order of falling log probability.  Rank 1 is the most likely token.
+TokenLogprobs = list[tuple[int, float, int]]
+
+_ID, _VALUE = np.dtype(np.int32), np.dtype(np.float32)
+_SIZE = 4  # bytes of an element of each array
 
 
-def add_logprobs(news: list[SequenceDelta], rows: Sequence[Request], out: SchedulerOutput, step: StepOutput) -> None:
-    """Complete the deltas in `news`; a sequence with prompt log probabilities and no token gets a delta.
+class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """`TokenLogprobs` of consecutive tokens: as a sequence of them, and as arrays in native byte order.
 
-    Args:
-        rows: the requests of `out`, in its order.
+    Attributes:
+        counts: triples of each token; 0 for the first token of a prompt, which nothing predicts.
+        token_ids, ranks: int32, those of all tokens behind each other.
+        values: float32, likewise; not finite where the model's logits are not.
     """
-    delta_of = {(delta.request_id, delta.index): delta for delta in news}
-    pieces: list[SequenceDelta] = []
-    for row in step.logprobs.keys() | step.prompt_logprobs.keys():
-        request = rows[row]
-        delta = delta_of.get((request.request_id, request.index))
-        if delta is None:
-            if request.status is Status.FINISHED:
-                continue  # ended while the step ran
-            delta = SequenceDelta(request.request_id, request.index, [])
-        prompt_logprobs = _new_prompt_logprobs(request, row, out, step)
-        if prompt_logprobs is not None:
-            *parts, delta.prompt_logprobs = _split(prompt_logprobs)
-            pieces += [SequenceDelta(request.request_id, request.index, [], prompt_logprobs=part) for part in parts]
-        if delta.token_ids:
-            delta.logprobs = step.logprobs[row][: len(delta.token_ids)] if row in step.logprobs else None
-        elif delta.prompt_logprobs is not None:
-            news.append(delta)
-    news[:0] = pieces  # before the deltas that may end their sequences
 
+    counts: list[int] = []
+    token_ids: bytes = b""
+    values: bytes = b""
+    ranks: bytes = b""
 
-def _split(logprobs: Logprobs) -> list[Logprobs]:
-    """Parts of at most `_MAX_TRIPLES`, or of one token."""
-    size = max(1, _MAX_TRIPLES // max(1, *logprobs.counts))
-    return list(logprobs.split(min(size, len(logprobs) - start) for start in range(0, len(logprobs), size)))
+    @classmethod
+    def of(cls, entries: Iterable[TokenLogprobs]) -> Logprobs:
+        """From triples."""
+        entries = list(entries)
+        ids, values, ranks = zip(*chain.from_iterable(entries)) if any(entries) else ((), (), ())
+        return cls(
+            [len(entry) for entry in entries],
+            np.array(ids, dtype=_ID).tobytes(),
+            np.array(values, dtype=_VALUE).tobytes(),
+            np.array(ranks, dtype=_ID).tobytes(),
+        )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """The tokens of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            list(chain.from_iterable(part.counts for part in parts)),
+            b"".join(part.token_ids for part in parts),
+            b"".join(part.values for part in parts),
+            b"".join(part.ranks for part in parts),
+        )
 
-def _new_prompt_logprobs(request: Request, row: int, out: SchedulerOutput, step: StepOutput) -> Logprobs | None:
-    """Those not delivered yet: a preempted request computes its prompt twice."""
-    entries = step.prompt_logprobs.get(row)
-    if entries is None:
-        return None
-    end = min(out.num_computed_tokens[row] + out.num_scheduled_tokens[row] + 1, request.num_prompt_tokens)
-    start = end - len(entries)  # prompt index that entries[0] speaks of
-    new = entries[max(0, request.num_prompt_logprobs - start) :]
-    if request.num_prompt_logprobs == 0:
-        new = Logprobs.joined([_NOTHING, new])
-    request.num_prompt_logprobs = max(request.num_prompt_logprobs, end)
-    return new if len(new) else None
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        triples = zip(*(array.tolist() for array in self.arrays()))
+        return ([next(triples) for _ in range(count)] for count in self.counts)
+
+    def __getitem__(self, tokens: slice) -> Logprobs:
+        """Those of consecutive tokens."""
+        first, end, _ = tokens.indices(len(self))
+        if first == 0 and end == len(self):
+            return self
+        start = _SIZE * sum(self.counts[:first])
+        stop = start + _SIZE * sum(self.counts[first:end])
+        return Logprobs(
+            self.counts[first:end], self.token_ids[start:stop], self.values[start:stop], self.ranks[start:stop]
+        )
+
+    def split(self, sizes: Iterable[int]) -> Iterator[Logprobs]:
+        """Parts of so many tokens each, in order."""
+        ends = [0, *accumulate(self.counts)]
+        first = 0
+        for size in sizes:
+            start, stop = _SIZE * ends[first], _SIZE * ends[first + size]
+            yield Logprobs(
+                self.counts[first : first + size],
+                self.token_ids[start:stop],
+                self.values[start:stop],
+                self.ranks[start:stop],
+            )
+            first += size
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, log probabilities and ranks of all triples."""
+        return (
+            np.frombuffer(self.token_ids, dtype=_ID),
+            np.frombuffer(self.values, dtype=_VALUE),
+            np.frombuffer(self.ranks, dtype=_ID),
+        )
+
+    def first_values(self) -> list[float]:
+        """Log probability of each token itself; every token has one."""
+        counts = np.array(self.counts, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        return np.frombuffer(self.values, dtype=_VALUE)[starts].tolist()

@@ -11,8 +11,8 @@ from typing import Any, Union
 
 import msgspec
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.token_logprobs import Logprobs
 
 __all__ = [
     "REQUESTS_PER_FRONTEND",

@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inflight.engine.drafting.guard import observed, proposed
-from inflight.engine.failed_step import lost_requests
-from inflight.engine.holding import HeldRequests
+from inflight.engine.delta_logprobs import add_logprobs
+from inflight.engine.drafting.safe_drafter import observed, proposed
+from inflight.engine.held_requests import HeldRequests
+from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.logprobs import add_logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.policies.base import NotYet, Policies
 from inflight.engine.pool_without import PoolWithout
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
-from inflight.engine.swap import SwapSpace
+from inflight.engine.step_failures import lost_requests
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 

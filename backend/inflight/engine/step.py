@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.token_logprobs import Logprobs
 
 __all__ = ["NewRow", "SchedulerOutput", "StepOutput"]
 

@@ -24,28 +24,28 @@ from torch import nn
 from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
 from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.rope_choice import RopeChoice
+from inflight.device.host_cache import HostCache, host_cache_of
+from inflight.device.memory import DeviceMeter, available_memory, meter_of
+from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
-from inflight.loading.acceleration import CannotQuantize, accelerate
-from inflight.loading.check_cases import Case, blocks_of, cases, position_limits, that_fit
-from inflight.loading.checkpoint import dtype_of, eos_token_ids, max_model_len, read_config
-from inflight.loading.checks import EXACT, LoadCheck, Reference, reference, tolerance
+from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
+from inflight.loading.check.float32_reference import can_run_in_float32
+from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
+from inflight.loading.checkpoint.config import dtype_of, eos_token_ids, max_model_len, read_config
+from inflight.loading.checkpoint.kv_scales import kv_scales
+from inflight.loading.checkpoint.quant_method import loader_of
+from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.errors import LoadError, in_models_code
-from inflight.loading.fp8_linear import check_device
+from inflight.loading.forward.acceleration import CannotQuantize, accelerate
+from inflight.loading.forward.fp8_linear import check_device
+from inflight.loading.forward.last_logits import KeepsLogits
+from inflight.loading.forward.rotary import RequestRotary, attach_request_rotary
 from inflight.loading.grammars import checkpoint_grammars
-from inflight.loading.in_float32 import can_run_in_float32
-from inflight.loading.keeps_logits import KeepsLogits
-from inflight.loading.kv_scales import kv_scales
-from inflight.loading.largest_step import largest_step
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.probe import probe
-from inflight.loading.quantized import loader_of
-from inflight.loading.rotary import RequestRotary, attach_request_rotary
-from inflight.loading.weights import check_weights_fit
-from inflight.runner.memory import DeviceMeter, available_memory, meter_of
-from inflight.runner.swap import HostCache, host_cache_of
+from inflight.loading.profile_step import largest_step
+from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
 

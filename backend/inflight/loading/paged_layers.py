@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from inflight.attention.base import AttentionBackend, KVCache, LayerAttention, LayerSpec
-from inflight.loading.kv_scales import KVScales
+from inflight.loading.checkpoint.kv_scales import KVScales
 
 __all__ = ["PagedLayers"]
 

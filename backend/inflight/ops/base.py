@@ -3,7 +3,7 @@
 Between two matrix products a decoder does little arithmetic on much memory: norms, rotary embedding, the
 MLP's gate.  On a GPU a kernel in the Triton language does each in one pass over its operands; the reference
 uses torch.  Both compute in float32, whatever the dtype of the inputs, and agree up to rounding.  (On a CPU
-a whole decoder is one native call: `loading/native_decoder.py`.)
+a whole decoder is one native call: `loading/forward/native_decoder.py`.)
 """
 
 from __future__ import annotations

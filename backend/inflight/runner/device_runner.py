@@ -21,14 +21,14 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
+from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
+from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import LoadedModel, load
 from inflight.runner import cpu_threads
 from inflight.runner.batch_state import BatchState
-from inflight.runner.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.graphs import Padding, decode_graphs
-from inflight.runner.memory import attempt
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
 from inflight.runner.row_faults import RowFaults, fail_rows
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.loading.checkpoint import max_model_len, read_config
+from inflight.loading.checkpoint.config import max_model_len, read_config
 from inflight.loading.errors import LoadError
 from inflight.speculative import SpeculativeConfig
 

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionBackend
 from inflight.config import EngineConfig
+from inflight.device.memory import DeviceMeter, format_bytes
 from inflight.loading.memory_plan import graph_bytes
-from inflight.runner.memory import DeviceMeter, format_bytes
 from inflight.runner.step_inputs import StepSize
 
 __all__ = [

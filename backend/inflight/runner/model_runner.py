@@ -10,19 +10,19 @@ from torch import Tensor
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
+from inflight.device.host_cache import HostCache
+from inflight.device.memory import Outcome, attempt
+from inflight.device.upload import upload
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import load
 from inflight.runner import cpu_threads
 from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.forward_pass import ForwardPass
-from inflight.runner.memory import Outcome, attempt
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults, fail_rows, run_without_faulty_rows
 from inflight.runner.step_output import step_output
-from inflight.runner.swap import HostCache
 from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
 from inflight.sampling.rules import rules_of
-from inflight.sampling.upload import upload
 
 __all__ = ["ModelRunner"]
 

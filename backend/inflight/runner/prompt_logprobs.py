@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.step import SchedulerOutput
-from inflight.engine.token_logprobs import Logprobs
 from inflight.runner.batch_state import BatchState
 from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.token_logprobs import Logprobs
+from inflight.engine.logprobs import Logprobs
 from inflight.sampling.candidates import top_candidates
 
 __all__ = ["PendingLogprobs", "prompt_logprobs", "token_logprobs"]

@@ -10,8 +10,8 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling.logprobs import PendingLogprobs
 from inflight.sampling.rules import LogitsEdit, LogitsMask
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.device.upload import upload
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.native import native_choose
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.rules import RULES, LogitsMask, LogitsRule, Put, RowBatch
-from inflight.sampling.upload import upload
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 

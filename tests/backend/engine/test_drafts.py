@@ -6,7 +6,7 @@ import pytest
 from drafters import HashDrafter
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
-from inflight.engine.token_logprobs import Logprobs
+from inflight.engine.logprobs import Logprobs
 
 
 def drafted(kind: str, length: int = 4, info: Info | None = None, **options):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.core import EngineCore
-from inflight.engine.frontends import (
+from inflight.engine.frontend_channels import (
     Frontend,
     Frontends,
     Joined,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from engine_rig import Info, add, make_core
 
-from inflight.engine import logprobs
+from inflight.engine import delta_logprobs as logprobs
+from inflight.engine.logprobs import Logprobs, TokenLogprobs
 from inflight.engine.messages import SequenceDelta, StepMessage, StepStats, decode_to_frontend, encode
 from inflight.engine.step import StepOutput
-from inflight.engine.token_logprobs import Logprobs, TokenLogprobs
 
 
 def entry(token: int, count: int) -> TokenLogprobs:

@@ -8,6 +8,7 @@ import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 from slots import SlotOwners
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import (
     AddRequest,
     SequenceDelta,
@@ -19,7 +20,6 @@ from inflight.engine.messages import (
 )
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
-from inflight.engine.token_logprobs import Logprobs
 
 
 def scheduled(core):

@@ -9,8 +9,8 @@ from engine_rig import Info, make_core, repeating_model
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.policies.load_shedding import _Pace
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.shedding import _Pace
 
 # Under each, a request that comes last is behind all that wait.
 ORDERS: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.core import EngineCore
+from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
 from inflight.engine.drafting.draft_model import DraftModel
 from inflight.engine.drafting.modelled import ModelDrafts
-from inflight.engine.drafting.thrifty import ThriftyDrafter
 
 METHODS: list[dict[str, Any]] = [
     {"method": "suffix"},

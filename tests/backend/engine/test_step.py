@@ -7,8 +7,8 @@ import pytest
 from drafters import HashDrafter
 from engine_rig import Info, add, make_core
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
-from inflight.engine.token_logprobs import Logprobs
 
 
 def through_the_wire(value):

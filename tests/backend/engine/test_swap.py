@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
+from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.cost_model import StepCost
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight.engine.swap import SwapSpace
 
 
 def running(pool: KVPool, num_tokens: int, token: int = 1) -> Request:

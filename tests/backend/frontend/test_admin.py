@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from inflight.frontend.admin import AdminKey
-from inflight.frontend.contract import WireRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.operator.admin_key import AdminKey
+from inflight.frontend.request.contract import WireRequest
 
 KEY = "0123456789abcdef"
 

@@ -23,8 +23,8 @@ from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
-from inflight.frontend.backlog import Backlog
-from inflight.frontend.streams import Streams
+from inflight.frontend.output.backpressure import Backlog
+from inflight.frontend.output.output_processor import Streams
 from inflight.grammars.spec import GrammarSpec
 
 LIMIT = 20

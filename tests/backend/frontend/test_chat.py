@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.frontend.chat import ChatTemplate, ChatTemplateError
-from inflight.frontend.text import TokenizerError
+from inflight.frontend.chat.chat_template import ChatTemplate, ChatTemplateError
+from inflight.frontend.text.tokenizer import TokenizerError
 
 MESSAGES = [{"role": "system", "content": "be  brief"}, {"role": "user", "content": "<b> 'héllo' 你 & \"x\""}]
 JSON = json.dumps(MESSAGES)

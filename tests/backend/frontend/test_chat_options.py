@@ -13,9 +13,9 @@ from frontend_rig import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.chat_options import ChatTemplateError, read_chat
-from inflight.frontend.template import Template
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.chat.messages import ChatTemplateError, read_chat
+from inflight.frontend.chat.renderer import Template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.text import Tokenizer
+from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = demo_tokenizer()
 CHAT = ChatTemplate.load(str(CHECKPOINT))

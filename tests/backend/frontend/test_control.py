@@ -11,10 +11,10 @@ import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 
 from inflight.engine.messages import Answer, Ask, DumpTrace, GetStats, decode_to_engine, decode_to_frontend, encode
-from inflight.frontend.contract import WireRequest
-from inflight.frontend.control import Control, control_of, relay
 from inflight.frontend.errors import RequestError
-from inflight.frontend.streams import Streams
+from inflight.frontend.operator.control import Control, control_of, relay
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.request.contract import WireRequest
 
 
 class Rig:

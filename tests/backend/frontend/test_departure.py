@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from inflight.frontend import departure as departures
-from inflight.frontend.departure import Departure
-from inflight.frontend.drain import Drain
-from inflight.frontend.server_probe import ServerProbe, listening_addresses
-from inflight.frontend.state_page import StatePage, children_of, states_of
+from inflight.frontend.lifecycle import unload_detector as departures
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.lifecycle.instance_registry import StatePage, children_of, states_of
+from inflight.frontend.lifecycle.server_probe import ServerProbe, listening_addresses
+from inflight.frontend.lifecycle.unload_detector import Departure
 
 
 class Streams:
@@ -122,7 +122,7 @@ def test_a_page_shows_the_state_while_it_is_open() -> None:
 
 def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
     program = (
-        "import sys\nfrom inflight.frontend.state_page import StatePage\n"
+        "import sys\nfrom inflight.frontend.lifecycle.instance_registry import StatePage\n"
         "page = StatePage(sys.argv[1])\nprint('up', flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", program]
@@ -130,7 +130,7 @@ def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
         subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in ("demo", "else")
     )
     find = (
-        "import sys, os\nfrom inflight.frontend.state_page import StatePage\n"
+        "import sys, os\nfrom inflight.frontend.lifecycle.instance_registry import StatePage\n"
         "print(StatePage('demo').predecessors(), flush=True)"
     )
     try:
@@ -170,7 +170,7 @@ def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch:
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     addresses = [server.server_address[:2] for server in servers]
-    monkeypatch.setattr("inflight.frontend.server_probe.listening_addresses", lambda pid: addresses)
+    monkeypatch.setattr("inflight.frontend.lifecycle.server_probe.listening_addresses", lambda pid: addresses)
     monkeypatch.setattr(Handler, "status", 400)
     assert ServerProbe("a model", "1", os.getpid()).is_ready() is False
     monkeypatch.setattr(Handler, "status", 403)

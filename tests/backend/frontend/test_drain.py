@@ -13,11 +13,11 @@ import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request
 
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.frontend.contract import WireRequest
-from inflight.frontend.control import Control
-from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError, error_of, with_hint
-from inflight.frontend.streams import Streams
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.operator.control import Control
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.request.contract import WireRequest
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("the list of names")

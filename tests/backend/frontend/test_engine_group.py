@@ -23,9 +23,9 @@ from frontend_rig import FAKE_ENGINE
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.engine_group import EngineGroup, SharedEngine, find_group, group_name
-from inflight.frontend.engine_process import EngineStartError
-from inflight.frontend.placement import num_sharing
+from inflight.frontend.engine_client.device_placement import num_sharing
+from inflight.frontend.engine_client.engine_process import EngineStartError
+from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine, find_group, group_name
 
 CONFIG = EngineConfig(model="fake")
 
@@ -243,7 +243,7 @@ def test_a_name_that_somebody_else_keeps_is_passed_over(place: Place) -> None:
 
 def test_the_keeper_of_another_user_is_passed_over(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(place.group("m_0"))
-    monkeypatch.setattr("inflight.frontend.keeper.peer_uid", lambda end: os.geteuid() + 1)
+    monkeypatch.setattr("inflight.frontend.engine_client.shared_engine_daemon.peer_uid", lambda end: os.geteuid() + 1)
     group = place.group("m_1")
     end = group._connect(0)
     assert end is not None
@@ -271,7 +271,7 @@ import json, os, sys
 from pathlib import Path
 sys.path[:0] = json.loads(sys.argv[1])
 from inflight.config import EngineConfig
-from inflight.frontend.engine_group import EngineGroup
+from inflight.frontend.engine_client.shared_engine import EngineGroup
 group = EngineGroup(EngineConfig(model="fake"), json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:6])
 print("here", flush=True)
 input()

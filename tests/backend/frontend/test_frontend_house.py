@@ -15,12 +15,14 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend import outbox, streams, supervisor
-from inflight.frontend.contract import INPUTS, OUTPUTS, ParsedRequest, TensorSpec
-from inflight.frontend.metric_specs import METRICS
-from inflight.frontend.placement import placement
-from inflight.frontend.streams import Streams
-from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.engine_client import send_buffer as outbox
+from inflight.frontend.engine_client import supervisor
+from inflight.frontend.engine_client.device_placement import placement
+from inflight.frontend.engine_client.supervisor import Supervisor
+from inflight.frontend.operator.metric_specs import METRICS
+from inflight.frontend.output import output_processor as streams
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.request.contract import INPUTS, OUTPUTS, ParsedRequest, TensorSpec
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,8 +32,8 @@ stub = types.ModuleType("triton_python_backend_utils")
 sys.modules[stub.__name__] = stub
 sys.path.insert(0, {backend!r})
 import inflight.model
-from inflight.frontend.text import Tokenizer
-from inflight.frontend.chat import ChatTemplate
+from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.frontend.chat.chat_template import ChatTemplate
 Tokenizer.load({checkpoint!r}).encode("text")
 ChatTemplate.load({checkpoint!r})
 heavy = sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transformers", "safetensors"}})
@@ -97,7 +99,7 @@ def test_no_tensor_is_declared_twice() -> None:
 
 
 def test_the_page_names_every_sampling_key() -> None:
-    from inflight.frontend.sampling_keys import _ALIASES, SAMPLING_KEYS
+    from inflight.frontend.request.sampling_keys import _ALIASES, SAMPLING_KEYS
 
     text = (ROOT / "docs" / "wire-contract.md").read_text(encoding="utf-8")
     known = {*SAMPLING_KEYS, *_ALIASES}

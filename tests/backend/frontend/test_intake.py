@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from frontend_rig import RecordingClient, demo_tokenizer
 
-from inflight.frontend.contract import ParsedRequest, WireRequest
 from inflight.frontend.errors import RequestError, refusal_of
-from inflight.frontend.intake import DIRECT_BYTES, Intake
+from inflight.frontend.request.contract import ParsedRequest, WireRequest
+from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, Intake
 
 
 class Opened:

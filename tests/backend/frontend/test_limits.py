@@ -9,9 +9,9 @@ import pytest
 from frontend_rig import CHECKPOINT, demo_tokenizer
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
+from inflight.frontend.request.contract import ParsedRequest, RequestParser, WireRequest
 
 TOKENIZER = demo_tokenizer()
 CHAT = ChatTemplate.load(str(CHECKPOINT))

@@ -10,9 +10,9 @@ from frontend_rig import demo_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.token_logprobs import Logprobs, TokenLogprobs
-from inflight.frontend.logprobs_json import entry_texts, joined_texts
-from inflight.frontend.text import Tokenizer
+from inflight.engine.logprobs import Logprobs, TokenLogprobs
+from inflight.frontend.text.logprobs_json import entry_texts, joined_texts
+from inflight.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = demo_tokenizer()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
-from inflight.engine.token_logprobs import Logprobs
-from inflight.frontend import metrics as module
-from inflight.frontend.counting import CountedHistogram, TokenGaps
-from inflight.frontend.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5
-from inflight.frontend.metrics import Metrics
+from inflight.frontend.operator import metrics as module
+from inflight.frontend.operator.histograms import CountedHistogram, TokenGaps
+from inflight.frontend.operator.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5
+from inflight.frontend.operator.metrics import Metrics
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.frontend.origin import check_origin, repositories
+from inflight.frontend.lifecycle.model_json_trust import check_origin, repositories
 
 CODE = [{"python_executable": "python3"}, {"trust_remote_code": True}, {"download_dir": "/anywhere"}]
 

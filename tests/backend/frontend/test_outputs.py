@@ -9,10 +9,10 @@ from frontend_rig import demo_tokenizer, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import SequenceDelta
-from inflight.engine.token_logprobs import Logprobs
-from inflight.frontend import outputs
-from inflight.frontend.outputs import SequenceOutput, sequence_outputs
+from inflight.frontend.output import response_tensors as outputs
+from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("Return 你", add_special_tokens=False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
-from inflight.frontend.pacing import Pacing, pacing_for
+from inflight.frontend.output.pacing import Pacing, pacing_for
 
 
 def steady(cores: int, num_streams: int, cost: float) -> Pacing:

@@ -16,10 +16,10 @@ from resumer import CoreEngine, Received, ScriptEngine, SteppedEngine, receive
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.resume import Ended
+from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.request.resume import Ended
 
 TOKENIZER = demo_tokenizer()
 VOCAB = TOKENIZER.size

@@ -19,8 +19,8 @@ from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 from inflight.config import EngineConfig
 from inflight.engine.messages import REQUESTS_PER_FRONTEND
 from inflight.engine.pulse import Pulse
-from inflight.frontend.engine_group import EngineGroup, SharedEngine
-from inflight.frontend.engine_process import EngineStartError
+from inflight.frontend.engine_client.engine_process import EngineStartError
+from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
 
 
 def make_rigs(folder: Path, turn_seconds: float = 30.0, **config: Any) -> list[SupervisorRig]:

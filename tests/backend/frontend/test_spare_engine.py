@@ -11,7 +11,7 @@ import pytest
 from fake_engine import echo
 from supervisor_rig import PROMPT, SupervisorRig, alive, tokens, wait_for
 
-from inflight.frontend import supervisor
+from inflight.frontend.engine_client import supervisor
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from frontend_rig import RecordingStats
 
 from inflight.engine.messages import EngineReady, StepMessage, StepStats
-from inflight.frontend.drain import Drain
 from inflight.frontend.errors import RequestError
-from inflight.frontend.status import Identity, Status
-from inflight.frontend.tally import Tally
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.operator.counters import Tally
+from inflight.frontend.operator.status import Identity, Status
 
 READY = EngineReady(
     max_model_len=64,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend import stop_strings
-from inflight.frontend.stop_strings import StopChecker, StopStrings
+from inflight.frontend.text import stop_strings
+from inflight.frontend.text.stop_strings import StopChecker, StopStrings
 
 
 def stopped(text: str, stop: list[str], include: bool) -> tuple[str, str | None]:

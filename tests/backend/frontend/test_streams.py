@@ -13,13 +13,13 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
-from inflight.engine.token_logprobs import Logprobs
 from inflight.frontend.errors import RequestError
-from inflight.frontend.open_stream import OpenStream
-from inflight.frontend.pacing import Pacing
-from inflight.frontend.resume import Ended
-from inflight.frontend.streams import Streams
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.pacing import Pacing
+from inflight.frontend.output.request_state import OpenStream
+from inflight.frontend.request.resume import Ended
 
 TOKENIZER = demo_tokenizer()
 STATS = StepStats(1, 0, 0, 1, 9, 0, 0, 1, 1, 1, 0.001)
@@ -561,7 +561,7 @@ def test_a_tokenizer_panic_affects_no_other_stream(rig: Rig) -> None:
 def test_a_stream_whose_creation_fails_takes_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(max_sequences=1)
     with monkeypatch.context() as broken:
-        broken.setattr("inflight.frontend.streams.OpenStream", lambda *_: 1 / 0)
+        broken.setattr("inflight.frontend.output.output_processor.OpenStream", lambda *_: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 rig.open()

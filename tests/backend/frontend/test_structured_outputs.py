@@ -10,10 +10,10 @@ import pytest
 import inflight
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend import structured_outputs as module
 from inflight.frontend.errors import RequestError
-from inflight.frontend.limits import Limits
-from inflight.frontend.sampling_keys import request_keys
+from inflight.frontend.request import structured_outputs as module
+from inflight.frontend.request.limits import Limits
+from inflight.frontend.request.sampling_keys import request_keys
 from inflight.grammars.spec import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}

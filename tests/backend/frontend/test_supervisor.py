@@ -22,13 +22,13 @@ from frontend_rig import FAKE_ENGINE, RecordingClient
 from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, alive, tokens, wait_for
 
 from inflight.config import EngineConfig
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.control import relay
-from inflight.frontend.engine_process import EngineStartError, engine_command
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command
+from inflight.frontend.engine_client.restart_policy import RestartPolicy, Restarts
+from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
-from inflight.frontend.metrics import NoMetrics
-from inflight.frontend.restarts import RestartPolicy, Restarts
-from inflight.frontend.supervisor import Supervisor
+from inflight.frontend.operator.control import relay
+from inflight.frontend.operator.metrics import NoMetrics
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, threading, time\n"
         "from inflight.config import EngineConfig\n"
-        "from inflight.frontend.supervisor import Supervisor\n"
+        "from inflight.frontend.engine_client.supervisor import Supervisor\n"
         f"s = Supervisor(EngineConfig(model='m'), print, command={FAKE_ENGINE!r},"
         f" env={{'FAKE_ENGINE_CONTROL': {str(control)!r}}})\n"
         "threading.Thread(target=s.start, daemon=True).start()\n"
@@ -382,7 +382,7 @@ def test_stop_fails_open_questions_and_refuses_new_ones(tmp_path: Path) -> None:
 @pytest.fixture
 def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`TritonPythonModel` without Triton."""
-    names = ("inflight.model", "inflight.frontend.triton_bridge")
+    names = ("inflight.model", "inflight.frontend.triton")
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", types.ModuleType("pb_utils"))
     for name in names:
         sys.modules.pop(name, None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend.suspects import Suspects
+from inflight.frontend.engine_client.poison_search import Suspects
 
 MAX_REPLAYS = 2
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend import template_process
-from inflight.frontend.template import ChatTemplateError
-from inflight.frontend.template_process import TemplateProcess
+from inflight.frontend.chat import render_client as template_process
+from inflight.frontend.chat.render_client import TemplateProcess
+from inflight.frontend.chat.renderer import ChatTemplateError
 
 SECONDS, SIZE = 0.3, 2**28
 USER = json.dumps([{"role": "user", "content": "hello"}])
@@ -140,7 +140,7 @@ def test_closing_ends_a_bomb_and_refuses_the_rest() -> None:
 
 def test_the_process_ends_with_its_parent() -> None:
     code = (
-        "import sys, os, signal; from inflight.frontend.template_process import TemplateProcess\n"
+        "import sys, os, signal; from inflight.frontend.chat.render_client import TemplateProcess\n"
         "renderer = TemplateProcess('x', {}, 2.0); renderer.check(); print(renderer._popen.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.errors import RequestError
-from inflight.frontend.tenants import tenant_of
+from inflight.frontend.request.tenant import tenant_of
 
 names = st.sampled_from(["", "gold", "free", "Gold"])
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 import inflight
 from inflight.config import EngineConfig
 from inflight.engine.messages import EngineReady
-from inflight.frontend.admin import AdminKey
-from inflight.frontend.chat import ChatTemplate
-from inflight.frontend.contract import RequestParser, WireRequest
-from inflight.frontend.control import Control
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.chat.tool_format import reasoning_tags, tool_format
 from inflight.frontend.errors import RequestError
-from inflight.frontend.fingerprint import checkpoint_id
-from inflight.frontend.intake import DIRECT_BYTES, Intake
-from inflight.frontend.text import Tokenizer
-from inflight.frontend.text_questions import TextQuestions, facts
-from inflight.frontend.tool_format import reasoning_tags, tool_format
+from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
+from inflight.frontend.operator.admin_key import AdminKey
+from inflight.frontend.operator.control import Control
+from inflight.frontend.operator.tokenize_api import TextQuestions, facts
+from inflight.frontend.request.contract import RequestParser, WireRequest
+from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, Intake
+from inflight.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = demo_tokenizer()
 MAX_LEN = 64
@@ -319,7 +319,7 @@ def test_a_thread_sends_errors_too(intake: Intake) -> None:
 
 
 def test_a_resumed_request_that_is_no_question_counts_its_output() -> None:
-    from inflight.frontend.intake import _num_text_bytes
+    from inflight.frontend.request.tokenize_pool import _num_text_bytes
 
     ids = np.array([5] * 10)
     assert _num_text_bytes(WireRequest({"resume_token_ids": ids, "input_ids": ids})) == 160

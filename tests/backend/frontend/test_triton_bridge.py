@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from inflight.config import ConfigError
-from inflight.frontend.metric_specs import MetricSpec
+from inflight.frontend.operator.metric_specs import MetricSpec
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def bridge(monkeypatch):
     pb_utils.TritonError = lambda message, code: (message, code)
     pb_utils.TritonError.CANCELLED = 7
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", pb_utils)
-    monkeypatch.delitem(sys.modules, "inflight.frontend.triton_bridge", raising=False)
-    yield importlib.import_module("inflight.frontend.triton_bridge")
-    sys.modules.pop("inflight.frontend.triton_bridge", None)
+    monkeypatch.delitem(sys.modules, "inflight.frontend.triton", raising=False)
+    yield importlib.import_module("inflight.frontend.triton")
+    sys.modules.pop("inflight.frontend.triton", None)
 
 
 @pytest.mark.parametrize("stride", [8, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.frontend.turns import Turns
+from inflight.frontend.output.stream_scheduler import Turns
 
 costs = st.floats(0.0, 10.0, allow_nan=False)
 

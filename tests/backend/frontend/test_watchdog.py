@@ -15,7 +15,7 @@ from inflight.engine.messages import StepStats
 from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
-from inflight.frontend.watchdog import Watchdog
+from inflight.frontend.engine_client.watchdog import Watchdog
 
 
 def stats(tokens: int, seconds: float) -> StepStats:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from inflight.frontend.structured_outputs import structured_outputs
+from inflight.frontend.request.structured_outputs import structured_outputs
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import GrammarSpec

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
 from inflight.kernels.cpu.linear import MAX_INT8_INPUTS, PackedWeight, linear
-from inflight.loading.acceleration import CannotQuantize, accelerate
+from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

@@ -21,9 +21,9 @@ from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading import weights
+from inflight.loading.checkpoint import weights
 from inflight.loading.errors import LoadError
-from inflight.loading.fp8_linear import Fp8Linear
+from inflight.loading.forward.fp8_linear import Fp8Linear
 from inflight.loading.loader import load
 
 E4M3 = torch.float8_e4m3fn

@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import fp8_linear, weights
+from inflight.loading.check.float32_reference import InFloat32
+from inflight.loading.checkpoint import weights
 from inflight.loading.errors import LoadError
-from inflight.loading.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
-from inflight.loading.in_float32 import InFloat32
+from inflight.loading.forward import fp8_linear
+from inflight.loading.forward.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
 from inflight.loading.loader import load
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps

@@ -16,12 +16,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import fused_modules, loader
-from inflight.loading.acceleration import use_ops
-from inflight.loading.decoder_recognition import decoder_of
-from inflight.loading.fused_modules import FusedDecoder, fuse_modules
+from inflight.loading import loader
+from inflight.loading.forward import fused_decoder as fused_modules
+from inflight.loading.forward.acceleration import use_ops
+from inflight.loading.forward.fused_decoder import FusedDecoder, fuse_modules
 from inflight.loading.loader import load
-from inflight.loading.recognition import NotRecognised
+from inflight.loading.recognise.decoder import decoder_of
+from inflight.loading.recognise.modules import NotRecognised
 from inflight.ops.base import Angles
 from inflight.ops.reference import ReferenceOps
 

@@ -12,10 +12,10 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from fp8_twins import fp8_twins
 
 from inflight.config import EngineConfig
-from inflight.loading.acceleration import use_ops
-from inflight.loading.check_cases import cases
-from inflight.loading.checks import Reference, reference, relative_error
-from inflight.loading.fused_modules import fuse_modules
+from inflight.loading.check.cases import cases
+from inflight.loading.check.load_check import Reference, reference, relative_error
+from inflight.loading.forward.acceleration import use_ops
+from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.loader import LoadedModel, load
 from inflight.ops.reference import ReferenceOps
 

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
+from inflight.device import memory
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import loader, weights
+from inflight.loading import loader
+from inflight.loading.checkpoint import weights
 from inflight.loading.loader import LoadError, load
-from inflight.runner import memory
 
 TINY = dict(
     vocab_size=99,

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu import library
-from inflight.loading import checks, native_decoder
+from inflight.loading.check import load_check as checks
+from inflight.loading.forward import native_decoder
+from inflight.loading.forward.native_decoder import NativeDecoder
+from inflight.loading.forward.packed_linear import PackedLinear
 from inflight.loading.loader import LoadedModel, LoadError, load
-from inflight.loading.native_decoder import NativeDecoder
-from inflight.loading.packed_linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

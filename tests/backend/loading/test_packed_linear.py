@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from inflight.kernels.cpu import library
-from inflight.loading import packed_linear
-from inflight.loading.packed_linear import PackedLinear, pack_linears
+from inflight.loading.forward import packed_linear
+from inflight.loading.forward.packed_linear import PackedLinear, pack_linears
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

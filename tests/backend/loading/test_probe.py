@@ -15,7 +15,7 @@ from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.errors import LoadError
 from inflight.loading.loader import load
-from inflight.loading.probe import Probed, probe
+from inflight.loading.recognise.attention_probe import Probed, probe
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 60)), [5, 6, 7]]

@@ -13,10 +13,10 @@ from torch import nn
 
 from inflight.config import EngineConfig
 from inflight.kernels.cpu import library
-from inflight.loading.fused_modules import fuse_modules
+from inflight.loading.forward.fused_decoder import fuse_modules
+from inflight.loading.forward.native_decoder import NativeDecoder, native_decoder
 from inflight.loading.loader import LoadedModel, load
-from inflight.loading.native_decoder import NativeDecoder, native_decoder
-from inflight.loading.recognition import (
+from inflight.loading.recognise.modules import (
     NotRecognised,
     attention,
     check,

@@ -14,10 +14,10 @@ from offline import make_core, make_device_core, run, tokens
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import AddRequest
-from inflight.engine.rope_choice import RopeChoice
+from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import rotary
 from inflight.loading.errors import LoadError
+from inflight.loading.forward import rotary
 from inflight.loading.loader import load
 
 LIMIT = 32

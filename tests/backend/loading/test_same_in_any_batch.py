@@ -17,9 +17,9 @@ from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.kernels.cpu import library
+from inflight.loading.forward.native_decoder import NativeDecoder
+from inflight.loading.forward.packed_experts import pack_others
 from inflight.loading.loader import LoadedModel, load
-from inflight.loading.native_decoder import NativeDecoder
-from inflight.loading.packed_experts import pack_others
 from inflight.runner.batch_state import BatchState
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))

@@ -16,8 +16,8 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
+from inflight.loading.checkpoint.quant_method import LOADERS
 from inflight.loading.loader import LoadError, load
-from inflight.loading.quantized import LOADERS
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 7]]
 
@@ -75,7 +75,7 @@ def test_a_loader_in_the_table_serves_its_method(tmp_path, llama, monkeypatch):
 
     def loader(*args):
         asked.append(args)
-        from inflight.loading.weights import dummy_weights
+        from inflight.loading.checkpoint.weights import dummy_weights
 
         return dummy_weights(*args)
 

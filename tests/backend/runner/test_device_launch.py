@@ -11,13 +11,13 @@ from offline import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inflight.device.device_queue import HostQueue
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.kernels.gpu import gpu_sampler
 from inflight.loading.loader import load
-from inflight.runner.device_queue import HostQueue
 from inflight.runner.device_runner import DeviceRunner
 from inflight.sampling import native, sampler
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
+from inflight.device.memory import DeviceMeter
 from inflight.runner import graphs
 from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs, decode_sizes, draft_sizes
-from inflight.runner.memory import DeviceMeter
 from inflight.runner.step_inputs import StepSize
 
 MIB = 2**20

@@ -11,11 +11,11 @@ from offline import make_core, run, tokens
 
 from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.selection import select_backend
+from inflight.device import host_cache as swap
+from inflight.device.host_cache import HostCache, StagedHostCache, host_cache_of
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.loading.loader import LoadError
-from inflight.runner import swap
-from inflight.runner.swap import HostCache, StagedHostCache, host_cache_of
 
 
 @pytest.fixture(scope="module")

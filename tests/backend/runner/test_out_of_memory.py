@@ -10,11 +10,11 @@ import torch
 from checkpoints import greedy_reference, make_checkpoint
 from offline import make_core, make_device_core
 
+from inflight.device import memory
+from inflight.device.memory import out_of_memory
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner import memory
-from inflight.runner.memory import out_of_memory
 
 CPU = torch.device("cpu")
 
@@ -168,7 +168,7 @@ def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
 
     monkeypatch.setattr(core.runner, "forward", out_of_memory_with_tensors)
     monkeypatch.setattr(
-        "inflight.runner.memory.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
+        "inflight.device.memory.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
     )
     _, failed = serve(core, {1: [1, 2, 3]})
     assert list(failed) == [1]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import probe
 from inflight.loading.errors import LoadError
+from inflight.loading.recognise import attention_probe as probe
 from inflight.sampling import UNUSABLE_LOGITS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -8,9 +8,9 @@ import torch
 from logprobs_of import logprobs_of
 from torch import Tensor
 
+from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
-from inflight.engine.token_logprobs import Logprobs
 from inflight.sampling import UNUSABLE_LOGITS, Sampler, SamplingTable, candidates, fail_unusable_rows
 from inflight.sampling.candidates import top_candidates
 from inflight.sampling.unusable import NO_TOKEN

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from inflight.engine.drafting.base import DraftCounts, Drafter
+from inflight.engine.drafting.drafter import DraftCounts, Drafter
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput

@@ -1,6 +1,6 @@
 """Weighted fair queueing across tenants, by tokens served, with caps.  Pure Python, no torch.
 
-A tenant here is an account (`engine/tenant_accounts.py`): names that clients may have made up share one.
+A tenant here is an account (`engine/policies/tenant_accounts.py`): names that clients may have made up share one.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token as the unit of service, as in
 the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each tenant has a tag:
@@ -35,9 +35,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
 
 from inflight.config import TenantOptions
-from inflight.engine.policies.order import DueOrder
+from inflight.engine.policies.due_order import DueOrder
+from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request
-from inflight.engine.tenant_accounts import TenantAccounts
 
 __all__ = ["FairQueue"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.engine.drafting.forced import ForcedTokens
+from inflight.engine.drafting.grammar_drafter import ForcedTokens
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet
 from inflight.engine.request import Request

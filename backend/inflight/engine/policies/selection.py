@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
-from inflight.engine.drafting.base import DraftCounts, Drafter
-from inflight.engine.drafting.copying import CopyDrafts
+from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
 from inflight.engine.drafting.draft_model import DraftModel, DraftRunner
-from inflight.engine.drafting.forced import ForcedTokens
+from inflight.engine.drafting.drafter import DraftCounts, Drafter
+from inflight.engine.drafting.grammar_drafter import ForcedTokens
+from inflight.engine.drafting.lookup_drafter import CopyDrafts
 from inflight.engine.drafting.modelled import ModelDrafts
-from inflight.engine.drafting.thrifty import ThriftyDrafter
-from inflight.engine.policies.admission import make_admission
 from inflight.engine.policies.base import BudgetPolicy, FcfsOrder, OrderPolicy, Policies
 from inflight.engine.policies.budget import WeighedPrompts, make_budget
-from inflight.engine.policies.drafted import DraftedAdmission, DraftedBudget
+from inflight.engine.policies.deadline_admission import InTimeAdmission
+from inflight.engine.policies.due_order import DueOrder, make_patience
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
-from inflight.engine.policies.in_time import InTimeAdmission
-from inflight.engine.policies.order import DueOrder, make_patience
-from inflight.engine.policies.turns import make_turns
+from inflight.engine.policies.memory_admission import make_admission
+from inflight.engine.policies.row_shares import make_turns
+from inflight.engine.policies.speculation_feedback import DraftedAdmission, DraftedBudget
+from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.policies.victims import make_victim
-from inflight.engine.tenant_accounts import TenantAccounts
 from inflight.grammars.base import Grammars
 from inflight.speculative import SpeculativeConfig
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.device.upload import upload
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import Grammar, Grammars, MaskJob, mask_words
 from inflight.grammars.spec import GrammarSpec
 from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.rules.base import LogitsRule, RowBatch
-from inflight.sampling.upload import upload
 
 __all__ = ["GrammarMask", "Mask", "apply_bitmask", "grammar_rule"]
 

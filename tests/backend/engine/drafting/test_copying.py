@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.drafting import copying
-from inflight.engine.drafting.copying import CopyDrafts, Guess
-from inflight.engine.drafting.occurrences import Occurrences, match_length
+from inflight.engine.drafting import lookup_drafter as copying
+from inflight.engine.drafting.lookup_drafter import CopyDrafts, Guess
+from inflight.engine.drafting.token_index import Occurrences, match_length
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.speculative import SpeculativeConfig

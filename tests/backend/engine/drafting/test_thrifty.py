@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.engine.drafting.copying import CopyDrafts
+from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
+from inflight.engine.drafting.draft_cost import DraftPrices
 from inflight.engine.drafting.guesser import Guess
-from inflight.engine.drafting.prices import DraftPrices
-from inflight.engine.drafting.thrifty import ThriftyDrafter
+from inflight.engine.drafting.lookup_drafter import CopyDrafts
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.speculative import SpeculativeConfig

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
-from inflight.engine.policies.admission import Forecast, OutputLengths, PredictedPeakAdmission
 from inflight.engine.policies.base import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.policies.memory_admission import Forecast, OutputLengths, PredictedPeakAdmission
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
 from inflight.engine.policies.base import EveryStep
+from inflight.engine.policies.row_shares import RowShares
 from inflight.engine.policies.selection import make_policies
-from inflight.engine.policies.turns import RowShares
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 

@@ -1,0 +1,271 @@
+"""Refuses requests that would miss their deadline by waiting, when they arrive and nothing has been spent on them.
+
+An overloaded engine that takes everything serves nothing in time: each request waits until its deadline is near, and
+what was computed for those that miss it is lost.  So an arrival is given a slot on paper:
+
+    slots      those that run, each until its expected end, and the free ones
+    queue      the requests that are ahead of it (`OrderPolicy.ahead`): each takes the slot that is free first
+    arrival    starts when it is its turn, and takes its own expected time
+
+It is refused if it has to wait, and would end after its deadline.  One that could start at once
+is never refused, nor is any before `_WARM_UP` steps have been seen: there is nothing to judge by.
+
+What a step takes is measured (`_Pace`): its time without prompts, and the time of a prompt token, separately, since
+waiting prompts come on top of the decodes; and what it brings, since drafts make several tokens of one step.  Expected
+outputs are those of the last requests that ended
+(`OutputLengths`).  Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
+from inflight.engine.policies.deadline_admission import InTimeAdmission
+from inflight.engine.request import Request, Status
+from inflight.engine.scheduler import Scheduler
+from inflight.engine.step import SchedulerOutput
+
+__all__ = ["Shedding", "tokens_of_a_row"]
+
+_WARM_UP = 20  # steps before anything is predicted
+_WARM_UP_ENDED = 8  # requests that ended, likewise
+_MEMORY = 100  # steps after which an observation weighs 1/e
+_LATE_SHARE = 0.1  # of the requests that are let in to wait
+_GAIN = 0.005  # small: what becomes of a request is known seconds later, and hundreds are under way
+_LEAST, _MOST = 0.9, 5.0
+_MAX_OUTPUT = 2**31
+_MAX_AHEAD = 2048  # requests that are placed one by one; the rest count as their mean
+
+
+class _Pace:
+    """What steps take: seconds = base + per_prompt_token * prompt tokens, with the weight on recent ones.
+
+    Attributes:
+        num_steps: observed so far.
+        mean: seconds of a step, prompts included.
+        gain: tokens that a sequence gets in a step.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.mean = 0.0
+        self.gain = 1.0
+        self._tokens = self._product = self._square = 0.0
+
+    def observe(self, prompt_tokens: int, seconds: float, gain: float = 1.0) -> None:
+        self.num_steps += 1
+        share = max(1.0 / self.num_steps, 1.0 / _MEMORY)
+        self.mean += share * (seconds - self.mean)
+        self.gain += share * (gain - self.gain)
+        self._tokens += share * (prompt_tokens - self._tokens)
+        self._product += share * (prompt_tokens * seconds - self._product)
+        self._square += share * (prompt_tokens * prompt_tokens - self._square)
+
+    @property
+    def per_prompt_token(self) -> float:
+        """Seconds that a prompt token adds to a step: the slope of the regression line."""
+        variance = self._square - self._tokens * self._tokens
+        if variance <= 1e-9 * max(1.0, self._square):
+            return 0.0
+        slope = (self._product - self._tokens * self.mean) / variance
+        return max(0.0, min(slope, self.mean / max(1.0, self._tokens)))
+
+    @property
+    def per_token(self) -> float:
+        """Seconds that a sequence takes for a token, prompts of others included."""
+        return self.mean / self.gain
+
+    @property
+    def per_token_alone(self) -> float:
+        """Seconds that a sequence takes for a token while nobody computes a prompt."""
+        return (self.mean - self.per_prompt_token * self._tokens) / self.gain
+
+
+class _Caution:
+    """By how much predictions are stretched, so that about a tenth of the requests that waited end late.
+
+    Learned from what becomes of them: others pass them in line, outputs are longer than those that ended in time
+    suggest, the machine slows down.  A tenth late is where as many are let in as can be.
+
+    Attributes:
+        factor: of the predicted time, 1 at first.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def observe(self, late: bool) -> None:
+        """A request that had to wait, and was let in, ended: `late`, or in time."""
+        factor = self.factor * (1.0 + _GAIN * (1.0 - _LATE_SHARE) if late else 1.0 - _GAIN * _LATE_SHARE)
+        self.factor = min(max(factor, _LEAST), _MOST)
+
+
+class Shedding:
+    """Judges arrivals.
+
+    Args:
+        clock: seconds, on the clock of the deadlines.
+    """
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        admission = scheduler.policies.admission
+        assert isinstance(admission, InTimeAdmission)
+        self._is_on = config.shed_on_predicted_wait
+        self._scheduler = scheduler
+        self._clock = clock
+        self._caps = {name: options.max_running for name, options in config.tenants.items()}
+        self._pace = _Pace()
+        self._lengths = admission.lengths
+        self._admission = admission
+        self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
+        admission.on_end = self._ended
+        self._caution = _Caution()
+        self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of those that were let in to wait
+        self._last = 0.0  # when the last step ended
+        self._computed = 1.0  # share of the prompts that the prefix cache does not hold
+        self._queries = self._hits = 0
+
+    # -- what happens ----------------------------------------------------------------------
+
+    def observe(self, out: SchedulerOutput, start: float, end: float, gain: float) -> None:
+        """A step has run, from `start` to `end`, and brought `gain` tokens to each sequence that got any."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        self._pace.observe(out.num_prompt_tokens, end - max(start, self._last), gain)
+        self._last = end
+        running = len(scheduler.running)
+        if not scheduler.num_waiting:
+            self._slots = scheduler.limits.max_num_seqs
+        elif self._admission.blocked:
+            self._slots = max(1, running)
+        else:
+            self._slots = max(self._slots, running)
+        if pool.num_prefix_queries > self._queries:
+            hits, queries = pool.num_prefix_hits - self._hits, pool.num_prefix_queries - self._queries
+            self._hits, self._queries = pool.num_prefix_hits, pool.num_prefix_queries
+            self._computed += 0.1 * (1.0 - hits / queries - self._computed)
+
+    def _ended(self, request: Request) -> None:
+        """A request that ran has ended, by itself or aborted."""
+        deadline = self._foretold.pop(request, None)
+        if deadline is not None:
+            self._caution.observe(self._clock() >= deadline)
+
+    def _forget_late(self) -> None:
+        """Those that never ran; called when one arrives."""
+        now = self._clock()
+        while self._foretold:
+            request, deadline = next(iter(self._foretold.items()))
+            if request.status is Status.RUNNING or (request.status is Status.WAITING and deadline > now):
+                return
+            del self._foretold[request]
+            if deadline <= now:
+                self._caution.observe(True)
+
+    # -- what is predicted -----------------------------------------------------------------
+
+    def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
+        """Why the sequences of a request that arrives are not taken; None if they are.
+
+        Args:
+            failure: why the queue does not take them; only its hint is missing.
+        """
+        if failure is not None:
+            return self._hinted(failure, len(sequences))
+        first = sequences[0]
+        if not self._is_on or first.deadline is None or not self._knows:
+            return None
+        if first.num_given_tokens > first.num_prompt_tokens:  # it goes on: what it has must not be lost
+            return None
+        wait, own = self._predict(sequences)
+        if not wait:
+            return None
+        end, left = (wait + own) * self._caution.factor, first.deadline - self._clock()
+        self._forget_late()
+        if end <= left:
+            self._foretold[first] = first.deadline
+            return None
+        text = (
+            f"the queue is too long for the request's deadline: it would end in about {end:.1f} s, "
+            f"and {max(0.0, left):.1f} s are left"
+        )
+        return RequestFailed(first.request_id, "UNAVAILABLE", text, retry_after=end - left, shed=True)
+
+    @property
+    def _knows(self) -> bool:
+        return self._pace.num_steps >= _WARM_UP and self._lengths.num_seen >= _WARM_UP_ENDED
+
+    def _predict(self, sequences: Sequence[Request]) -> tuple[float, float]:
+        """Seconds until the last of the sequences starts, 0 if all can at once; and seconds that they take."""
+        scheduler, first = self._scheduler, sequences[0]
+        ahead = _with_children(scheduler.running, scheduler.waiting.ahead(first))
+        yielding = set(scheduler.waiting.outranked(first, scheduler.running))
+        running = [request for request in scheduler.running if request not in yielding]
+        wait, own = self._place(sequences, ahead, running, self._slots)
+        cap = self._caps.get(first.tenant, self._caps.get("*"))
+        if cap is not None and cap < self._slots:  # its tenant's slots are fewer
+            ahead, running = ([r for r in some if r.tenant == first.tenant] for some in (ahead, running))
+            wait = max(wait, self._place(sequences, ahead, running, cap)[0])
+        return wait, own
+
+    def _place(
+        self, sequences: Sequence[Request], ahead: Sequence[Request], running: Sequence[Request], slots: int
+    ) -> tuple[float, float]:
+        """As `_predict`, on `slots` slots, some of which the `running` requests hold."""
+        pace, now = self._pace, self._clock()
+        own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
+        own += self._length(sequences[-1]) * pace.per_token
+        if len(running) + len(ahead) + len(sequences) <= slots:
+            return 0.0, own
+        token = max(pace.per_token, 1e-9)
+
+        def rest(request: Request, start: float) -> float:
+            """Tokens until it ends, by itself or at its deadline, if it starts (or goes on) after those of `start`."""
+            left = max(1.0, request.num_prompt_tokens + self._lengths.likely(request) - request.num_tokens)
+            if request.deadline is not None:
+                left = min(left, max(0.0, (request.deadline - now) / token - start))
+            return left
+
+        free_at = [rest(request, 0.0) for request in running]
+        free_at += [0.0] * (slots - len(free_at))
+        heapq.heapify(free_at)
+        prompt_tokens = 0
+        for request in ahead[:_MAX_AHEAD]:
+            taken = rest(request, free_at[0])
+            prompt_tokens += request.num_tokens if taken else 0
+            heapq.heapreplace(free_at, free_at[0] + taken)
+        for request in sequences:
+            start = heapq.heapreplace(free_at, free_at[0] + self._length(request))
+        scale = max(1.0, len(ahead) / _MAX_AHEAD)
+        return scale * (start * pace.per_token_alone + prompt_tokens * self._computed * pace.per_prompt_token), own
+
+    def _length(self, request: Request) -> float:
+        """Output tokens that the request itself is expected to yield: a mean, not a draw."""
+        return self._lengths.mean(request.max_total_tokens - request.num_prompt_tokens)
+
+    def _hinted(self, failure: RequestFailed, count: int) -> RequestFailed:
+        """With the time until as many sequences more have ended; without, while that is unknown."""
+        if not self._knows or failure.code != "UNAVAILABLE":
+            return failure
+        seconds = count * self._lengths.mean(_MAX_OUTPUT) / max(1, self._slots) * self._pace.per_token
+        return msgspec.structs.replace(failure, retry_after=seconds)
+
+
+def tokens_of_a_row(news: Sequence[SequenceDelta], tokens: TokenColumns) -> float:
+    """How many tokens the sequences that got any in a step got, in the mean; 1 if none did."""
+    several = [len(delta.token_ids) for delta in news if delta.token_ids]
+    rows = len(several) + len(tokens.token_ids)
+    return (sum(several) + len(tokens.token_ids)) / rows if rows else 1.0
+
+
+def _with_children(running: Sequence[Request], ahead: Sequence[Request]) -> list[Request]:
+    """All sequences in line: those whose leader computes their prompt come first, the others behind their leader."""
+    found = [child for request in running for child in request.children]
+    for request in ahead:
+        found += [request, *request.children]
+    return found

@@ -1,0 +1,166 @@
+"""What a request must be to enter the engine, and the sequences that it becomes.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.request import Request, Status
+from inflight.engine.rope_scaling import RopeChoice
+from inflight.grammars.base import Grammars
+from inflight.grammars.spec import GrammarSpec
+
+__all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
+
+_MASK64 = 2**64 - 1
+
+
+class ModelInfo(Protocol):
+    """What the core must know of the loaded checkpoint."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    num_host_blocks: int
+    swap_seconds_per_block: float
+    rope: RopeChoice | None
+    grammars: Grammars | None
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """64-bit seed of the `index`-th sequence of a request; the first one keeps the request's.
+
+    The mixing is SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring seeds and indices
+    give unrelated noise.
+    """
+    if index == 0:
+        return seed & _MASK64
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def refusal(message: AddRequest, info: ModelInfo, pool: KVPool) -> RequestFailed | None:
+    """Why the request can never be served (INVALID_ARG), or None."""
+    try:
+        _check(message, info, pool)
+    except ValueError as error:
+        return RequestFailed(message.request_id, "INVALID_ARG", str(error))
+    return None
+
+
+def make_sequences(
+    message: AddRequest, info: ModelInfo, caches_prefixes: bool, clock: Callable[[], float]
+) -> list[Request]:
+    """The n sequences of a request that `refusal` lets in, by index; those that had ended before are FINISHED.
+
+    n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a salt of the
+    request's own.  The first that runs computes the prompt, so that it alone has the prompt's log probabilities.
+    """
+    params = message.params
+    of_others = msgspec.structs.replace(params, prompt_logprobs=None)
+    arrival = clock() if message.arrival is None else message.arrival
+    outputs = message.output_token_ids or [[]] * params.n
+    salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
+    if info.rope is not None:
+        salt = info.rope.salted(salt, len(message.prompt_token_ids), params.max_tokens)
+    first = next(index for index, output in enumerate(outputs) if output is not None)
+    return [
+        Request(
+            message.request_id,
+            message.prompt_token_ids,
+            params if index == first else of_others,
+            output or (),
+            index=index,
+            arrival_time=arrival,
+            priority=message.priority,
+            tenant=message.tenant,
+            deadline=message.deadline,
+            cache_salt=salt,
+            caches_blocks=caches_prefixes or params.n > 1,
+            seed=sequence_seed(params.seed or 0, index),
+            stop_ids=_stop_ids(message, info),
+            max_total_tokens=_max_total_tokens(message, info),
+            status=Status.FINISHED if output is None else Status.WAITING,
+        )
+        for index, output in enumerate(outputs)
+    ]
+
+
+def _stop_ids(message: AddRequest, info: ModelInfo) -> frozenset[int]:
+    params = message.params
+    ignores_eos = params.ignore_eos and params.grammar is None  # with a grammar it is masked while there is a choice
+    return frozenset(params.stop_token_ids).union(() if ignores_eos else info.eos_token_ids)
+
+
+def _max_total_tokens(message: AddRequest, info: ModelInfo) -> int:
+    """Tokens of the prompt and of the longest output, of each of the n sequences."""
+    return min(len(message.prompt_token_ids) + message.params.max_tokens, info.max_model_len)
+
+
+def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
+    num_tokens = len(message.prompt_token_ids)
+    if not num_tokens:
+        raise ValueError("the prompt is empty: give at least one token")
+    if num_tokens >= info.max_model_len:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens: at most {info.max_model_len - 1} fit "
+            f"max_model_len={info.max_model_len} with one output token"
+        )
+    _check_ids("input_ids", message.prompt_token_ids, info)
+    message.params.validate(vocab_size=info.vocab_size)
+    if message.params.grammar is not None:
+        _start_grammar(message.params.grammar, info.grammars)
+    total = _max_total_tokens(message, info)
+    if message.output_token_ids:
+        _check_outputs(message, info, total - num_tokens)
+    need = pool.blocks_for(total)
+    if need > pool.num_blocks:
+        raise ValueError(
+            f"the request never fits: {num_tokens} prompt and up to {total - num_tokens} output tokens take "
+            f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
+            "or the prompt, or raise kv_cache_memory"
+        )
+
+
+def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
+    """Compile it while the request waits; admission asks for the outcome."""
+    if grammars is None:
+        raise ValueError("structured output is not supported by this engine")
+    grammars.start(spec)
+
+
+def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= info.vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"{name}: token id {bad} is not in the vocabulary [0, {info.vocab_size - 1}]")
+
+
+def _check_outputs(message: AddRequest, info: ModelInfo, limit: int) -> None:
+    """Outputs to go on from: one for each sequence, none of them at its end."""
+    outputs, n = message.output_token_ids, message.params.n
+    if len(outputs) != n:
+        raise ValueError(f"output_token_ids has {len(outputs)} entries: give one for each of the n={n} sequences")
+    if all(output is None for output in outputs):
+        raise ValueError("output_token_ids: every sequence has ended; leave the request out")
+    for index, output in enumerate(outputs):
+        if not output:
+            continue
+        _check_ids("output_token_ids", output, info)
+        if len(output) >= limit:
+            raise ValueError(
+                f"output_token_ids: sequence {index} has {len(output)} tokens already, and max_tokens and "
+                f"max_model_len allow {limit}; give null for a sequence that has ended"
+            )
+        if output[-1] in _stop_ids(message, info):
+            raise ValueError(
+                f"output_token_ids: sequence {index} ended with stop token {output[-1]}; give null for a sequence "
+                "that has ended"
+            )

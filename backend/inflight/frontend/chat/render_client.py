@@ -1,0 +1,174 @@
+"""The parent's handle of the process that renders chat templates.  No torch, no Triton.
+
+A template is a program, and clients choose its input: what it does must cost neither the stub's thread nor its
+memory.  In a process of its own the kernel bounds both, and the stub's thread has less to do than if it rendered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+from inflight.frontend.chat.messages import ChatTemplateError
+from inflight.frontend.chat.render_worker import ERROR, MAX_TEXT_BYTES
+from inflight.frontend.engine_client.engine_process import module_command
+
+__all__ = ["TemplateProcess"]
+
+_START_SECONDS = 60.0  # for Python to start, on a machine that has other things to do
+_EXIT_SECONDS = 2.0
+_SPARE_SECONDS = 20.0  # that a call may wait for a core, beyond the time that it may use one
+_ATTEMPTS = 2
+_HIDDEN = "INFLIGHT_ADMIN_KEY"
+
+
+class TemplateProcess:
+    """Starts the process, asks it, and starts another one when it is gone.  Threads may share it; they take turns.
+
+    Args:
+        text: Jinja source.
+        special_tokens: names such as `bos_token` that the template may use.
+        seconds: CPU time of a call.
+        size: bytes of memory that it may use.
+        text_with_tools: what renders chats with tools; None: `text` does.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, str],
+        seconds: float,
+        size: int = 2**30,
+        text_with_tools: str | None = None,
+    ) -> None:
+        settings = {
+            "text": text,
+            "text_with_tools": text_with_tools,
+            "special_tokens": special_tokens,
+            "seconds": seconds,
+            "bytes": size,
+        }
+        self._settings = json.dumps(settings).encode()
+        self._seconds = seconds
+        self._patience = 3 * seconds + _SPARE_SECONDS
+        self._turn = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_compiled = self._closed = False
+
+    def start(self) -> None:
+        """Start the process and leave it to itself."""
+        with self._turn:
+            self._start()
+
+    def check(self) -> None:
+        """Wait until the template is compiled.
+
+        Raises:
+            ChatTemplateError: it cannot be used.
+        """
+        with self._turn:
+            self._compiled()
+
+    def render(self, chat: str) -> str:
+        """Prompt text for the JSON of a chat.
+
+        Raises:
+            ChatTemplateError: as `Template.render`, or the template takes too long or needs too much memory.
+        """
+        with self._turn:
+            for _ in range(_ATTEMPTS):
+                self._compiled()
+                answer = self._ask(chat.encode(errors="replace"), self._patience)
+                if answer is not None:
+                    return self._text(answer).decode()
+        raise ChatTemplateError("the process that renders the chat template was killed; try again")
+
+    def close(self) -> None:
+        """End the process, and whatever it is doing."""
+        self._closed = True
+        popen = self._popen
+        if popen is not None:
+            popen.kill()
+        with self._turn:
+            self._end()
+
+    # -- with the turn --------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._closed:
+            raise ChatTemplateError("the model is being unloaded")
+        ours, theirs = socket.socketpair()
+        # Where a process that was stopped takes nothing from the pipe, a send must end all the same.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._patience), 0))
+        with theirs:
+            self._popen = subprocess.Popen(
+                [*module_command("inflight.frontend.chat.render_worker"), "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={key: value for key, value in os.environ.items() if key != _HIDDEN},
+            )
+        self._connection = Connection(ours.detach())
+        self._is_compiled = False
+        with contextlib.suppress(OSError):  # it died at once: whoever asks will notice
+            self._connection.send_bytes(self._settings)
+
+    def _compiled(self) -> None:
+        """Have a process that has compiled the template."""
+        for _ in range(_ATTEMPTS):
+            if self._popen is None:
+                self._start()
+            if self._is_compiled:
+                return
+            answer = self._ask(None, _START_SECONDS)
+            if answer is not None:
+                self._text(answer)
+                self._is_compiled = True
+                return
+        raise ChatTemplateError("the process that renders the chat template cannot be started")
+
+    def _ask(self, frame: bytes | None, patience: float) -> bytes | None:
+        """The answer, waiting `patience` seconds for it; None if the process is gone, and a new one may be asked.
+
+        Raises:
+            ChatTemplateError: it used up its time.
+        """
+        assert self._connection is not None
+        asked = time.monotonic()
+        try:
+            if frame is not None:
+                self._connection.send_bytes(frame)
+            if self._connection.poll(patience):
+                return self._connection.recv_bytes(MAX_TEXT_BYTES + 1)
+        except (EOFError, OSError):
+            pass
+        is_late = time.monotonic() - asked >= patience
+        if self._end() == -signal.SIGVTALRM or is_late:
+            raise ChatTemplateError(f"the chat template took more than {self._seconds:g} s (chat_template_timeout)")
+        return None
+
+    def _text(self, answer: bytes) -> bytes:
+        if answer[:1] == ERROR:
+            raise ChatTemplateError(answer[1:].decode())
+        return answer[1:]
+
+    def _end(self) -> int | None:
+        """End what is left of the process; its exit status, None if there was none."""
+        popen, self._popen = self._popen, None
+        if popen is None or self._connection is None:
+            return None
+        self._connection.close()
+        try:
+            return popen.wait(_EXIT_SECONDS)  # it ends when the pipe closes, unless it is busy
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            return popen.wait()

@@ -1,0 +1,101 @@
+"""The process that renders chat templates: `template_process` starts it and says what it may use.
+
+Its limits are the kernel's, which count in C code, too: `{{ "a" * 10**10 }}` and `{{ 9 ** 9 ** 9 }}` are one
+instruction for Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from inflight.frontend.chat.messages import ChatTemplateError
+from inflight.frontend.chat.renderer import Template
+
+__all__ = ["ERROR", "MAX_TEXT_BYTES", "TEXT", "main"]
+
+TEXT, ERROR = b"t", b"e"  # first byte of an answer
+MAX_TEXT_BYTES = 64 * 2**20  # far beyond any context
+
+
+class _TooSlowError(BaseException):
+    """Not an `Exception`, which Jinja's generated code and filters may catch."""
+
+
+def _too_slow(signum: int, frame: FrameType | None) -> None:
+    raise _TooSlowError
+
+
+def main() -> None:
+    """Answer each frame with one; the first is the template.  Ends when the pipe closes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    connection = Connection(parser.parse_args().fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to the whole group
+    signal.signal(signal.SIGPROF, _too_slow)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGVTALRM})  # whatever the parent's thread does
+    try:
+        settings = json.loads(connection.recv_bytes())
+        _limit_memory(settings["bytes"])
+        limits = _Limits(settings["seconds"], settings["bytes"])
+        made: list[Template] = []
+
+        def make() -> bytes:
+            made.append(Template(settings["text"], settings["special_tokens"], settings["text_with_tools"]))
+            return b""
+
+        answer = limits.run(make)
+        connection.send_bytes(answer)
+        while made:
+            chat = connection.recv_bytes()
+            connection.send_bytes(limits.run(lambda: made[0].render(chat)))  # noqa: B023 - it runs now
+    except (EOFError, OSError):
+        pass  # the stub is gone, or does not want us any more
+
+
+class _Limits:
+    """What one call may use: seconds of CPU time and bytes of memory."""
+
+    def __init__(self, seconds: float, size: int) -> None:
+        self._seconds = seconds
+        self._size = size
+
+    def run(self, call: Callable[[], bytes]) -> bytes:
+        """The answer: what `call` returns, or why it returned nothing."""
+        try:
+            try:
+                self._arm(self._seconds)
+                text = call()
+            finally:
+                self._arm(0)
+            if len(text) > MAX_TEXT_BYTES:
+                return ERROR + f"the chat template made {len(text)} bytes of text".encode()
+            return TEXT + text
+        except ChatTemplateError as error:
+            return ERROR + str(error)[:1000].encode(errors="replace")
+        except _TooSlowError:
+            return ERROR + f"the chat template took more than {self._seconds:g} s (chat_template_timeout)".encode()
+        except MemoryError:
+            return ERROR + f"the chat template needs more than {self._size // 2**20} MiB of memory".encode()
+
+    @staticmethod
+    def _arm(seconds: float) -> None:
+        """A second of CPU time raises here; two seconds without return, in C code, end the process."""
+        signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory(size: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Gives the requests of an engine process that died to the next one.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from inflight.engine.messages import AddRequest, StepMessage
+from inflight.frontend.engine_client.poison_search import Suspects
+from inflight.frontend.errors import RequestError
+from inflight.frontend.output.request_state import OpenStream
+
+__all__ = ["Replay", "Resubmits"]
+
+
+class Resubmits(Protocol):
+    """The supervisor, as far as replays need it."""
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
+        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call.
+
+        `settled`: no more of them will follow, and those that may be the cause have got past it.
+        """
+
+
+class Replay:
+    """What the sender thread does when an engine process dies, and until all that it had runs again.
+
+    Args:
+        engine: takes what is replayed.
+        streams: the open streams by id; owned by the sender thread.
+        fail: ends a stream with an error of a kind of `metric_specs.ENDINGS`.
+        count: takes the number of requests that are given to another engine.
+        max_replays: see `Suspects`.
+    """
+
+    def __init__(
+        self,
+        engine: Resubmits,
+        streams: Mapping[int, OpenStream],
+        fail: Callable[[int, RequestError, str], None],
+        count: Callable[[int], None],
+        max_replays: int,
+    ) -> None:
+        self._engine = engine
+        self._streams = streams
+        self._fail = fail
+        self._count = count
+        self._max_replays = max_replays
+        self._suspects = Suspects(max_replays)
+
+    def engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """An engine died; every delta that it had sent has been taken.
+
+        Args:
+            request_ids: the requests in it.
+            ran: the sequences that ran, by request, none where that is not known; empty if nobody knows anything.
+            cause: how it ended.
+        """
+        streams = [self._streams[request_id] for request_id in sorted(request_ids) if request_id in self._streams]
+        suspects = {}
+        for stream in streams:
+            if not ran:  # nobody knows: it may have been any
+                suspects[stream.request_id] = _running(stream, set())
+            elif stream.request_id in ran:
+                suspects[stream.request_id] = _running(stream, ran[stream.request_id])
+        suspects = {request_id: indices for request_id, indices in suspects.items() if indices}
+        guilty = self._suspects.engine_down([stream.request_id for stream in streams], suspects)
+        for request_id, deaths in guilty.items():
+            times = "" if deaths == 1 else f", {deaths} times in a row"
+            text = (
+                f"the engine process died while it ran this request{times} ({cause}); "
+                f"it is not replayed again (max_replays={self._max_replays})"
+            )
+            self._fail(request_id, RequestError("INTERNAL", text), "poison")
+        self.submit_due()
+
+    def took(self, message: StepMessage) -> None:
+        """Tokens came; call it for every step."""
+        if not self._suspects.active:
+            return
+        for delta in message.deltas:
+            if delta.token_ids:
+                self._suspects.got_token(delta.request_id, delta.index)
+        self.submit_due()
+
+    def again(self, request: AddRequest) -> None:
+        """Give a request to the engine that has dropped it since, for another reason than a death."""
+        self._engine.resubmit([request], self._suspects.holds_new, settled=not self._suspects.active)
+
+    def ended(self, request_id: int) -> None:
+        """A stream was closed."""
+        if self._suspects.active:
+            self._suspects.ended(request_id)
+            self.submit_due()
+
+    def submit_due(self) -> None:
+        requests: list[AddRequest] = []
+        while due := self._suspects.due():
+            for request_id in due:
+                stream = self._streams.get(request_id)
+                request = stream.rest() if stream is not None and not stream.dropped else None
+                if request is None:  # its end is on the way
+                    self._suspects.ended(request_id)
+                else:
+                    requests.append(request)
+        self._count(len(requests))
+        self._engine.resubmit(requests, self._suspects.holds_new, settled=not self._suspects.active)
+
+
+def _running(stream: OpenStream, indices: set[int]) -> set[int]:
+    """Those of its sequences that have not ended since; without any, the one that is the first to run."""
+    unfinished = stream.unfinished
+    return indices.intersection(unfinished) if indices else set(unfinished[:1])

@@ -1,0 +1,390 @@
+"""The keeper: a small process that owns the engine process which several stubs share.  Only the standard library.
+
+    stub ─join, engine, settled, kill, tell──▶ keeper ──▶ starts, reaps and ends the engine process
+    stub ◀─joined, engine + pipe, turn, ended─ keeper        (PR_SET_PDEATHSIG: it never outlives the keeper)
+
+The first stub starts the keeper, which then belongs to none of them.  It ends the engine process, and then itself,
+when the last stub has left or died.  A stub that dies takes nothing along, and all learn how an engine process ended.
+
+Packets are JSON on Unix sockets (SOCK_SEQPACKET); `frontend/engine_client/shared_engine.py` is the other side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["MAX_PACKET", "Keeper", "main", "peer_uid"]
+
+MAX_PACKET = 150_000
+_EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
+_START_SECONDS = 30.0  # that the first stub has to join
+_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+def peer_uid(end: socket.socket) -> int:
+    """Of the process at the other end; of the one that listens, if `end` was connected to it."""
+    _, uid, _ = struct.unpack("iII", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII")))
+    return int(uid)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A stub.
+
+    Attributes:
+        number: of this frontend at the engine; None until it has joined.
+        engine: the number of the engine process that it was given last, 0 for none.
+    """
+
+    end: socket.socket
+    number: int | None = None
+    engine: int = 0
+
+    def send(self, packet: dict[str, Any], *descriptors: int) -> bool:
+        """False if it is gone or has stopped to read."""
+        try:
+            socket.send_fds(self.end, [json.dumps(packet).encode()], descriptors, _SEND)
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine process.
+
+    Attributes:
+        number: counts them, from 1.
+        pulse: descriptor of the memory in which it shows that it is alive.
+        loading: it has not said anything yet, and reads nothing.
+        last_words: its last frame, if that came whole.
+        killed: why the keeper killed it.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: socket.socket
+    pulse: int
+    loading: bool = True
+    last_words: bytes = b""
+    killed: str | None = None
+    _received: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> bool:
+        """Take what it sent (frames of `multiprocessing`); False at the end."""
+        try:
+            data = self.pipe.recv(2**16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._received += data
+        while len(self._received) >= 4:
+            end = 4 + int.from_bytes(self._received[:4], "big")
+            if len(self._received) < end:
+                break
+            self.last_words, self.loading = bytes(self._received[4:end]), False
+            del self._received[:end]
+        return bool(data)
+
+    def kill(self, reason: str | None) -> None:
+        self.killed = self.killed or reason
+        self.process.kill()
+
+
+class Keeper:
+    """Serves the stubs of one group until the last one has left.
+
+    Args:
+        listener: where further stubs connect.
+        first: the connection of the stub that started this process.
+        command: of the engine process without `--shared --fd N`.
+        wrapper: a command that ties the one behind it to its parent, whose pid goes between them.
+        config: the engine's first frame.
+        pulse_bytes: of the memory in which it shows that it is alive (`engine/pulse.py`).
+        turn_seconds: that a stub has after a death to try its requests again, alone.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        first: socket.socket,
+        command: list[str],
+        wrapper: list[str],
+        config: bytes,
+        pulse_bytes: int,
+        turn_seconds: float,
+    ) -> None:
+        self._listener = listener
+        self._command, self._wrapper, self._config = command, wrapper, config
+        self._pulse_bytes = pulse_bytes
+        self._selector = selectors.DefaultSelector()
+        self._members: list[_Member] = []
+        self._instances: set[str] = set()  # names of all that have ever joined
+        self._leaving: list[_Member] = []  # they wait for the end of the engine process
+        self._engine: _Engine | None = None
+        self._num_engines = 0
+        # After a death each member has its turn to try its requests again; the first of these has it now.
+        self._unsettled: list[_Member] = []
+        self._turn_seconds = turn_seconds
+        self._turn_ends = 0.0  # `time.monotonic()` seconds, once the engine process is loaded
+        self._closed = False  # takes no more members
+        self._deadline = time.monotonic() + _START_SECONDS
+        wakes, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno())
+        self._sockets = wakes, wake
+        self._selector.register(wakes, selectors.EVENT_READ, self._reap)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._admit(first)
+
+    def run(self) -> None:
+        """Returns when all has ended; the sockets of those that left last close with this process."""
+        while self._members or self._engine is not None:
+            if not self._members:
+                self._end_engine()
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+
+    def _timeout(self) -> float | None:
+        joined = any(member.number is not None for member in self._members)
+        if self._members and joined:
+            return self._turn_timeout()
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            for member in list(self._members):  # nobody has ever joined
+                self._drop(member)
+        return max(0.05, left)
+
+    def _turn_timeout(self) -> float | None:
+        if not self._unsettled or self._engine is None or self._engine.loading:
+            return None
+        left = self._turn_ends - time.monotonic()
+        if left <= 0:  # it has been stopped, or its requests take too long
+            self._settle(self._unsettled[0])
+            return 0.0
+        return left
+
+    # -- stubs -----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        end, _ = self._listener.accept()
+        if peer_uid(end) != os.geteuid():
+            end.close()
+            return
+        self._admit(end)
+
+    def _admit(self, end: socket.socket) -> None:
+        member = _Member(end)
+        self._members.append(member)
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(member))
+
+    def _receive(self, member: _Member) -> None:
+        if member not in self._members:
+            return  # dropped meanwhile
+        try:
+            packet = json.loads(member.end.recv(MAX_PACKET) or b"null")
+        except (OSError, ValueError):
+            packet = None
+        if packet is None:
+            return self._drop(member)
+        kind = packet["op"]
+        if kind == "join":
+            self._join(member, packet["instance"], packet["number"])
+        elif kind == "engine":
+            self._give_engine(member)
+        elif kind == "kill":
+            if self._engine is not None and self._engine.number == packet["engine"]:
+                self._engine.kill(packet["reason"])
+        elif kind == "settled":
+            if packet["engine"] == self._num_engines and self._engine is not None:
+                self._settle(member)
+        elif kind == "tell":
+            for other in self._members:
+                if other is not member:
+                    self._send(other, {"op": "told", "by": member.number, "text": packet["text"]})
+        elif kind == "leave":
+            self._remove(member)
+            self._leaving.append(member)
+            if self._members:
+                self._leaving.remove(member)
+                member.end.close()
+
+    def _join(self, member: _Member, instance: str, number: int | None) -> None:
+        """A stub joins once: one of the same name belongs to another load of the model.  So does one that comes
+        when others have left."""
+        taken = {other.number for other in self._members}
+        if number is None:
+            number = next(number for number in range(len(taken) + 1) if number not in taken)
+        if self._closed or instance in self._instances or number in taken:
+            member.send({"op": "closed"})
+            return self._drop(member)
+        self._instances.add(instance)
+        member.number = number
+        self._send(member, {"op": "joined", "number": number, "keeper": os.getpid()})
+
+    def _send(self, member: _Member, packet: dict[str, Any], *descriptors: int) -> None:
+        if not member.send(packet, *descriptors):
+            self._drop(member)
+
+    def _drop(self, member: _Member) -> None:
+        if member in self._members:
+            self._remove(member)
+            member.end.close()
+
+    def _remove(self, member: _Member) -> None:
+        self._selector.unregister(member.end)
+        self._members.remove(member)
+        self._settle(member)
+        self._closed = self._closed or member.number is not None
+        self._deadline = time.monotonic() + _EXIT_SECONDS
+
+    # -- the engine process ----------------------------------------------------------------
+
+    def _give_engine(self, member: _Member) -> None:
+        """A pipe to the engine process, which is started if there is none."""
+        if self._engine is None:
+            try:
+                self._start()
+            except OSError as error:
+                return self._send(member, {"op": "error", "text": f"cannot start the engine process: {error}"})
+        engine = self._engine
+        assert engine is not None
+        theirs, pipe = socket.socketpair()
+        with theirs, pipe:
+            assert member.number is not None
+            member.engine = engine.number
+            with contextlib.suppress(OSError):  # it died: the stub sees the end of its pipe, and is told why
+                socket.send_fds(engine.pipe, [member.number.to_bytes(4, "big")], [pipe.fileno()])
+            packet = {
+                "op": "engine",
+                "engine": engine.number,
+                "pid": engine.process.pid,
+                "turn": self._has_turn(member),
+            }
+            self._send(member, packet, theirs.fileno(), engine.pulse)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pulse = os.memfd_create("inflight-pulse")
+            os.ftruncate(pulse, self._pulse_bytes)
+            options = ["--shared", "--fd", str(theirs.fileno()), "--pulse-fd", str(pulse)]
+            command = [*self._wrapper, str(os.getpid()), *self._command, *options]
+            try:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno(), pulse], stdin=subprocess.DEVNULL)
+            except OSError:
+                ours.close()
+                os.close(pulse)
+                raise
+        self._num_engines += 1
+        self._engine = _Engine(self._num_engines, process, ours, pulse)
+        self._selector.register(ours, selectors.EVENT_READ, self._listen)
+        with contextlib.suppress(OSError):  # it died at once, and `_reap` says how
+            ours.sendall(struct.pack("!i", len(self._config)) + self._config)
+
+    def _listen(self) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        loading = engine.loading
+        if not engine.read():
+            self._selector.unregister(engine.pipe)
+        if loading and not engine.loading:
+            self._turn_ends = time.monotonic() + self._turn_seconds
+
+    def _reap(self) -> None:
+        """Tell all that use the engine process how it ended, if it did."""
+        with contextlib.suppress(BlockingIOError):
+            self._sockets[0].recv(4096, socket.MSG_DONTWAIT)
+        engine = self._engine
+        if engine is None or engine.process.poll() is None:
+            return
+        while engine.read():
+            pass
+        self._engine = None
+        if not engine.loading:
+            # Whoever has the turn goes on with it: the others need not show again that their requests are harmless.
+            users = [member for member in self._members if member.engine == engine.number]
+            self._unsettled = self._unsettled[:1] + [user for user in users if user not in self._unsettled[:1]]
+        if engine.pipe in self._selector.get_map():
+            self._selector.unregister(engine.pipe)
+        engine.pipe.close()
+        os.close(engine.pulse)
+        words = base64.b64encode(engine.last_words).decode() if len(engine.last_words) < MAX_PACKET // 2 else ""
+        packet = {
+            "op": "ended",
+            "engine": engine.number,
+            "status": engine.process.returncode,
+            "words": words,
+            "killed": engine.killed,
+        }
+        for member in list(self._members):
+            if member.engine == engine.number:
+                self._send(member, packet)
+
+    def _has_turn(self, member: _Member) -> bool:
+        return not self._unsettled or self._unsettled[0] is member
+
+    def _settle(self, member: _Member) -> None:
+        """A member's requests are harmless, or it is gone: the next one has its turn, or all are free."""
+        if member not in self._unsettled:
+            return
+        self._unsettled.remove(member)
+        self._turn_ends = time.monotonic() + self._turn_seconds
+        for other in list(self._members):
+            if self._engine is not None and other.engine == self._engine.number:
+                packet = {"op": "turn", "engine": self._engine.number, "turn": self._has_turn(other)}
+                self._send(other, packet)
+
+    def _end_engine(self) -> None:
+        """Nobody is left: close the pipe, wait, kill."""
+        self._closed = True
+        engine = self._engine
+        if engine is None:
+            return
+        if engine.loading or time.monotonic() >= self._deadline:
+            engine.kill(None)
+        else:
+            with contextlib.suppress(OSError):
+                engine.pipe.shutdown(socket.SHUT_WR)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Owns the engine process that several stubs share.")
+    parser.add_argument("--listen", type=int, required=True, help="inherited socket on which it listens")
+    parser.add_argument("--member", type=int, required=True, help="inherited connection of the first stub")
+    args = parser.parse_args()
+    # It ends with its last stub, and with nothing else: Ctrl-C and a stop of the whole group are theirs to handle.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # what is ignored would be ignored by the engine process, too
+    orders = json.load(sys.stdin)
+    keeper = Keeper(
+        socket.socket(fileno=args.listen),
+        socket.socket(fileno=args.member),
+        orders["command"],
+        orders["wrapper"],
+        base64.b64decode(orders["config"]),
+        orders["pulse_bytes"],
+        orders["turn_seconds"],
+    )
+    keeper.run()
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # at once: who left last waits for it

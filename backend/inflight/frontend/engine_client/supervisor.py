@@ -1,0 +1,411 @@
+"""Keeps one engine process running and carries messages to and from it.  No torch, no Triton.
+
+    start() -> STARTING -> UP -> (died) -> DOWN -> STARTING ... -> stop()
+
+Requests and questions are queued and written by a separate thread, so `submit` and `ask` never block.
+When the engine process dies, the receiver of its messages hands back what the next one is to go on with
+(`resubmit`); what is still queued, and what arrives meanwhile, waits behind it.  After several failed
+starts in a row requests fail and are refused until a start succeeds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import (
+    AddRequest,
+    Answer,
+    EngineReady,
+    Question,
+    RequestFailed,
+    StepMessage,
+)
+from inflight.frontend.engine_client.engine_handle import EngineHandle
+from inflight.frontend.engine_client.engine_process import EngineLauncher, EngineStartError, engine_command
+from inflight.frontend.engine_client.pending_questions import Questions
+from inflight.frontend.engine_client.restart_policy import RestartPolicy, Restarts
+from inflight.frontend.engine_client.send_buffer import Outbox
+from inflight.frontend.engine_client.watchdog import Watchdog
+from inflight.frontend.errors import RequestError
+
+__all__ = ["EngineEvents", "Supervisor"]
+
+_SPARE_AFTER = 3.0  # seconds that an engine process was up: starting a spare one takes a core for some seconds
+_UNLOADING = "the model is being unloaded"
+
+
+class EngineEvents(Protocol):
+    """Receives what becomes of requests.  Called by the supervisor's thread; must not block."""
+
+    def on_step(self, message: StepMessage) -> None: ...
+    def on_request_failed(self, message: RequestFailed) -> None: ...
+    def on_engine_ready(self, ready: EngineReady) -> None: ...
+
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine died with these requests in it; `resubmit` must follow, from any thread.
+
+        Args:
+            ran: the sequences that were running, by request; empty if that is not known.
+            cause: how it ended, in a few words.
+        """
+
+    def on_no_engine(self, error: RequestError) -> None:
+        """The engine cannot be restarted for now: every request must end."""
+
+
+def _unexpected(error: Exception) -> EngineStartError:
+    return EngineStartError(f"cannot start the engine process: {type(error).__name__}: {error}")
+
+
+class Supervisor:
+    """Starts the engine process, feeds it, watches it and restarts it.
+
+    Args:
+        config: sent to the engine process as its first frame.
+        log: takes (level, line) with level "info", "warn" or "error".
+        command: command line of the engine process without `--fd N`; None means the real one.
+        env: environment variables for it, added to this process's.
+        restart: when to restart it.
+        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`,
+            and keeps a spare one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log: Callable[[str, str], None],
+        *,
+        command: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        restart: RestartPolicy | None = None,
+        launch: Callable[[], EngineHandle] | None = None,
+    ) -> None:
+        self._config = config
+        self._log = log
+        self._launcher = EngineLauncher(config, command or engine_command(config), env or {}, launch)
+        self._ended = threading.Event()  # no process is left that the watch thread started
+        self._watchdog = Watchdog(config.engine_timeout)
+        self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
+        self._events: EngineEvents | None = None
+        self._changed = threading.Condition()  # guards all below
+        self._engine_process: EngineHandle | None = None
+        self._settled = True  # nothing that an engine process died with may be the cause of another death
+        self._up = False
+        self._up_since = 0.0  # `time.monotonic()`
+        self._stopping = False
+        self._first: EngineReady | EngineStartError | None = None
+        self._refusal: str | None = None
+        self._retry_after = 1.0  # seconds, of whoever is refused
+        self._outbox = Outbox()
+        self._questions = Questions()
+        self._threads = [
+            threading.Thread(target=self._run, name="supervisor", daemon=True),
+            threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
+            threading.Thread(target=self._watch_loop, name="engine-watch", daemon=True),
+        ]
+
+    # -- any thread ------------------------------------------------------------------------
+
+    def start(self) -> EngineReady:
+        """Start the engine process and wait until it has loaded the model.
+
+        Raises:
+            EngineStartError: with the engine's message; nothing is left running.
+        """
+        self._threads[0].start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._first is not None)
+        if isinstance(self._first, EngineReady):
+            return self._first
+        self.stop()
+        assert self._first is not None
+        raise self._first
+
+    def connect(self, events: EngineEvents) -> None:
+        """Set the receiver and let messages flow; once, after `start`."""
+        with self._changed:
+            self._events = events
+            self._changed.notify_all()
+        for thread in self._threads[1:]:
+            thread.start()
+
+    def submit(self, request: AddRequest) -> None:
+        """Queue a request for the engine.
+
+        Raises:
+            RequestError: UNAVAILABLE; the engine cannot be started or is being stopped, or too many
+                requests wait for it.
+        """
+        with self._changed:
+            self._check_open(request.params.n)
+            self._outbox.add(request)
+            self._changed.notify_all()
+
+    def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
+        """Queue requests that an engine process has died with, ahead of all others; limits do not count.
+
+        Args:
+            hold_new: new requests wait until this is called without it.
+            settled: those that may be the cause have run again, or there was none.
+        """
+        with self._changed:
+            self._outbox.resubmit(requests, hold_new)
+            ends_turn, self._settled = settled and not self._settled, settled
+            engine_process = self._engine_process
+            self._changed.notify_all()
+        if ends_turn and engine_process is not None:
+            engine_process.end_turn()
+
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine, which answers it between two steps.
+
+        The supervisor's thread resolves the future: callbacks must not block.  Cancelling the future
+        withdraws the question.
+
+        Returns:
+            The answer, or a RequestError: what the engine says, or UNAVAILABLE if it dies before it
+            answers, cannot be started or is being stopped, or if too much waits for it.
+        """
+        with self._changed:
+            try:
+                self._check_open(1)
+            except RequestError as error:
+                refused: Future[Any] = Future()
+                refused.set_exception(error)
+                return refused
+            future = self._questions.add(question)
+            self._changed.notify_all()
+        return future
+
+    def _check_open(self, count: int) -> None:
+        """Raise RequestError if no `count` sequences more may be queued.  Called with the lock held."""
+        if self._stopping:
+            raise RequestError("UNAVAILABLE", _UNLOADING)
+        if self._refusal is not None:
+            raise RequestError("UNAVAILABLE", self._refusal, self._retry_after)
+        limit = self._config.max_queue_size
+        queued = self._outbox.num_new + self._questions.num_queued
+        waits = not self._up or self._outbox.holds_new
+        if limit and waits and queued + count > limit:
+            raise RequestError(
+                "UNAVAILABLE",
+                f"the engine is being restarted and {queued} sequences wait for it (max_queue_size={limit})",
+            )
+
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
+        with self._changed:
+            self._outbox.abort(request_id, index)
+            self._changed.notify_all()
+
+    def release(self, request_id: int) -> None:
+        """Forget a request that ended by itself."""
+        with self._changed:
+            self._outbox.in_engine.discard(request_id)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request that comes now would be served, perhaps by an engine that is being restarted."""
+        with self._changed:
+            return self._refusal is None and not self._stopping
+
+    @property
+    def refusal(self) -> str | None:
+        """Why requests are refused: the engine process cannot be restarted.  None while they are taken."""
+        with self._changed:
+            return self._refusal
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine process if it is up, else None."""
+        with self._changed:
+            return self._engine_process.pid if self._engine_process is not None and self._up else None
+
+    def stop(self) -> None:
+        """Fail open questions, end the engine process and the threads; safe to repeat."""
+        with self._changed:
+            self._stopping = True
+            engine_process, was_up = self._engine_process, self._up
+            self._up = False
+            self._changed.notify_all()
+        self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
+        if engine_process is not None:
+            engine_process.stop(polite=was_up)  # while it loads it reads no messages
+        self._launcher.close()
+        self._ended.set()
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
+
+    # -- supervisor thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Run one engine process after another, until stopped or the first one fails."""
+        while not self._is_stopping():
+            try:
+                engine_process, ready = self._start_process()
+            except Exception as caught:  # of any kind: without this thread `start` and every request would hang
+                error = caught if isinstance(caught, EngineStartError) else _unexpected(caught)
+                if self._first is None:
+                    return self._report_first(error)
+                self._note_failed_start(error)
+            else:
+                if self._first is not None and self._events is not None:
+                    self._events.on_engine_ready(ready)
+                self._report_first(ready)
+                self._restarts.started()
+                born = time.monotonic()
+                had_tokens = self._read(engine_process)
+                self._bury(engine_process, had_tokens, time.monotonic() - born)
+            self._pause(self._restarts.delay)
+
+    def _start_process(self) -> tuple[EngineHandle, EngineReady]:
+        engine_process = self._launcher.launch()
+        engine_process.watch_turns(self._set_turn)
+        with self._changed:
+            self._engine_process = engine_process
+            stopping, settled = self._stopping, self._settled
+        if settled:
+            engine_process.end_turn()
+        try:
+            if stopping:  # stop() may have run before it could see this process
+                raise EngineStartError(_UNLOADING)
+            ready = engine_process.wait_ready(self._config.engine_start_timeout)
+        except Exception:
+            with self._changed:
+                self._engine_process = None
+            engine_process.stop(polite=False)
+            engine_process.close()
+            raise
+        with self._changed:
+            self._up, self._refusal, self._up_since = True, None, time.monotonic()
+            self._changed.notify_all()
+        return engine_process, ready
+
+    def _set_turn(self, ours: bool) -> None:
+        with self._changed:
+            self._outbox.paused = not ours
+            self._changed.notify_all()
+
+    def _read(self, engine_process: EngineHandle) -> bool:
+        """Pass messages on until the pipe closes; whether any brought a token."""
+        had_tokens = False
+        with self._changed:
+            self._changed.wait_for(lambda: self._events is not None or self._stopping)
+            events = self._events
+        if events is None:
+            return had_tokens
+        try:
+            while True:
+                message = engine_process.receive()
+                if isinstance(message, StepMessage):
+                    had_tokens = had_tokens or bool(message.news or message.tokens.token_ids)
+                    self._watchdog.step_took(message.stats)
+                    events.on_step(message)
+                elif isinstance(message, RequestFailed):
+                    events.on_request_failed(message)
+                elif isinstance(message, Answer):
+                    self._questions.resolve(message)
+        except (EOFError, OSError):
+            return had_tokens
+
+    def _bury(self, engine_process: EngineHandle, had_tokens: bool, lived: float) -> None:
+        """Hand over what died with the process."""
+        with self._changed:
+            self._up = False
+            self._engine_process = None
+            victims, in_turn = self._outbox.engine_down(), not self._outbox.paused
+            stopping, self._settled = self._stopping, False
+        cause = engine_process.exit_text()
+        engine_process.close()
+        if stopping:
+            return
+        reason = f"the engine process died ({cause}); it is being restarted"
+        self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
+        self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
+        assert self._events is not None
+        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
+        # Else the cause is a request of another frontend, which finds it or ends them.
+        if victims or (in_turn and not engine_process.pulse.num_live):
+            self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
+            self._refuse(self._restarts.refusal(cause))
+
+    def _note_failed_start(self, error: EngineStartError) -> None:
+        if error.lost:
+            return self._log("error", f"{error}: another frontend used it already; it is being restarted")
+        self._restarts.not_started()
+        self._log("error", f"restart {self._restarts.failed_starts} of the engine process failed: {error}")
+        self._refuse(self._restarts.refusal(str(error), error.fatal))
+
+    def _refuse(self, refusal: str | None) -> None:
+        """End what waits, and refuse what comes until an engine is up; if there is a reason to."""
+        if refusal is None:
+            return
+        with self._changed:
+            self._refusal, self._retry_after = refusal, max(1.0, self._restarts.delay)
+            self._outbox.clear()
+        error = RequestError("UNAVAILABLE", refusal, self._retry_after)
+        self._questions.fail_all(error)
+        assert self._events is not None
+        self._events.on_no_engine(error)
+
+    def _report_first(self, outcome: EngineReady | EngineStartError) -> None:
+        with self._changed:
+            if self._first is None:
+                self._first = outcome
+                self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, timeout=seconds)
+
+    def _is_stopping(self) -> bool:
+        with self._changed:
+            return self._stopping
+
+    # -- writer thread ---------------------------------------------------------------------
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or (self._up and self._has_frames()))
+                if self._stopping:
+                    return
+                engine_process, frame = self._engine_process, self._next_frame()
+            if engine_process is None or frame is None:  # the asker withdrew the question meanwhile
+                continue
+            try:
+                engine_process.send(frame)
+            except OSError:  # it died: the supervisor thread will notice, and have the request replayed
+                time.sleep(0.01)
+
+    def _has_frames(self) -> bool:
+        return bool(self._questions.num_queued or self._outbox.has_frames)
+
+    def _next_frame(self) -> bytes | None:
+        frame = self._questions.take_frame()
+        return self._outbox.next_frame() if frame is None else frame
+
+    # -- watch thread ----------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        """Kill an engine process that hangs, which the supervisor's thread will notice; start a spare one."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
+                    break
+                engine_process = self._engine_process if self._up else None
+                has_work = bool(self._outbox.in_engine or self._questions.num_sent)
+            pulse = None if engine_process is None else engine_process.pulse
+            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+            if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
+                allowed = self._watchdog.allowed(num_tokens)
+                engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
+            elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
+                self._launcher.prepare()
+        self._ended.wait()  # the processes that a thread has started end with it

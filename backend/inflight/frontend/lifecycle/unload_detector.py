@@ -1,0 +1,109 @@
+"""Notices that a model instance is to go, which Triton does not tell its stub.
+
+Three signs start the drain:
+
+- SIGTERM or SIGINT to this process: from `inflight serve`, from a terminal or a service manager that signals every
+  process of the server, or from a successor.  Triton's stub ignores both.
+- The server says that the model is not ready any more: it is being unloaded, or the server is stopping.  Triton
+  finalizes an instance only after its last request, so the server is asked now and then while requests are open.
+- A reload: the new instance, at its first request, sends SIGTERM to the one that it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.lifecycle.instance_registry import StatePage
+
+__all__ = ["Departure"]
+
+_PERIOD_SECONDS = 0.5
+_REFUSALS = 3  # in a row: a busy server may reset a connection
+
+
+class Departure:
+    """A thread that waits for the signs.  Create and stop it in the main thread of the process.
+
+    Args:
+        page: this instance's, by which a successor finds it.
+        num_open: requests under way.
+        can_serve: whether this instance would say itself that it is ready.
+        is_ready: asks the server whether the model is; None: unknown.  Called while requests are open, and a few
+            times before the first: it must have found the server's address before the server stops.
+    """
+
+    def __init__(
+        self,
+        drain: Drain,
+        page: StatePage,
+        num_open: Callable[[], int],
+        can_serve: Callable[[], bool],
+        is_ready: Callable[[], bool | None],
+    ) -> None:
+        self._drain = drain
+        self._page = page
+        self._num_open = num_open
+        self._can_serve = can_serve
+        self._is_ready = is_ready
+        self._served = False
+        self._refusals = 0  # in a row
+        self._idle_looks = 0
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._thread = threading.Thread(target=self._loop, name="departure", daemon=True)
+
+    def start(self) -> None:
+        """Take the signals: Python's C handler writes their numbers to the pipe at once, whatever the threads do."""
+        with contextlib.suppress(ValueError):  # not the main thread: without signals, then
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda signum, frame: None)
+            signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        os.close(self._write_fd)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._read_fd)
+
+    def _loop(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._read_fd], [], [], _PERIOD_SECONDS)
+            if readable:
+                numbers = os.read(self._read_fd, 64)
+                if not numbers:
+                    return
+                if signal.SIGTERM in numbers or signal.SIGINT in numbers:
+                    self._begin(signal.Signals(numbers[0]).name)
+            elif self._num_open() and not self._drain.draining:
+                self._look()
+            elif not self._served:
+                self._idle_looks += 1
+                if self._idle_looks & (self._idle_looks - 1) == 0:  # more and more rarely
+                    self._is_ready()
+
+    def _look(self) -> None:
+        if not self._served:  # a request has come: this instance is the one that serves
+            self._served = True
+            for pid in self._page.predecessors():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        # Newer servers ask the instance itself, whose own "no" while its engine is down is no reason to go.
+        ready = self._is_ready() if self._can_serve() else True
+        if ready is None:
+            return  # no answer is no sign, of either
+        self._refusals = 0 if ready or not self._can_serve() else self._refusals + 1
+        if self._refusals == _REFUSALS:
+            self._begin("the server is unloading the model or stopping")
+
+    def _begin(self, cause: str) -> None:
+        self._drain.begin(cause)

@@ -1,0 +1,100 @@
+"""Requests that ask about the model itself: the request parameter `control` names the question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from inflight.engine.messages import DumpTrace, Question
+from inflight.frontend.errors import RequestError, shown
+from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.operator.status import Status
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.request_state import Responder
+from inflight.frontend.request.contract import WireRequest
+
+__all__ = ["Control", "control_of", "relay"]
+
+
+class Control:
+    """Finds who answers: the engine, or the frontend itself.
+
+    Args:
+        ask_engine: puts a question to the engine.
+        drain_others: tells the instances that share the engine to drain, too.
+        text_questions: names of the questions that `TextQuestions` answers.
+    """
+
+    def __init__(
+        self,
+        ask_engine: Callable[[Question], Future[Any]],
+        status: Status,
+        drain: Drain,
+        drain_others: Callable[[], None] = lambda: None,
+        text_questions: tuple[str, ...] = (),
+    ) -> None:
+        self._text_questions = text_questions
+        self._answers: dict[str, Callable[[], Future[Any]]] = {
+            "step_trace": partial(ask_engine, DumpTrace()),
+            "stats": status.ask,
+            "drain": partial(_drained, drain, drain_others),
+        }
+
+    def answer(self, wire: WireRequest) -> Future[Any] | None:
+        """The answer (text or bytes, or a RequestError) to what the request asks; None if it is not asked here.
+
+        Raises:
+            RequestError: INVALID_ARG; an unknown `control`.
+        """
+        control = control_of(wire)
+        if control is None or control in self._text_questions:
+            return None
+        if control not in self._answers:
+            known = " or ".join(f'"{name}"' for name in (*self._answers, *self._text_questions))
+            raise RequestError("INVALID_ARG", f"control={shown(control)}: must be {known}")
+        return self._answers[control]()
+
+
+def control_of(wire: WireRequest) -> str | None:
+    """The parameter `control`; None if the request asks for text.
+
+    Raises:
+        RequestError: INVALID_ARG; it is not a string.
+    """
+    control = wire.parameters.get("control")
+    if control is not None and not isinstance(control, str):
+        raise RequestError("INVALID_ARG", f"control={shown(control)}: must be a string")
+    return control
+
+
+def _drained(drain: Drain, drain_others: Callable[[], None]) -> Future[Any]:
+    """Drains, and answers with JSON when nothing is open any more."""
+    drain_others()
+    answer: Future[Any] = Future()
+    drain.begin("a control request").add_done_callback(
+        lambda done: answer.set_result(msgspec.json.encode({"state": "drained", **done.result()}))
+    )
+    return answer
+
+
+def relay(answer: Future[Any], streams: Streams, responder: Responder) -> None:
+    """Send an answer (text or bytes) to the client, or why there is none.
+
+    The thread that resolves `answer` may read the engine's pipe and must not block, so the response is
+    left to the streams' sender thread.
+    """
+    answer.add_done_callback(lambda done: _send(done, streams, responder))
+
+
+def _send(done: Future[Any], streams: Streams, responder: Responder) -> None:
+    try:
+        outputs = {"text_output": np.array([done.result()], dtype=np.object_)}
+    except RequestError as error:
+        streams.reject(responder, error)
+    else:
+        streams.respond(responder, outputs)

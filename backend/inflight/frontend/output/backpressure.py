@@ -1,0 +1,75 @@
+"""Pauses sequences whose tokens come faster than they can be sent.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+from inflight.engine.messages import AddRequest, GetStats, Question
+from inflight.frontend.output.request_state import OpenStream
+
+__all__ = ["MAX_BACKLOG", "Backlog"]
+
+# Deltas that a stream may leave in its inbox, its sequences together.
+MAX_BACKLOG = 2048
+
+
+class _Engine(Protocol):
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """Stop all sequences of a request."""
+
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine."""
+
+
+class Backlog:
+    """What the sender thread does so that no stream's inbox grows without bound.
+
+    A stream that is over the limit is aborted in the engine, which takes its blocks.  When its inbox is empty, it is
+    submitted again with its output as known tokens, as after the death of an engine: it gets the same tokens.
+
+    Deltas from before the abort may still be on their way.  The engine answers a question that was asked after the
+    abort behind them, so nothing is submitted before that answer.
+
+    Args:
+        post: has the sender thread call something.
+        resubmit: gives a request to the engine again.
+        limit: deltas in an inbox.
+    """
+
+    def __init__(
+        self,
+        engine: _Engine,
+        post: Callable[[Callable[[], None]], None],
+        resubmit: Callable[[AddRequest], None],
+        limit: int = MAX_BACKLOG,
+    ) -> None:
+        self._engine = engine
+        self._post = post
+        self._resubmit = resubmit
+        self._limit = limit
+
+    def took(self, stream: OpenStream) -> None:
+        """A delta came for the stream."""
+        if len(stream.inbox) > self._limit and not stream.paused and stream.last_act is None:
+            stream.paused, stream.stopped = True, False
+            self._engine.abort(stream.request_id)
+            answer = self._engine.ask(GetStats())
+            answer.add_done_callback(lambda _: self._post(partial(self._confirm, stream)))
+
+    def _confirm(self, stream: OpenStream) -> None:
+        """No delta of the stream is on its way any more; or the engine is gone, with all that was on its way."""
+        stream.stopped = True
+        self.served(stream)
+
+    def served(self, stream: OpenStream) -> None:
+        """The stream had its turn."""
+        ends = stream.closed or stream.end_time is not None or stream.last_act is not None
+        if not stream.paused or not stream.stopped or stream.inbox or ends:
+            return
+        stream.paused = False
+        request = stream.rest()
+        if request is not None:
+            self._resubmit(request)

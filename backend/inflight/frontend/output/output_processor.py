@@ -1,0 +1,422 @@
+"""Open response streams: deltas in, coalesced responses out.
+
+The sender thread owns every stream: it takes deltas, detokenises, finds stop strings and sends.
+Streams with news take turns (`turns.py`), each for a slice of time: one that is costly falls behind, and
+the others do not.  What a stream missed goes into one response.  The sweep thread finds streams that
+must end early.
+
+    reader thread --on_step--> events --> sender thread --> Triton
+    execute ------open/reject---^   ^---- sweep thread (cancelled, late)
+
+Every stream ends exactly once (invariant 6): `_close` takes it out of the table, and only who took
+it out sends its FINAL flag.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from inflight.engine.messages import (
+    REQUESTS_PER_FRONTEND,
+    AddRequest,
+    EngineReady,
+    Question,
+    RequestFailed,
+    StepMessage,
+)
+from inflight.frontend.engine_client.replay import Replay, Resubmits
+from inflight.frontend.errors import RequestError, error_of, refusal_of
+from inflight.frontend.output.backpressure import Backlog
+from inflight.frontend.output.cancellation import SWEEP_SECONDS, Sweep
+from inflight.frontend.output.open_limit import Capacity
+from inflight.frontend.output.pacing import Pacing
+from inflight.frontend.output.request_state import OpenStream, Responder
+from inflight.frontend.output.response_tensors import response_outputs
+from inflight.frontend.output.send_queue import SLICE, SendQueue
+from inflight.frontend.request.contract import ParsedRequest
+from inflight.frontend.text.tokenizer import Tokenizer
+
+__all__ = ["Engine", "StatsSink", "Streams"]
+
+
+class Engine(Resubmits, Protocol):
+    """The supervisor, as far as streams need it.  Calls never block."""
+
+    def submit(self, request: AddRequest) -> None:
+        """Hand over a request; raises RequestError if it is refused."""
+
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
+
+    def ask(self, question: Question) -> Future[Any]:
+        """Put a question to the engine."""
+
+    def release(self, request_id: int) -> None:
+        """The request ended by itself."""
+
+
+class StatsSink(Protocol):
+    """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
+
+    def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
+    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
+    def engine_down(self) -> None: ...
+    def resubmitted(self, count: int) -> None: ...
+    def first_token(self, stream: OpenStream) -> None: ...
+    def finished(self, stream: OpenStream) -> None: ...
+    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
+
+    def settle(self) -> None:
+        """Publish what was counted of requests: an answer is about to be sent, and whoever gets it may look."""
+
+
+class Streams:
+    """All open streams of a model instance.
+
+    Args:
+        engine: takes requests and aborts.
+        stats: takes step and request statistics.
+        log_error, log_info: write one line to the server's log.
+        max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
+        interval: new tokens that a streaming response waits for, after the first response of its stream.
+        pacing: spaces the responses of a stream instead; None: nothing waits.
+        number: of this frontend, among those that share the engine.
+        sweep_seconds: from one look for cancelled and late requests to the next.
+        max_replays: deaths of the engine in a row that one request may be the only possible cause of.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        stats: StatsSink,
+        log_error: Callable[[str], None],
+        max_sequences: int = 0,
+        interval: int = 1,
+        sweep_seconds: float = SWEEP_SECONDS,
+        log_info: Callable[[str], None] = lambda line: None,
+        pacing: Pacing | None = None,
+        number: int = 0,
+        max_replays: int = 2,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._stats = stats
+        self._log_error = log_error
+        self._log_info = log_info
+        self._capacity = Capacity(max_sequences, first_id=number * REQUESTS_PER_FRONTEND + 1)
+        self._interval = interval
+        self._pacing = pacing
+        self._streams: dict[int, OpenStream] = {}
+        self._queue = SendQueue()
+        self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
+        # A step comes with the time when it came.
+        self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
+        self._backlog = Backlog(engine, self._events.put, self._replay.again)
+        self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
+        # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
+        self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
+
+    # -- any thread ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._sender.start()
+        self._sweep.start()
+
+    def open(self, request: ParsedRequest, responder: Responder) -> None:
+        """Hand a request to the engine; its responses follow through `responder`."""
+        count = request.engine_request.params.n
+        try:
+            request = request.with_id(self._capacity.take(count))
+        except RequestError as error:
+            return self.reject(responder, error)
+        try:
+            stream = OpenStream(request, responder, self._tokenizer, self._interval)
+        except BaseException:  # the caller answers
+            self._capacity.give_back(count)
+            raise
+        self._events.put(partial(self._register, stream))
+        if stream.finished:  # nothing is missing of the output that it began with
+            return
+        try:
+            self._engine.submit(stream.engine_request)
+        except RequestError as error:
+            self._fail_behind(stream.request_id, error, refusal_of(error))
+        except Exception as error:  # answered here: the caller would answer a stream that is open
+            message = f"internal error: {type(error).__name__}: {error}"
+            self._fail_behind(stream.request_id, RequestError("INTERNAL", message), "failed")
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return self._capacity.num_requests
+
+    @property
+    def num_open_sequences(self) -> int:
+        """Sequences of those requests."""
+        return self._capacity.num_sequences
+
+    def close_intake(self, make_error: Callable[[], RequestError]) -> None:
+        """Refuse every request from now on; those that were taken go on."""
+        self._capacity.close(make_error)
+
+    def end_all(self, error: RequestError) -> None:
+        """End all open streams with an error."""
+        self._events.put(partial(self._fail_all, error))
+
+    def reject(self, responder: Responder, error: RequestError) -> None:
+        """Answer a request that never became a stream with an error."""
+        self._events.put(partial(self._refuse, responder, error))
+
+    def respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None:
+        """Answer a request that never became a stream with one final response."""
+        self._events.put(partial(self._respond, responder, outputs))
+
+    def on_step(self, message: StepMessage) -> None:
+        """A step's deltas; called by the thread that reads the engine's pipe."""
+        self._events.put((time.monotonic(), message))
+        for failed in message.failed:
+            self._fail_behind(failed.request_id, error_of(failed), "failed")
+
+    def on_request_failed(self, message: RequestFailed) -> None:
+        """The engine refused a request."""
+        error = error_of(message)
+        self._fail_behind(message.request_id, error, refusal_of(error))
+
+    def on_engine_ready(self, ready: EngineReady) -> None:
+        """The engine process was started again."""
+        self._events.put(partial(self._stats.engine_ready, ready, again=True))
+
+    def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
+        """The engine process died with these requests in it: the next one goes on with them."""
+        self._events.put(self._catch_up)  # with the steps that it had sent
+        self._events.put(self._stats.engine_down)
+        self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
+
+    def on_no_engine(self, error: RequestError) -> None:
+        """No engine process can be started for now."""
+        self._events.put(partial(self._fail_all, error))
+
+    def stop(self, reason: str) -> None:
+        """Fail what is open with UNAVAILABLE and end the threads."""
+        self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
+        self._events.put(None)
+        self._sweep.stop()
+        if self._sender.ident is not None:
+            self._sender.join()
+
+    # -- sweep thread ----------------------------------------------------------------------
+
+    def _drop(self, stream: OpenStream, ending: str, make_error: Callable[[], RequestError]) -> None:
+        stream.dropped = True
+        self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
+        last_act = lambda: self._cancel(stream, make_error(), ending)  # noqa: E731
+        self._events.put(partial(self._end_behind, stream.request_id, last_act))
+
+    def _fail_behind(self, request_id: int, error: RequestError, ending: str) -> None:
+        """`_fail` a stream once it has sent what came for it until now."""
+        self._events.put(partial(self._end_behind, request_id, partial(self._fail, request_id, error, ending)))
+
+    # -- sender thread ---------------------------------------------------------------------
+
+    def _send_loop(self) -> None:
+        """Take the events that came, then let one stream take its turn, and so on."""
+        while (event := self._next_event()) is not None:
+            self._run_event(partial(self._take, *event) if isinstance(event, tuple) else event)
+
+    def _next_event(self) -> tuple[float, StepMessage] | Callable[[], None] | None:
+        if self._queue.is_busy and self._events.empty():
+            return self._serve_next
+        try:
+            return self._events.get(timeout=self._queue.idle_seconds(time.monotonic()))
+        except Empty:
+            return self._serve_next
+
+    def _run_event(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except BaseException as error:  # without this thread all streams would hang; Rust panics are no Exception
+            self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
+
+    def _take(self, received: float, message: StepMessage) -> None:
+        streaming = set()
+        for delta in message.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None:  # it ended here before the engine heard of it
+                continue
+            stream.inbox.append(delta)
+            self._backlog.took(stream)
+            if stream.request.stream:
+                streaming.add(stream)
+            if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
+                self._queue.add(stream)
+        if self._pacing is not None and streaming:
+            self._pacing.step(len(streaming))
+        self._replay.took(message)
+        self._stats.step(message, received, self._streams)
+
+    def _hold(self, stream: OpenStream, now: float) -> bool:
+        """Whether the stream's next response is not due yet; then it gets a turn when it is."""
+        due = None if self._pacing is None else self._pacing.due(stream, now)
+        if due is not None:
+            self._queue.hold(stream, due)
+        return due is not None
+
+    def _serve_next(self) -> None:
+        """One turn, for the stream whose it is; those that end come once the metrics know."""
+        start = time.monotonic()
+        if ended := self._queue.take_ended(start):
+            self._settle()
+            for stream in ended:
+                stream.settled = True
+                self._queue.add(stream)
+        elif (next_stream := self._queue.take(start)) is not None:
+            self._guarded(self._advance, next_stream)
+            if not next_stream.closed:
+                self._queue.charge(next_stream, time.monotonic() - start)
+                if next_stream.inbox:
+                    self._queue.add(next_stream)
+                self._backlog.served(next_stream)
+
+    def _catch_up(self) -> None:
+        """Take all deltas that came, and serve until nobody has a turn to take."""
+        for stream in self._streams.values():
+            if stream.inbox:
+                self._queue.add(stream)
+        while self._queue.is_busy:
+            self._serve_next()
+
+    def _guarded(self, action: Callable[[OpenStream], None], stream: OpenStream) -> None:
+        if stream.closed:
+            return
+        try:
+            action(stream)
+        except BaseException as error:  # a bug, a panic or a lost client must not end the other streams
+            self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
+            self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
+
+    def _advance(self, stream: OpenStream) -> None:
+        if stream.end_time is not None:
+            return self._end(stream) if stream.settled else None
+        for index in stream.take_inbox(SLICE):
+            self._engine.abort(stream.request_id, index)
+        if stream.first_token_time is None and stream.num_output_tokens:
+            stream.first_token_time = time.monotonic()
+            self._stats.first_token(stream)
+        if stream.finished:
+            self._finish(stream)
+        elif stream.last_act is not None and not stream.inbox:
+            self._send_news(stream)
+            stream.last_act()
+        elif not (stream.has_started and self._hold(stream, time.monotonic())):
+            self._send_news(stream)
+
+    def _send_news(self, stream: OpenStream) -> None:
+        if stream.request.stream and stream.has_news:
+            self._send(stream, final=False)
+
+    def _finish(self, stream: OpenStream) -> None:
+        stream.end_time = time.monotonic()
+        stream.inbox.clear()
+        self._queue.finish(stream)
+        self._stats.finished(stream)
+
+    def _end(self, stream: OpenStream) -> None:
+        self._send(stream, final=True)
+        self._close(stream)
+        self._engine.release(stream.request_id)
+
+    def _send(self, stream: OpenStream, final: bool) -> None:
+        start = time.monotonic()
+        parts = stream.parts(final)
+        for number, sequences in enumerate(parts, 1):
+            outputs = response_outputs(
+                stream.request, sequences, stream.take_prompt_logprobs(), stream.num_cached_tokens
+            )
+            stream.responder.send(outputs, final and number == len(parts))
+        stream.sent()
+        stream.sent_time, stream.due = time.monotonic(), 0.0
+        if self._pacing is not None:
+            self._pacing.sent(stream.sent_time - start)
+
+    def _register(self, stream: OpenStream) -> None:
+        self._streams[stream.request_id] = stream
+        if stream.finished:
+            self._queue.add(stream)
+        else:
+            self._sweep.wake()
+
+    def _close(self, stream: OpenStream) -> None:
+        stream.closed = True
+        self._queue.forget(stream)
+        del self._streams[stream.request_id]
+        self._replay.ended(stream.request_id)
+        self._capacity.give_back(len(stream.sequences))
+
+    def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
+        if not stream.closed:
+            name = f" {stream.request.name!r}" if stream.request.name else ""
+            self._log_info(
+                f"cancelled request {stream.request_id}{name} after {stream.num_output_tokens} output tokens: "
+                f"{error.message}"
+            )
+            self._fail(stream.request_id, error, ending)
+
+    def _end_behind(self, request_id: int, last_act: Callable[[], None]) -> None:
+        """End a stream with `last_act` once it has sent what came for it; the first such end counts."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.last_act is None:
+            stream.last_act = last_act
+            self._queue.add(stream)
+
+    def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
+        """End a stream with an error of the kind `ending`; does nothing if it has ended."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.due:  # tokens that came before
+            stream.due = 0.0
+            self._guarded(self._send_news, stream)
+        if stream is None or stream.closed:
+            return
+        self._close(stream)
+        self._engine.abort(request_id)
+        if stream.end_time is None:  # else it is counted as finished: only its last response was lost
+            self._stats.unsuccessful(ending, stream)
+        self._respond_error(stream.responder, error)
+
+    def _fail_all(self, error: RequestError) -> None:
+        self._catch_up()
+        for request_id in list(self._streams):
+            self._fail(request_id, error, "failed")
+
+    def _refuse(self, responder: Responder, error: RequestError) -> None:
+        self._stats.unsuccessful(refusal_of(error))
+        self._respond_error(responder, error)
+
+    def _respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None:
+        try:
+            responder.send(outputs, True)
+        except Exception as lost:
+            self._log_error(f"cannot send an answer: {type(lost).__name__}: {lost}")
+            error = RequestError("INTERNAL", f"internal error: the answer cannot be sent: {lost}")
+            self._respond_error(responder, error)
+
+    def _settle(self) -> None:
+        try:
+            self._stats.settle()
+        except Exception as error:
+            self._log_error(f"cannot publish metrics: {type(error).__name__}: {error}")
+
+    def _respond_error(self, responder: Responder, error: RequestError) -> None:
+        self._settle()
+        try:
+            responder.fail(error.code, error.message)
+        except Exception as lost:
+            self._log_error(f"cannot send the error {error.message!r} to its client: {lost}")

@@ -1,0 +1,125 @@
+"""What a client sends as its prompt -> token ids.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.frontend.chat.chat_template import ChatTemplate, ChatTemplateError
+from inflight.frontend.errors import RequestError
+from inflight.frontend.text.tokenizer import Tokenizer
+
+__all__ = ["PROMPTS", "PromptReader"]
+
+PROMPTS = ("text_input", "input_ids", "messages")
+
+
+class PromptReader:
+    """Finds, renders, tokenises, truncates and checks the prompt of a request.
+
+    Args:
+        max_model_len, vocab_size: of the loaded checkpoint.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate, max_model_len: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+
+    def read(self, inputs: Mapping[str, Any], truncate: int | None = None) -> tuple[list[int], str]:
+        """Token ids, and the text they came from ("" for `input_ids`).
+
+        Args:
+            truncate: keep at most this many tokens, the last ones; -1: as many as can be served. None: all.
+
+        Raises:
+            TokenizerError: a text, and no tokenizer.
+            RequestError: INVALID_ARG; not exactly one prompt, one of no or of too many tokens, or unknown ids.
+        """
+        given = [name for name in PROMPTS if inputs.get(name)]
+        if not given and inputs.get("text_input") == "":
+            given = ["text_input"]  # the start token alone, if the tokenizer adds one
+        if len(given) != 1:
+            got = " and ".join(given) or "no prompt or an empty one"
+            raise RequestError("INVALID_ARG", f"got {got}: give exactly one of {', '.join(PROMPTS)}, not empty")
+        limit = None if truncate is None else self._truncation(truncate)
+        value = inputs[given[0]]
+        if given[0] == "input_ids":
+            return self._checked(value if limit is None else value[-limit:]), ""
+        text = value if given[0] == "text_input" else self._render(value)
+        token_ids = self._tokenise(text, limit, add_special_tokens=given[0] == "text_input")
+        if not token_ids:
+            raise RequestError(
+                "INVALID_ARG", f"{given[0]} is empty, and the tokenizer adds no start token: give at least one token"
+            )
+        return self._checked(token_ids), text
+
+    def tokens(self, inputs: Mapping[str, Any], add_special_tokens: bool) -> list[int]:
+        """Token ids of `text_input` or `messages`, which need not fit a request.
+
+        Raises:
+            TokenizerError, RequestError: as `read`.
+        """
+        text = inputs["text_input"] if "text_input" in inputs else self._render(inputs["messages"])
+        return self._tokenise(text, None, add_special_tokens)
+
+    def _truncation(self, given: int) -> int:
+        if given == -1:
+            return self._max_model_len - 1
+        if not 1 <= given <= self._max_model_len:
+            raise RequestError(
+                "INVALID_ARG",
+                f"truncate_prompt_tokens={given}: must be 1 to {self._max_model_len}, or -1 for what fits",
+            )
+        return given
+
+    def _tokenise(self, text: str, limit: int | None, add_special_tokens: bool) -> list[int]:
+        """Token ids; of a truncated prompt the special tokens at its ends and the last of the others."""
+        self._tokenizer.check_texts([text])
+        longest = self._tokenizer.longest_token
+        if limit is None:
+            most = self._max_model_len - 1
+            if len(text) > most * longest:  # spare the tokeniser what cannot fit
+                raise RequestError(
+                    "INVALID_ARG", f"the prompt has {len(text)} characters, which must be more than {most} tokens"
+                )
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # The kept tokens reach back `limit * longest` characters at most; as many before them are context.
+        text = text[-2 * limit * longest :]
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(token_ids) <= limit:
+            return token_ids
+        plain = self._tokenizer.encode(text, add_special_tokens=False)
+        num_special = len(token_ids) - len(plain)
+        starts = [k for k in range(num_special + 1) if token_ids[k : k + len(plain)] == plain]
+        if not starts or limit <= num_special:
+            return token_ids[-limit:]
+        first, last = token_ids[: starts[0]], token_ids[starts[0] + len(plain) :]
+        return [*first, *plain[num_special - limit :], *last]
+
+    def _render(self, chat: str) -> str:
+        try:
+            return self._chat.render(chat)
+        except ChatTemplateError as error:
+            raise RequestError("INVALID_ARG", f"messages: {error}") from None
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        limit = self._max_model_len - 1
+        if not 1 <= len(ids) <= limit:
+            raise RequestError(
+                "INVALID_ARG",
+                f"the prompt has {len(ids)} tokens: it must be 1 to {limit} long "
+                f"(max_model_len={self._max_model_len} minus one output token)",
+            )
+        self.check_ids(ids)
+        return ids
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raise RequestError for ids outside of the vocabulary."""
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= self._vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(
+                "INVALID_ARG", f"input_ids: token id {bad} is not in the vocabulary [0, {self._vocab_size - 1}]"
+            )

@@ -1,0 +1,175 @@
+"""Requests on their way in: small ones are read at once, those with long texts or a chat in threads of their own.
+
+Triton calls `execute` in one thread, and a text of a megabyte takes a second to tokenise.  The tokenizers library
+gives Python's lock away meanwhile (`text.py`), so the requests behind it, and the sender thread, go on.  A chat's
+template is rendered by another process, which may take seconds (`template_process.py`): chats wait for each other
+alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import PriorityQueue
+
+import numpy as np
+
+from inflight.frontend.errors import RequestError
+from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.request_state import Responder
+from inflight.frontend.request.contract import ParsedRequest, WireRequest
+
+__all__ = ["Intake"]
+
+DIRECT_BYTES = 8192  # of text: about 2 ms
+_NUM_THREADS = 2
+_MAX_WAITING_BYTES = 64 * 2**20
+# A text waits as if it had come later by the time that it takes: others pass it meanwhile, and it is not starved.
+_SECONDS_PER_BYTE = 1e-6
+_BYTES_PER_SHOWN_TOKEN = 16  # as much time as a text of that length takes
+
+
+Answer = Callable[[WireRequest], dict[str, np.ndarray]]
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A request whose text is tokenised by a thread; the smallest `rank` is next."""
+
+    rank: float
+    number: int
+    num_bytes: int = field(compare=False)
+    wire: WireRequest = field(compare=False)
+    responder: Responder = field(compare=False)
+    answer: Answer | None = field(compare=False, default=None)
+
+
+class Intake:
+    """Parses requests and opens their streams.
+
+    Args:
+        parse: checks and tokenises; raises RequestError. Called by several threads.
+        streams: takes what was parsed, and errors.
+        log_error: writes one line to the server's log.
+        max_waiting_bytes: of text that waits for a thread; beyond that, requests with long texts are refused.
+        num_threads: that read long texts; one more reads chats.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[WireRequest], ParsedRequest],
+        streams: Streams,
+        log_error: Callable[[str], None],
+        max_waiting_bytes: int = _MAX_WAITING_BYTES,
+        num_threads: int = _NUM_THREADS,
+    ) -> None:
+        self._parse = parse
+        self._streams = streams
+        self._log_error = log_error
+        self._max_waiting_bytes = max_waiting_bytes
+        self._texts: PriorityQueue[_Waiting] = PriorityQueue()
+        self._chats: PriorityQueue[_Waiting] = PriorityQueue()
+        self._lock = threading.Lock()  # guards the two below
+        self._num_waiting_bytes = 0
+        self._count = 0
+        self._stopping = False
+        self._readers = [
+            (queue, threading.Thread(target=self._read_loop, args=(queue,), name=f"intake-{k}", daemon=True))
+            for k, queue in enumerate([self._texts] * num_threads + [self._chats])
+        ]
+
+    def start(self) -> None:
+        for _, thread in self._readers:
+            thread.start()
+
+    def stop(self) -> None:
+        """Refuse what waits, and end the threads once they have finished what they read."""
+        self._stopping = True
+        for queue, _ in self._readers:
+            queue.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NOBODY))
+        for _, thread in self._readers:
+            if thread.ident is not None:
+                thread.join()
+
+    def take(self, wire: WireRequest, responder: Responder, answer: Answer | None = None) -> None:
+        """Open the request's stream, now or when a thread has read it.
+
+        Args:
+            answer: what the request gets in place of a stream; takes as long as reading it. Raises RequestError.
+
+        Raises:
+            RequestError: it is refused now.  Later errors are sent.
+        """
+        num_bytes, is_chat = _num_text_bytes(wire), "messages" in wire.inputs
+        if num_bytes <= DIRECT_BYTES and not is_chat:
+            return self._serve(wire, responder, answer)
+        with self._lock:
+            if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
+                raise RequestError(
+                    "UNAVAILABLE",
+                    f"{self._num_waiting_bytes} bytes of long prompts wait to be tokenised and "
+                    f"{self._max_waiting_bytes} are allowed; try again later",
+                )
+            self._num_waiting_bytes += num_bytes
+            self._count += 1
+            rank = wire.received + num_bytes * _SECONDS_PER_BYTE
+            queue = self._chats if is_chat else self._texts
+            queue.put(_Waiting(rank, self._count, num_bytes, wire, responder, answer))
+
+    @contextmanager
+    def errors_to(self, responder: Responder) -> Iterator[None]:
+        """Send what the block raises: a bug or a tokenizer's panic must not affect the other requests."""
+        try:
+            yield
+        except RequestError as error:
+            self._streams.reject(responder, error)
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            message = f"{type(error).__name__}: {error}"
+            self._log_error(f"while reading a request: {message}")
+            self._streams.reject(responder, RequestError("INTERNAL", message))
+
+    def _read_loop(self, queue: PriorityQueue[_Waiting]) -> None:
+        while (waiting := queue.get()).responder is not _NOBODY:
+            with self.errors_to(waiting.responder):
+                self._read(waiting)
+            with self._lock:
+                self._num_waiting_bytes -= waiting.num_bytes
+
+    def _read(self, waiting: _Waiting) -> None:
+        if self._stopping:
+            raise RequestError("UNAVAILABLE", "the model is being unloaded")
+        if waiting.responder.is_cancelled():
+            raise RequestError("CANCELLED", "Request was cancelled")
+        self._serve(waiting.wire, waiting.responder, waiting.answer)
+
+    def _serve(self, wire: WireRequest, responder: Responder, answer: Answer | None) -> None:
+        if answer is None:
+            self._streams.open(self._parse(wire), responder)
+        else:
+            self._streams.respond(responder, answer(wire))
+
+
+class _Nobody:
+    """Stands for the responder of no request."""
+
+    def send(self, outputs: object, final: bool) -> None: ...
+    def fail(self, code: str, message: str) -> None: ...
+    def is_cancelled(self) -> bool:
+        return False
+
+
+_NOBODY = _Nobody()
+
+
+def _num_text_bytes(wire: WireRequest) -> int:
+    """Of all texts that the request has as inputs, and of token ids that are detokenised.
+
+    Other numbers are read at once, whatever their number.
+    """
+    texts = sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
+    shown = wire.inputs.get("input_ids" if "control" in wire.parameters else "resume_token_ids")
+    return texts + (0 if shown is None else _BYTES_PER_SHOWN_TOKEN * shown.size)

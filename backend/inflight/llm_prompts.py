@@ -1,0 +1,66 @@
+"""What a Python caller gives as a prompt -> token ids.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
+
+from inflight.frontend.text.tokenizer import Tokenizer
+
+__all__ = ["Prompt", "is_prompt", "read_prompt"]
+
+# A text; token ids; or one of the two in a dict, as vLLM's `TextPrompt` and `TokensPrompt`:
+# {"prompt": "..."} or {"prompt_token_ids": [...]}, with "prompt" beside the ids for the record.
+Prompt = Union[str, Sequence[int], Mapping[str, Any]]
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether this is one prompt and not a collection of prompts."""
+    if isinstance(value, (str, bytes, Mapping)):
+        return True
+    return isinstance(value, Sequence) and bool(value) and all(_is_id(entry) for entry in value)
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+    """The prompt's text, if it has one, and its token ids.
+
+    Raises:
+        ValueError: it is something else, or a text where there is no tokenizer.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, tokenizer)
+    return None, _ids("a prompt", prompt)
+
+
+def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+    asked = {key: value for key, value in prompt.items() if value is not None}
+    unknown = sorted(map(str, asked.keys() - {"prompt", "prompt_token_ids"}))
+    text = asked.get("prompt")
+    if unknown or not asked or not isinstance(text, (str, type(None))):
+        got = ", ".join(unknown) or (f'"prompt" of type {type(text).__name__}' if asked else "nothing")
+        raise ValueError(
+            f'a prompt in a dict has {got}: give {{"prompt": "text"}} or {{"prompt_token_ids": [1, 2, 3]}}, and no '
+            "other keys"
+        )
+    if "prompt_token_ids" in asked:
+        return text, _ids("prompt_token_ids", asked["prompt_token_ids"])
+    assert text is not None
+    return text, tokenizer.encode(text)
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    try:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError
+        ids = [int(entry) for entry in value]
+        if any(isinstance(entry, str) or entry != number for entry, number in zip(value, ids)):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} of type {type(value).__name__} is not a list of token ids, nor a string") from None
+    return ids
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -1,0 +1,252 @@
+"""The check at load: the paged, ragged forward pass computes the same logits as transformers' attention.
+
+An architecture may bypass the attention interface with a feature that paging would silently drop (a positional
+bias, state shared between layers, a mask), or look across requests (a maximum over positions).  A few sequences
+(`check_cases.py`), split into chunks and run as one batch through the pool, are compared with transformers' eager
+attention on each alone.  In half precision this is done twice:
+
+    structure   in float32 (`in_float32.py`), with the definition of paged attention: what the model computes
+    rounding    as it is served, within a few times the error that transformers' own half precision makes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from inflight.attention.base import AttentionBackend, forward_context
+from inflight.attention.hf import IMPLEMENTATION
+from inflight.attention.reference import ReferenceAttention
+from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import NewRow, SchedulerOutput
+from inflight.loading.check.cases import Case, blocks_of, that_fit
+from inflight.loading.check.float32_reference import InFloat32
+from inflight.loading.forward.rotary import RequestRotary, forget_lengths
+from inflight.loading.paged_layers import PagedLayers
+from inflight.runner.batch_state import BatchState
+
+__all__ = ["EXACT", "LoadCheck", "Reference", "reference", "relative_error", "tolerance"]
+
+_CHUNKS = (4, 48)  # tokens of each sequence in the first step, and in those after it
+
+EXACT = 1e-3  # relative error that rounding explains in float32; a dropped feature costs far more
+
+# The same for the storage of keys and values: int8 costs about 1% (measured on every architecture), several times that
+# with outliers; fp8 rounds each number by up to 6%.
+_KV_TOLERANCE = {torch.int8: 0.1, torch.float8_e4m3fn: 0.25}
+_INT8_TOLERANCE = 0.25  # with weights and activations in int8
+_UNCHECKED_TOLERANCE = 0.25  # in half precision, where nothing tells how far its own rounding goes
+_OWN_ERRORS, _LEAST = 3.0, 0.005  # in half precision: multiples of transformers' own error, and what is always allowed
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computes.
+
+    Attributes:
+        cases: the sequences.
+        logits: float32 [length, V] of each alone.
+        own_error: relative error of transformers in the model's dtype, of the longest; 0 in float32, None if unknown.
+    """
+
+    cases: list[Case]
+    logits: list[Tensor]
+    own_error: float | None = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.own_error == 0.0
+
+    def first(self, cases: list[Case]) -> Reference:
+        """The part of it that is about these of its cases."""
+        kept = [(case, logits) for case, logits in zip(self.cases, self.logits) if case in cases]
+        return replace(self, cases=[case for case, _ in kept], logits=[logits for _, logits in kept])
+
+
+def tolerance(expected: Reference | None, kv_dtype: torch.dtype | None, int8: bool) -> float:
+    """Largest relative error of a right forward pass; `int8` is about its weights."""
+    own = 0.0 if expected is None else expected.own_error
+    rounding = _UNCHECKED_TOLERANCE if own is None else _OWN_ERRORS * own + _LEAST if own else EXACT
+    return max(rounding, _KV_TOLERANCE.get(kv_dtype, 0.0) if kv_dtype else 0.0, _INT8_TOLERANCE if int8 else 0.0)
+
+
+@dataclass(frozen=True)
+class LoadCheck:
+    """Tells whether a forward pass of the loaded model is right.
+
+    Attributes:
+        model_type: of the checkpoint, for messages.
+        expected: what transformers' attention computed; None accepts everything.
+        tolerance: largest relative error of the logits.
+        rotary: what chooses for the model's rotary modules, if anything does.
+        limits: lengths that config.json names.
+    """
+
+    model_type: str
+    backend: AttentionBackend
+    expected: Reference | None
+    tolerance: float
+    block_size: int
+    device: torch.device
+    rotary: RequestRotary | None = None
+    limits: tuple[int, ...] = ()
+
+    def passes(self, forward: Callable[..., Any]) -> bool:
+        return self.error(forward) <= self.tolerance
+
+    def error(self, forward: Callable[..., Any]) -> float:
+        """Its relative error, over the first blocks of the present pool."""
+        if self.expected is None:
+            return 0.0
+        return relative_error(forward, self.backend, self.expected, self.block_size, self.device, self.rotary)
+
+    def structure_error(self, model: nn.Module, layers: PagedLayers) -> float:
+        """The error in float32 of transformers' modules, as loaded, with the definition of paged attention."""
+        if self.expected is None or self.expected.own_error is None:
+            return 0.0
+        num_blocks = sum(blocks_of(case, self.block_size) for case in self.expected.cases)
+        exact = replace(self.expected, own_error=0.0)
+        with layers.standing_in(ReferenceAttention(), num_blocks, torch.float32) as backend, InFloat32():
+            return relative_error(model, backend, exact, self.block_size, self.device, self.rotary)
+
+    def up_to(self, limit: int) -> LoadCheck | None:
+        """The same with the sequences that end there at the latest, if it is about others, too."""
+        cases = [] if self.expected is None else [case for case in self.expected.cases if case.end <= limit]
+        if self.expected is None or len(cases) in (0, len(self.expected.cases)):
+            return None
+        return replace(self, expected=self.expected.first(cases))
+
+    def that_fits(self, num_blocks: int) -> LoadCheck:
+        """The same in a pool of `num_blocks`, with the sequences that fit it."""
+        if self.expected is None:
+            return self
+        cases = that_fit(self.expected.cases, num_blocks, self.block_size)
+        return replace(self, expected=self.expected.first(cases))
+
+
+@torch.inference_mode()
+def reference(model: nn.Module, cases: list[Case], device: torch.device, widens: bool = False) -> Reference:
+    """Run the sequences, each alone, through eager attention.
+
+    Args:
+        widens: run in float32, though weights are in half precision, and tell how far off half precision is.
+    """
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        if not widens:
+            is_float32 = next(model.parameters()).dtype == torch.float32
+            return Reference(cases, [_alone(model, case, device) for case in cases], 0.0 if is_float32 else None)
+        with InFloat32():
+            exact = [_alone(model, case, device) for case in cases]
+        longest = max(range(len(cases)), key=lambda index: len(cases[index].token_ids))
+        rounded = _alone(model, cases[longest], device)
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    return Reference(cases, exact, _typical_error(rounded, exact[longest]))
+
+
+def _alone(model: nn.Module, case: Case, device: torch.device) -> Tensor:
+    forget_lengths(model)
+    positions = torch.arange(case.first_position, case.end, device=device)[None]
+    token_ids = torch.tensor([case.token_ids], device=device)
+    return model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0].float()
+
+
+def _whole_error(logits: Tensor, right: Tensor) -> float:
+    return ((logits - right).norm() / right.norm().clamp_min(1e-9)).item()
+
+
+def _typical_error(logits: Tensor, right: Tensor) -> float:
+    """Relative error that three quarters of the tokens keep to.
+
+    Half precision may change the choice of an expert, and with it all logits of a token, on either side.
+    """
+    errors = (logits - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-9)
+    return errors.nan_to_num(nan=torch.inf).quantile(0.75, interpolation="lower").item()
+
+
+@torch.inference_mode()
+def relative_error(
+    model: Callable[..., Any],
+    backend: AttentionBackend,
+    expected: Reference,
+    block_size: int,
+    device: torch.device,
+    rotary: RequestRotary | None = None,
+) -> float:
+    """Largest relative error of the paged logits over the sequences.
+
+    Writes to the first blocks of the pool: only before the first request, with cases that fit.
+    """
+    paged = _paged_logits(model, backend, expected.cases, block_size, device, rotary)
+    error = _whole_error if expected.is_exact else _typical_error
+    return max(error(*pair) for pair in zip(paged, expected.logits))
+
+
+def _paged_logits(
+    model: Callable[..., Any],
+    backend: AttentionBackend,
+    cases: list[Case],
+    block_size: int,
+    device: torch.device,
+    rotary: RequestRotary | None,
+) -> list[Tensor]:
+    """float32 logits [length, V] of each sequence, computed as one batch in chunks."""
+    lengths = [len(case.token_ids) for case in cases]
+    first_positions = np.array([case.first_position for case in cases])
+    state = BatchState(len(cases), max(lengths), block_size, device)
+    rows = _rows(cases, block_size)
+    computed = [0] * len(cases)
+    parts: list[list[Tensor]] = [[] for _ in cases]
+    while computed != lengths:
+        chunk = _CHUNKS[bool(max(computed))]
+        counts = [min(chunk, length - done) for length, done in zip(lengths, computed)]
+        slots = [slot for slot, count in enumerate(counts) if count]
+        out = SchedulerOutput(
+            slots=slots,
+            num_scheduled_tokens=[counts[slot] for slot in slots],
+            num_computed_tokens=[computed[slot] for slot in slots],
+            samples=[False] * len(slots),
+            new_rows=rows,
+            num_tokens=sum(counts),
+        )
+        rows = []
+        state.apply(out)
+        state.fill_rows(out)
+        if rotary is not None:
+            rotary.step(out)
+        inputs = state.step_inputs(out)
+        shift = torch.from_numpy(first_positions[inputs.slot_of_token]).to(device)
+        with forward_context(inputs.metadata, backend):
+            result = model(input_ids=state.input_ids(inputs), position_ids=inputs.positions + shift, use_cache=False)
+        query_start_loc = inputs.metadata.query_start_loc_cpu
+        for row, slot in enumerate(slots):
+            parts[slot].append(result.logits[0, query_start_loc[row] : query_start_loc[row + 1]].float())
+            computed[slot] += counts[slot]
+    return [torch.cat(part) for part in parts]
+
+
+def _rows(cases: list[Case], block_size: int) -> list[NewRow]:
+    """A row of each; to what chooses by a request's length, each is a prompt of all tokens up to its end."""
+    rows, start = [], 0
+    for slot, case in enumerate(cases):
+        end = start + blocks_of(case, block_size)
+        rows.append(
+            NewRow(
+                slot,
+                request_id=slot,
+                index=0,
+                token_ids=np.array(case.token_ids, dtype=np.int32).tobytes(),
+                num_prompt_tokens=case.end,
+                block_ids=list(range(start, end)),
+                params=SamplingParams(max_tokens=1),
+                seed=0,
+            )
+        )
+        start = end
+    return rows

@@ -1,0 +1,76 @@
+"""Quantized checkpoints: how each `quant_method` is served, or why it is not.
+
+transformers loads a checkpoint of a method that it does not know with a warning, as if its weights were plain numbers:
+what it then serves is noise.  Here a method is in `LOADERS`, or it is refused before any weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Mxfp4Config
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from inflight.config import EngineConfig
+from inflight.loading.checkpoint.fp8_checkpoint import METHODS, load_fp8
+from inflight.loading.checkpoint.weights import dummy_weights, pretrained
+from inflight.loading.errors import LoadError
+
+__all__ = ["LOADERS", "Loader", "loader_of"]
+
+# (config, transformers' configuration, dtype, device) -> the model on the device, ready to run.
+Loader = Callable[[EngineConfig, Any, torch.dtype, torch.device], nn.Module]
+
+_WAY_OUT = (
+    'use the model\'s unquantized checkpoint, with "quantization" in model.json to quantize its weights while loading'
+)
+
+
+def _mxfp4(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Four-bit floats in blocks of 32, unpacked while loading (gpt-oss)."""
+    return pretrained(config, hf_config, dtype, device, quantization_config=Mxfp4Config(dequantize=True))
+
+
+LOADERS: dict[str, Loader] = {"mxfp4": _mxfp4, **dict.fromkeys(METHODS, load_fp8)}
+
+
+def loader_of(config: EngineConfig, hf_config: Any) -> Loader:
+    """What loads the checkpoint.
+
+    Raises:
+        LoadError: it is quantized by a method that is not served; the message names it.
+    """
+    if config.load_format == "dummy":
+        return dummy_weights
+    method = quant_method(hf_config)
+    if method is None:
+        return pretrained
+    if method in LOADERS:
+        return LOADERS[method]
+    known = method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"
+    why = (
+        "which transformers serves with kernels of other packages, and Inflight does not"
+        if known
+        else "which is unknown here"
+    )
+    raise LoadError(
+        f"{config.model!r} ({hf_config.model_type}) is quantized by quant_method={method!r}, {why}; served are "
+        f"{', '.join(sorted(LOADERS))}; {_WAY_OUT}"
+    )
+
+
+def quant_method(hf_config: Any) -> str | None:
+    """`quant_method` of config.json; None if the checkpoint is not quantized."""
+    found = getattr(hf_config, "quantization_config", None)
+    if found is None:
+        found = getattr(hf_config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None:
+        return None
+    values = found if isinstance(found, dict) else found.to_dict()
+    if values.get("load_in_8bit") or values.get("load_in_4bit"):
+        return "bitsandbytes"
+    method = values.get("quant_method")
+    return "unnamed" if method is None else str(getattr(method, "value", method))

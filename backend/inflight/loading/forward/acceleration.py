@@ -1,0 +1,104 @@
+"""The fastest forward pass whose logits are right.
+
+On a CPU, in order of preference: the whole decoder as one native call (`native_decoder.py`), transformers'
+modules with packed linear layers (`packed_linear.py`), transformers' modules unchanged.  On a GPU:
+transformers' modules with fused small operations (`fused_modules.py`), or unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
+from inflight.loading.forward.fused_decoder import fuse_modules
+from inflight.loading.forward.native_decoder import native_decoder
+from inflight.loading.forward.packed_experts import pack_others
+from inflight.loading.forward.packed_linear import pack_linears
+from inflight.ops.base import FusedOps
+from inflight.ops.selection import select_ops
+
+__all__ = ["CannotQuantize", "accelerate", "use_ops"]
+
+_log = logging.getLogger(__name__)
+
+
+class CannotQuantize(RuntimeError):
+    """The model cannot run with weights in int8; the message says why."""
+
+
+def accelerate(
+    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, int8: bool = False
+) -> Any:
+    """What to call instead of `model`, which is on `device` and has its attention attached.
+
+    Args:
+        passes: whether a candidate's logits are right; if not, the change is undone and logged.
+        num_positions: positions that requests can have.
+        int8: store the weights of linear layers in int8, on a CPU.
+
+    Returns:
+        A callable with the arguments and the result of `model`; `model` itself may be changed.
+
+    Raises:
+        CannotQuantize: with `int8`, if a layer has too many inputs, or no forward pass runs and passes.
+    """
+    if device.type != "cpu":
+        return use_ops(model, select_ops(device), passes, num_positions)
+    name = type(model).__name__
+    if int8:
+        _check_int8(model)
+    native = native_decoder(model, int8)
+    if isinstance(native, str):
+        _log.info("%s runs through transformers: %s", name, native)
+    else:
+        decoder, undo_native = native
+        if _passes(decoder, passes):
+            return decoder
+        undo_native()
+        _log.warning("%s runs through transformers: the native forward pass computes other logits", name)
+    undo = pack_linears(model, int8)
+    if int8 and undo is None:
+        raise CannotQuantize(f"{name} has no linear layer that can be packed")
+    if undo is not None and not _passes(model, passes):
+        if int8:
+            raise CannotQuantize(f"{name} computes other logits with weights in int8")
+        undo()
+        _log.warning("%s runs on torch's linear layers: the packed ones compute other logits", name)
+    undo_others = pack_others(model)
+    if undo_others is not None and not _passes(model, passes):
+        undo_others()
+        _log.warning("%s runs on torch's products: the packed experts compute other logits", name)
+    return model
+
+
+def _check_int8(model: nn.Module) -> None:
+    """Raise CannotQuantize if the sums of products of a layer would overflow."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.in_features > MAX_INT8_INPUTS:
+            raise CannotQuantize(
+                f"{name} has {module.in_features} inputs, and sums of more than {MAX_INT8_INPUTS} products of bytes "
+                "overflow 32 bits"
+            )
+
+
+def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:
+    """`model`, with `ops` in its modules, unless that makes its logits wrong."""
+    undo = fuse_modules(model, ops, num_positions)
+    if undo is not None and not _passes(model, passes):
+        undo()
+        name = type(model).__name__
+        _log.warning("%s runs on transformers' operations: the %s ones compute other logits", name, ops.name)
+    return model
+
+
+def _passes(candidate: Any, passes: Callable[[Any], bool]) -> bool:
+    try:
+        return passes(candidate)
+    except (AttributeError, RuntimeError, TypeError) as error:  # the model's code accesses a replaced module
+        _log.warning("%s: %s", type(candidate).__name__, error)
+        return False
