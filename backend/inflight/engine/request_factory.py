@@ -12,7 +12,6 @@ from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.grammars.base import Grammars
-from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -115,8 +114,8 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
         )
     _check_ids("input_ids", message.prompt_token_ids, info)
     message.params.validate(vocab_size=info.vocab_size)
-    if message.params.grammar is not None:
-        _start_grammar(message.params.grammar, info.grammars)
+    if message.params.grammar is not None and info.grammars is None:
+        raise ValueError("structured output is not supported by this engine")
     total = _max_total_tokens(message, info)
     if message.output_token_ids:
         _check_outputs(message, info, total - num_tokens)
@@ -127,13 +126,6 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
             f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
             "or the prompt, or raise kv_cache_memory"
         )
-
-
-def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
-    """Compile it while the request waits; admission asks for the outcome."""
-    if grammars is None:
-        raise ValueError("structured output is not supported by this engine")
-    grammars.start(spec)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:
