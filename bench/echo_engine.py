@@ -20,8 +20,9 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, accept_into, read_into
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineReady
-from inflight.engine.pulse import Pulse, PulsingRunner
+from inflight.engine.pulse import PulsingRunner
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.worker import _serve, settle_garbage_collector
 
@@ -56,14 +57,14 @@ class IdleRunner:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--pulse-fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
     connection = Connection(args.fd)
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
-    pulse = Pulse(args.pulse_fd, config.max_num_seqs)
-    core = EngineCore(config, PulsingRunner(IdleRunner(), pulse))
+    heartbeat = Heartbeat(args.heartbeat_fd, config.max_num_seqs)
+    core = EngineCore(config, PulsingRunner(IdleRunner(), heartbeat))
     info = Info()
     ready = EngineReady(
         info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", "cpu", "none", 0.0
@@ -74,7 +75,7 @@ def main() -> None:
     inbox: Inbox = SimpleQueue()
     reads = accept_into if args.shared else read_into
     threading.Thread(target=reads, args=(inbox, owner, connection), daemon=True).start()
-    _serve(core, Frontends(core.live_ids, ready), inbox, pulse)
+    _serve(core, Frontends(core.live_ids, ready), inbox, heartbeat)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
@@ -41,7 +42,7 @@ from inflight.engine.messages import (
     GetStats,
     RequestFailed,
 )
-from inflight.engine.pulse import Pulse, PulsingRunner
+from inflight.engine.pulse import PulsingRunner
 from inflight.engine.stats import engine_stats
 from inflight.runner.cpu_threads import available_cpus
 
@@ -67,7 +68,7 @@ _HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {
 }
 
 
-def _load(owner: Frontend, config: EngineConfig, pulse: Pulse) -> tuple[EngineCore, EngineReady] | None:
+def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[EngineCore, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     from inflight.engine.core import EngineCore
     from inflight.loading.loader import LoadError
@@ -95,7 +96,7 @@ def _load(owner: Frontend, config: EngineConfig, pulse: Pulse) -> tuple[EngineCo
         attention_backend=info.attention_backend,
         load_seconds=info.load_seconds,
     )
-    return EngineCore(config, PulsingRunner(runner, pulse)), ready
+    return EngineCore(config, PulsingRunner(runner, heartbeat)), ready
 
 
 def settle_garbage_collector() -> None:
@@ -110,19 +111,19 @@ def settle_garbage_collector() -> None:
     gc.enable()
 
 
-def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -> None:
+def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, heartbeat: Heartbeat) -> None:
     """Step while there is work; sleep on the inbox while there is none."""
     while True:
         while not inbox.empty() or not core.has_work:
-            pulse.beat(len(core.live_ids))
+            heartbeat.beat(len(core.live_ids))
             try:
                 sender, message = inbox.get(timeout=_IDLE_BEAT_SECONDS)
             except Empty:
                 continue
             if isinstance(message, AddRequest):
-                pulse.taking(message.request_id)
+                heartbeat.adding(message.request_id)
                 failure = _add(core, message)
-                pulse.taking(None)
+                heartbeat.adding(None)
                 if failure is not None:
                     sender.send(failure)
             elif isinstance(message, AbortRequest):
@@ -135,7 +136,7 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, pulse: Pulse) -
                 _abort(core, frontends, frontends.leave(sender))
             else:
                 return
-        pulse.beat(len(core.live_ids))
+        heartbeat.beat(len(core.live_ids))
         _step(core, frontends)
 
 
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
-    parser.add_argument("--pulse-fd", type=int, help="shared memory in which to show what this process does")
+    parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which to show what this process does")
     parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
     args = parser.parse_args(argv)
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     slots = config.max_num_seqs
-    pulse = Pulse(Pulse.create(slots) if args.pulse_fd is None else args.pulse_fd, slots)
+    heartbeat = Heartbeat(Heartbeat.create(slots) if args.heartbeat_fd is None else args.heartbeat_fd, slots)
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
     # take a core from the thread that the barrier waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -228,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.spare:
             _wait_as_spare(connection, config)
         _name("inflight-engine")
-        loaded = _load(owner, config, pulse)
+        loaded = _load(owner, config, heartbeat)
         if loaded is None:
             return 1
         core, ready = loaded
@@ -240,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
-        _serve(core, Frontends(core.live_ids, ready), inbox, pulse)
+        _serve(core, Frontends(core.live_ids, ready), inbox, heartbeat)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone: there is nobody to tell
     except Exception as error:

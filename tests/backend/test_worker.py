@@ -18,6 +18,7 @@ from engine_rig import Info, make_core
 
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -33,7 +34,6 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
 from inflight.worker import _HANDLERS, _add, _answer, _serve
@@ -199,7 +199,7 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     frontend = Frontend(0, Pipe())
     inbox.put((frontend, Joined()))
     inbox.put((frontend, AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))))
-    _serve(core, Frontends(core.live_ids, READY), inbox, Pulse(Pulse.create(8), 8))
+    _serve(core, Frontends(core.live_ids, READY), inbox, Heartbeat(Heartbeat.create(8), 8))
     assert sent[0] == READY
     assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]
 

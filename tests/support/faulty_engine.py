@@ -84,7 +84,7 @@ def main() -> None:
 
     def checked_launch(runner: Any, out: Any) -> Any:
         faults.spoil_logits()
-        runner._pulse.launched(out)  # as it is when the step runs
+        runner._heartbeat.launched(out)  # as it is when the step runs
         faults.check(out)
         return launch(runner, out)
 

@@ -27,6 +27,7 @@ from inflight.engine.frontend_channels import (
     read_into,
     split_step,
 )
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import (
     REQUESTS_PER_FRONTEND,
     AbortRequest,
@@ -44,7 +45,6 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.worker import _serve
 
@@ -58,11 +58,11 @@ def request_id(number: int, count: int) -> int:
     return number * REQUESTS_PER_FRONTEND + count
 
 
-def make_pulse() -> Pulse:
-    page = Pulse.create(256)
-    pulse = Pulse(page, 256)
+def make_heartbeat() -> Heartbeat:
+    page = Heartbeat.create(256)
+    heartbeat = Heartbeat(page, 256)
     os.close(page)
-    return pulse
+    return heartbeat
 
 
 class Recorder:
@@ -192,7 +192,7 @@ class Rig:
             return message
 
         self.core.step = step_and_look  # type: ignore[method-assign]
-        _serve(self.core, Frontends(self.core.live_ids, READY), self.inbox, make_pulse())
+        _serve(self.core, Frontends(self.core.live_ids, READY), self.inbox, make_heartbeat())
         self.core.check_integrity()
 
 
@@ -354,7 +354,7 @@ class Engine:
         self.threads = [
             threading.Thread(target=accept_into, args=(inbox, owner, self._connection), daemon=True),
             threading.Thread(
-                target=_serve, args=(core, Frontends(core.live_ids, READY), inbox, make_pulse()), daemon=True
+                target=_serve, args=(core, Frontends(core.live_ids, READY), inbox, make_heartbeat()), daemon=True
             ),
         ]
         for thread in self.threads:

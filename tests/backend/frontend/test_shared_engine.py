@@ -17,8 +17,8 @@ from frontend_rig import FAKE_ENGINE, RecordingClient
 from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
 from inflight.config import EngineConfig
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import REQUESTS_PER_FRONTEND
-from inflight.engine.pulse import Pulse
 from inflight.frontend.engine_client.engine_process import EngineStartError
 from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
 
@@ -104,13 +104,13 @@ def test_poison_of_one_frontend_is_held_against_no_request_of_another(
 def test_an_engine_that_was_up_before_it_died_is_lost_and_no_failed_start(beats: int, lost: bool) -> None:
     """The poison of a quicker frontend killed it."""
     ours, theirs = socket.socketpair()
-    descriptor = Pulse.create(1)
-    pulse = Pulse(descriptor, 1)
+    descriptor = Heartbeat.create(1)
+    heartbeat = Heartbeat(descriptor, 1)
     os.close(descriptor)
     for _ in range(beats):
-        pulse.beat(1)
+        heartbeat.beat(1)
     group = SimpleNamespace(wait_ended=lambda number, seconds: None)
-    engine = SharedEngine(group, 1, 1, ours, pulse)  # type: ignore[arg-type]
+    engine = SharedEngine(group, 1, 1, ours, heartbeat)  # type: ignore[arg-type]
     theirs.close()
     with pytest.raises(EngineStartError) as caught:
         engine.wait_ready(20)

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import echo
 from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import StepStats
-from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.frontend.engine_client.watchdog import Watchdog
@@ -75,12 +75,12 @@ def test_time_in_which_nobody_watched_does_not_count() -> None:
     assert not dog.is_stuck(5001.0, 5, True, 1)
 
 
-def test_a_pulse_says_what_runs() -> None:
+def test_a_heartbeat_says_what_runs() -> None:
     def row(slot: int, request_id: int, index: int) -> NewRow:
         return NewRow(slot, request_id, index, b"", 1, [], SamplingParams(), 0)
 
-    page = Pulse.create(4)
-    ours, theirs = Pulse(page, 4), Pulse(page, 4)
+    page = Heartbeat.create(4)
+    ours, theirs = Heartbeat(page, 4), Heartbeat(page, 4)
     os.close(page)
     large = 5 * 2**36 + 17  # as of the sixth of several frontends
     assert (ours.beats, ours.ran()) == (0, {})
@@ -90,9 +90,9 @@ def test_a_pulse_says_what_runs() -> None:
     assert (ours.beats, ours.num_tokens, ours.ran()) == (1, 9, {0: {0}, large: {0, 127}})
     theirs.launched(SchedulerOutput(num_tokens=1, preempted=[3], new_rows=[row(0, 8, 2)]))
     assert ours.ran() == {8: {2}, large: {127}}
-    theirs.taking(0)
+    theirs.adding(0)
     assert ours.ran() == {0: set()}
-    theirs.taking(None)
+    theirs.adding(None)
     assert ours.ran() == {8: {2}, large: {127}}
 
 

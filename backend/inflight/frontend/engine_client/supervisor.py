@@ -329,9 +329,9 @@ class Supervisor:
         self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
-        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
+        self._events.on_engine_down(victims, engine_process.heartbeat.ran(), cause)
         # Else the cause is a request of another frontend, which finds it or ends them.
-        if victims or (in_turn and not engine_process.pulse.num_live):
+        if victims or (in_turn and not engine_process.heartbeat.num_live):
             self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
             self._refuse(self._restarts.refusal(cause))
 
@@ -401,8 +401,8 @@ class Supervisor:
                     break
                 engine_process = self._engine_process if self._up else None
                 has_work = bool(self._outbox.in_engine or self._questions.num_sent)
-            pulse = None if engine_process is None else engine_process.pulse
-            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+            heartbeat = None if engine_process is None else engine_process.heartbeat
+            beats, num_tokens = (None, 0) if heartbeat is None else (heartbeat.beats, heartbeat.num_tokens)
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
