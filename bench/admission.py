@@ -21,7 +21,7 @@ from typing import Any
 import common
 
 from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
+from inflight.engine.assembly import make_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -78,7 +78,7 @@ def run(
     prompts = [[rng.randrange(1, 100) for _ in range(rng.randrange(*prompt_range))] for _ in range(count)]
     demand = sum((len(prompt) + length) // _BLOCK_SIZE + 1 for prompt, length in zip(prompts, lengths))
     config = EngineConfig.from_dict({"model": "none", "block_size": _BLOCK_SIZE, **options})
-    core = EngineCore(
+    core = make_core(
         config, _NoDevice(_Info(max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE)), lengths, list(map(len, prompts)))
     )
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)

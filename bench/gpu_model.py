@@ -14,6 +14,7 @@ from gpu_rows import Run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.loading.errors import LoadError
 from inflight.runner.pipeline import make_runner
@@ -133,7 +134,7 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         if unknown := [f"{key}={value!r}" for key, value in options.items() if not _known(key, value)]:
             raise NotBuilt(", ".join(unknown))
         engine_config = EngineConfig.from_dict(values)
-        core = EngineCore(engine_config, make_runner(engine_config))
+        core = make_core(engine_config, make_runner(engine_config))
     try:
         yield core
     finally:

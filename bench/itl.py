@@ -43,7 +43,7 @@ def checkpoint(dtype: str, positions: int) -> str:
 
 def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.config import EngineConfig
-    from inflight.engine.core import EngineCore
+    from inflight.engine.assembly import make_core
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
     from inflight.runner.pipeline import make_runner
@@ -59,7 +59,7 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if side != "static":
         options["itl_target_ms"] = arguments["target_ms"]
     config = EngineConfig.from_dict(options)
-    core = EngineCore(config, make_runner(config))
+    core = make_core(config, make_runner(config))
     rng = np.random.default_rng(1)
 
     def add(request_id: int, prompt: int, output: int) -> None:

@@ -22,7 +22,7 @@ _PROMPT, _OUTPUT, _BLOCKS = 100, 150, 192
 
 def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.config import EngineConfig
-    from inflight.engine.core import EngineCore
+    from inflight.engine.assembly import make_core
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
     from inflight.runner.pipeline import make_runner
@@ -40,7 +40,7 @@ def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
             "swap_space": swap_space,
         }
     )
-    core = EngineCore(config, make_runner(config))
+    core = make_core(config, make_runner(config))
 
     def generate(requests: list[dict[str, Any]], output: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
@@ -61,7 +61,7 @@ def run(swap_space: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
         "preemptions": core.scheduler.num_preempted_total,
-        "blocks_swapped_out": core.swap.num_swapped_out,
+        "blocks_swapped_out": core.scheduler.swap.num_swapped_out,
         "seconds_per_swapped_block": core.info.swap_seconds_per_block,
     }
 

@@ -43,13 +43,13 @@ def engine_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def run_in_process(arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight.config import EngineConfig
-    from inflight.engine.core import EngineCore
+    from inflight.engine.assembly import make_core
     from inflight.engine.messages import AddRequest
     from inflight.engine.sampling_params import SamplingParams
     from inflight.runner.pipeline import make_runner
 
     config = EngineConfig.from_dict(engine_options(arguments))
-    core = EngineCore(config, make_runner(config))
+    core = make_core(config, make_runner(config))
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
     numbers = iter(range(1, 10**9))
 

@@ -32,8 +32,8 @@ import common
 import make_copier
 import msgspec
 
-from inflight.engine.core import EngineCore
-from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
+from inflight.engine.assembly import make_core
+from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.worker import settle_garbage_collector
 
 VOCAB = 32000
@@ -92,7 +92,7 @@ class Stopwatch:
         self.seconds = 0.0
         for llm in engines:
             drafter = llm.core.scheduler.policies.drafter
-            while not isinstance(drafter, ThriftyDrafter):
+            while not isinstance(drafter, AdaptiveDrafter):
                 drafter = drafter._inner
             for name in ("begin", "propose", "observe", "step_took", "ended"):
                 setattr(drafter, name, self._timed(getattr(drafter, name)))
@@ -151,7 +151,7 @@ class Bench:
         self.off = [copy.copy(llm) for llm in self.on]
         for llm in self.off:
             llm._open = {}
-            llm.core = EngineCore(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
+            llm.core = make_core(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
         self.texts = texts_of(checkpoint)
         self.watch = Stopwatch(self.on)
         settle_garbage_collector()

@@ -22,7 +22,7 @@ import common
 import numpy as np
 
 from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
+from inflight.engine.assembly import make_core
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ class Bench:
         config = EngineConfig(
             model=path, device="cpu", dtype=dtype, max_num_seqs=rows, max_model_len=1024, cpu_threads=threads
         )
-        self.core = EngineCore(config, make_runner(config))
+        self.core = make_core(config, make_runner(config))
         self._drafter = self.core.scheduler.policies.drafter
         self._next_id = 0
 

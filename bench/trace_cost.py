@@ -35,8 +35,8 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
     requests = common.workload(arguments["requests"])
     llm.generate([request["prompt"][:16] for request in requests[:8]], SamplingParams(temperature=0.0, max_tokens=4))
     spent = [0.0]
-    if llm.core.trace is not None:
-        llm.core.trace.add = timed(llm.core.trace.add, spent)  # type: ignore[method-assign]
+    if llm.trace is not None:
+        llm.trace.step_done = timed(llm.trace.step_done, spent)  # type: ignore[method-assign]
     params = [SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True) for request in requests]
     start = time.perf_counter()
     results = llm.generate([request["prompt"] for request in requests], params)

@@ -14,6 +14,7 @@ from torch import Tensor
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.kernels.gpu import gpu_sampler
 from inflight.loading import loader
@@ -127,7 +128,7 @@ def graph_core(path: str, **options: Any) -> EngineCore:
     """An engine on a `DeviceRunner` in float32; `enforce_eager: true` is the engine to compare it with."""
     values = dict(model=path, dtype="float32", device="cpu", admission="free_blocks", num_gpu_blocks_override=128)
     config = EngineConfig.from_dict(values | options)
-    return EngineCore(config, DeviceRunner(config))
+    return make_core(config, DeviceRunner(config))
 
 
 def captured_by(core: EngineCore) -> FakeCapturer:

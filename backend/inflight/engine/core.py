@@ -23,17 +23,19 @@ __all__ = ["EngineCore", "EngineParts", "ModelInfo", "Runner"]
 
 
 class Runner(Protocol):
-    """Owns the device: turns batches into tokens, in the order in which they are launched.
+    """Owns the device: turns batches into tokens, in the order in which they are launched."""
 
-    Attributes:
-        info: facts of the loaded checkpoint.
-        draft_runner: runs the model that drafts for this one; None: there is none.
-        num_collected_first: launches so far that had to wait for the tokens of the step before.
-    """
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the loaded checkpoint."""
 
-    info: ModelInfo
-    draft_runner: DraftRunner | None
-    num_collected_first: int
+    @property
+    def draft_runner(self) -> DraftRunner | None:
+        """Runs the model that drafts for this one; None: there is none."""
+
+    @property
+    def num_collected_first(self) -> int:
+        """Launches so far that had to wait for the tokens of the step before."""
 
     def launch(self, out: SchedulerOutput) -> Any:
         """Start a step, which may wait for those before it on the device; its ticket goes to `collect`."""
@@ -177,7 +179,7 @@ class EngineCore:
         stats = step_stats(self, step.out, end - start)
         done = DoneStep(step.out, result, deltas, tokens, stats, start, end)
         for listener in self.listeners:
-            listener.step_done(done)
+            (listener.step_failed if result.failure else listener.step_done)(done)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._forget_if_done(delta.request_id)

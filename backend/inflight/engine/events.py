@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from inflight.engine.messages import SequenceDelta, StepStats, TokenColumns
 from inflight.engine.request import Request
@@ -33,7 +32,7 @@ class DoneStep:
     end: float
 
 
-class EngineListener(Protocol):
+class EngineListener:
     """Is told what happens, in the order in which it happens.  Subclasses define the events that they need.
 
     A listener changes no request and no block, and returns quickly: every event is on the engine's path.
@@ -61,4 +60,7 @@ class EngineListener(Protocol):
         """The step is launched next."""
 
     def step_done(self, step: DoneStep) -> None:
-        """The step has run, or failed (`step.result.failure`)."""
+        """The step has run."""
+
+    def step_failed(self, step: DoneStep) -> None:
+        """The step was not computed (`step.result.failure`), so its times teach nothing."""

@@ -22,11 +22,14 @@ from inflight.engine.step import SchedulerOutput
 __all__ = ["RecomputeCost", "SwapSpace"]
 
 
-class RecomputeCost(EngineListener, Protocol):
+class RecomputeCost(Protocol):
     """What it takes to compute KV again; learned from the steps."""
 
     def seconds(self, start: int, end: int) -> float:
         """To compute the tokens from position `start` to `end` of a request."""
+
+    def step_done(self, step: DoneStep) -> None:
+        """See `EngineListener`."""
 
 
 @dataclass(slots=True)
@@ -91,9 +94,9 @@ class SwapSpace(EngineListener):
         if count <= 0:
             return
         computed = min(computed, (first + count) * self.block_size)
-        if self._cost is not None:
-            if self._cost.seconds(first * self.block_size, computed) <= count * self.seconds_per_block:
-                return
+        cost, copies = self._cost, count * self.seconds_per_block
+        if cost is not None and cost.seconds(first * self.block_size, computed) <= copies:
+            return
         blocks = [self._free.pop() for _ in range(count)]
         self._held[request] = _Held(first, blocks, computed)
         self.num_swapped_out += count

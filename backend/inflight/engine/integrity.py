@@ -11,9 +11,10 @@ from inflight.engine.request import Request, Status
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
+    from inflight.engine.drafting.draft_model import DraftModel
     from inflight.engine.scheduler import Scheduler
 
-__all__ = ["check_core", "check_pool", "check_scheduler"]
+__all__ = ["check_core", "check_draft_model", "check_pool", "check_scheduler"]
 
 
 def check_core(core: EngineCore) -> None:
@@ -39,6 +40,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert sorted(slots) == list(range(scheduler.limits.max_num_seqs)), "a slot is lost or held twice"
     check_pool(scheduler.pool, scheduler.running)
     scheduler.swap.check_integrity(queued)
+
+
+def check_draft_model(model: DraftModel) -> None:
+    """Assert that each slot and block has one place."""
+    rows = model._rows.values()
+    slots = [*model._free_slots, *(row.slot for row in rows)]
+    assert sorted(slots) == list(range(len(slots))) == list(range(model.max_num_seqs)), "a slot is lost or held twice"
+    check_pool(model.pool, [row.kv for row in rows])
 
 
 def check_pool(pool: KVPool, requests: Iterable[Request]) -> None:

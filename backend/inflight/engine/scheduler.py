@@ -252,7 +252,7 @@ class Scheduler:
         return num_tokens
 
     def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        """Schedule the next `num_tokens` tokens of a request that holds their blocks; the next request can share them."""
+        """Schedule the next `num_tokens` tokens of a request that has their blocks; the next one can share them."""
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + num_tokens
         samples = end == request.num_total_tokens
@@ -382,7 +382,8 @@ class Scheduler:
             request.full_delta_at = request.full_delta_at + 1 if wants_all else request.max_total_tokens
             delta.num_cached_tokens = request.num_cached_tokens
             for child in reversed(request.children):  # their prompt's blocks are computed now
-                self.waiting.add_first(child)
+                if child.status is _WAITING:
+                    self.waiting.add_first(child)
             request.children = []
         reason = request.ends_with(tokens[-1], request.num_tokens)
         if reason is not None:
@@ -403,7 +404,7 @@ class Scheduler:
             self.waiting.remove(request)
         # A leader that ends before its prompt is computed takes its children along.
         children, request.children = request.children, []
-        for sequence in (request, *children):
+        for sequence in (request, *(child for child in children if child.status is _WAITING)):
             sequence.status, sequence.finish_reason = _FINISHED, reason
             for listener in self.listeners:
                 listener.ended(sequence)

@@ -1,6 +1,7 @@
 """Step trace: what each of the last steps did, for which sequences, and how long it took.  No torch.
 
-One `StepRecord` a step is made of lists that the step has anyway; nothing is formatted before a question comes.  docs/tracing.md says how to ask; `inflight trace` draws the answer.
+One `StepRecord` a step is made of lists that the step has anyway; nothing is formatted before a question comes.
+docs/tracing.md says how to ask; `inflight trace` draws the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from inflight.config import EngineConfig
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.request import FinishReason, Request
 
-__all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "TraceError", "sequence_key"]
+__all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "TraceError", "make_trace", "sequence_key"]
 
 FORMAT = "inflight step trace 1"
 
@@ -209,6 +210,9 @@ class StepTrace(EngineListener):
             self._end(request, step.end)
         self._ended_in_step.clear()
 
+    def step_failed(self, step: DoneStep) -> None:
+        self.step_done(step)
+
     def ended(self, request: Request) -> None:
         if request.finish_reason is FinishReason.ABORT:
             self._end(request, self._clock())
@@ -233,6 +237,11 @@ class StepTrace(EngineListener):
         requests = [*self._ended.values(), *(_record(request, None) for request in self._live.values())]
         requests.sort(key=lambda request: (request.arrival, request.key))
         return Trace(FORMAT, time.time() - time.monotonic(), *self._head, requests, list(self._steps))
+
+
+def make_trace(config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> StepTrace | None:
+    """The trace that `model.json` asks for; None if it is off."""
+    return StepTrace(config, num_blocks, clock) if config.num_traced_steps else None
 
 
 def _record(request: Request, end: float | None) -> RequestRecord:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,6 +134,7 @@ class DeviceRunner:
         loaded, queue: the checkpoint and its device's queue, if not those of `config`: for tests.
 
     Attributes:
+        draft_runner: set by `make_runner`.
         num_collected_first: steps whose launch waited for the step before, because a rule of a row reads tokens.
 
     Raises:
@@ -163,6 +165,7 @@ class DeviceRunner:
         self.rows = RowWriter(self.state, slots)
         self.device_state = DeviceState.allocate(slots, info.max_model_len, config.block_size, device)
         self.inputs = StepInputTensors.allocate(tokens, self.device_state)
+        self.draft_runner: Any = None
         self.num_collected_first = 0
         num_bytes = upload_bytes(slots, tokens)
         self._upload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ class ModelRunner:
     Implements `Runner` (engine/core.py).  `pipeline.ThreadedRunner` calls `prepare` and `execute` from two
     threads.
 
+    Attributes:
+        draft_runner: set by `make_runner`.
+
     Args:
         config: engine options; the checkpoint is loaded and the KV pool allocated here.
 
@@ -40,7 +44,10 @@ class ModelRunner:
         LoadError, ConfigError: see `loader.load`.
     """
 
+    num_collected_first = 0  # a launch waits for nothing
+
     def __init__(self, config: EngineConfig) -> None:
+        self.draft_runner: Any = None
         torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
         loaded = load(config)
         self.info = loaded.info

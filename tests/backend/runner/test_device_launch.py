@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.device.device_queue import HostQueue
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
         gpu_sampler, "choose", lambda logits, columns, **_: torch.empty(len(logits), dtype=torch.int64, device=META)
     )
     monkeypatch.setattr(sampler.Sampler, "warm_up", lambda *args: None)
-    return EngineCore(config, DeviceRunner(config, loaded, HostQueue()))
+    return make_core(config, DeviceRunner(config, loaded, HostQueue()))
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lazy_queue import LazyQueue
 from offline import make_core, make_device_core, run, tokens
 
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner import device_runner
@@ -92,7 +93,7 @@ def test_requests_that_are_aborted_leave_nothing_in_those_that_take_their_slots(
             got.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 finished.add(key)
-        core.check_integrity()
+        check_core(core)
         if rng.random() < 0.15:
             number = rng.randrange(COUNT)
             if (number, 0) not in finished:

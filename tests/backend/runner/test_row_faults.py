@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offline import make_core, make_device_core
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
@@ -74,7 +75,7 @@ def serve(core: EngineCore, requests: dict[int, tuple[list[int], dict[str, Any]]
             assert core.add_request(AddRequest(request_id, prompt, sampling)) is None
         del waiting[:4]
         message = core.step()
-        core.check_integrity()
+        check_core(core)
         for delta in message.deltas:
             deltas[delta.request_id].append(delta)
         assert all(failure.code == "INTERNAL" for failure in message.failed)

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.cost_model import StepCost, StepLoad, step_load
@@ -84,7 +85,7 @@ def load_engine(config: EngineConfig) -> EngineCore:
         None  # random tokens are no text, and rows are to have the length that was asked for
     )
     config = msgspec.structs.replace(config, **changes)
-    return EngineCore(config, ModelRunner(config))
+    return make_core(config, ModelRunner(config))
 
 
 def calibrate(

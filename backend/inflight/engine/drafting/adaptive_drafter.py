@@ -113,11 +113,9 @@ class AdaptiveDrafter(EngineListener):
         self._spent = self._clock() - start
 
     def step_done(self, step: DoneStep) -> None:
-        if not step.result.failure:
-            num_drafts = sum(map(len, step.out.draft_token_ids.values()))
-            only_decodes = step.out.num_tokens - num_drafts == len(step.out.slots)
-            seconds = step.result.ended - step.start
-            self.step_took(len(step.out.slots) if only_decodes else 0, num_drafts, seconds)
+        num_drafts = sum(map(len, step.out.draft_token_ids.values()))
+        only_decodes = step.out.num_tokens - num_drafts == len(step.out.slots)
+        self.step_took(len(step.out.slots) if only_decodes else 0, num_drafts, step.result.ended - step.start)
 
     def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""

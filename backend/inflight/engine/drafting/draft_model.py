@@ -93,7 +93,7 @@ class DraftModel:
 
     def __init__(self, runner: DraftRunner, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
         self._runner = runner
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._free_slots = list(range(max_num_seqs))
         self.pool = KVPool(runner.info.num_blocks, block_size)

@@ -84,7 +84,12 @@ class UrgencyPolicy(Protocol):
         """Waiting requests, the first one first; each outranks a running request, or ends the list for this step."""
 
     def giving_way(
-        self, request: Request, prefix: Sequence[int], beside: Sequence[Request], victims: Sequence[Request], pool: KVPool
+        self,
+        request: Request,
+        prefix: Sequence[int],
+        beside: Sequence[Request],
+        victims: Sequence[Request],
+        pool: KVPool,
     ) -> Sequence[Request]:
         """Those of `victims`, which it outranks, to preempt until `request` finds room; none if all are not enough.
 

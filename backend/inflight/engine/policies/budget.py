@@ -101,8 +101,6 @@ class LatencyBudget(EngineListener):
 
     def step_done(self, step: DoneStep) -> None:
         """Learn from a step's time, making it included: those who wait for it wait for that, too."""
-        if step.result.failure:
-            return
         load, seconds = step_load(step.out), step.result.ended - step.start
         expected = self.model.cost.seconds(load)
         judged = load.prefills and load.decodes and self.model.knows_prompts

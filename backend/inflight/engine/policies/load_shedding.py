@@ -141,8 +141,6 @@ class LoadShedding(EngineListener):
     # -- what happens ----------------------------------------------------------------------
 
     def step_done(self, step: DoneStep) -> None:
-        if step.result.failure:
-            return
         scheduler, pool = self._scheduler, self._scheduler.pool
         self._pace.observe(step.out.num_prompt_tokens, step.end - max(step.start, self._last), _tokens_of_a_row(step))
         self._last = step.end

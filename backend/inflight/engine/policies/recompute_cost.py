@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.events import DoneStep
 from inflight.engine.policies.cost_model import OnlineStepCost, step_load
 
 __all__ = ["LearnedRecomputeCost"]
 
 
-class LearnedRecomputeCost(EngineListener):
+class LearnedRecomputeCost:
     """Implements `RecomputeCost`: learns from the device's time for steps without copies to or from the host."""
 
     def __init__(self) -> None:
@@ -19,5 +19,5 @@ class LearnedRecomputeCost(EngineListener):
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
-        if not (step.result.failure or out.swap_out or out.swap_in):
+        if not (out.swap_out or out.swap_in):
             self._model.observe(step_load(out), step.result.ended - step.result.started)

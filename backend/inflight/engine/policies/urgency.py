@@ -33,7 +33,12 @@ class OutrankingFirst:
         return self._order.next_requests(_LOOK_AHEAD)
 
     def giving_way(
-        self, request: Request, prefix: Sequence[int], beside: Sequence[Request], victims: Sequence[Request], pool: KVPool
+        self,
+        request: Request,
+        prefix: Sequence[int],
+        beside: Sequence[Request],
+        victims: Sequence[Request],
+        pool: KVPool,
     ) -> Sequence[Request]:
         """One victim, if its blocks are enough: they are, as a rule.  A free slot is certain with any victim."""
         for enough in (victims[:1], victims):
