@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
-from inflight.frontend.request.sampling_keys import to_float, to_int
+from inflight.frontend.request.values import to_float, to_int
 
-__all__ = ["RESUME_INPUTS", "Ended", "Resumed", "read_resumed"]
+__all__ = ["RESUME_INPUTS", "Resumed", "SequenceEnd", "read_resumed"]
 
 RESUME_INPUTS = ("resume_token_ids", "resume_token_counts", "resume_cumulative_logprob")
 _IDS, _COUNTS, _LOGPROBS = RESUME_INPUTS
@@ -20,7 +20,7 @@ _ENDED = -1  # in `resume_token_counts`; null in a list of lists
 _GREEDY_BELOW = 1e-5  # as in `sampling/table.py`, which imports torch
 
 
-class Ended(NamedTuple):
+class SequenceEnd(NamedTuple):
     """How a sequence ended with its last token, as a `SequenceDelta` says it."""
 
     finish_reason: str
@@ -38,7 +38,7 @@ class Resumed:
     """
 
     token_ids: list[list[int] | None] = field(default_factory=list)
-    ends: list[Ended | None] = field(default_factory=list)
+    ends: list[SequenceEnd | None] = field(default_factory=list)
     cumulative_logprobs: list[float] = field(default_factory=list)
 
 
@@ -139,7 +139,7 @@ def _numbers(name: str, values: Any, convert: Callable[[Any], Any], what: str) -
         raise RequestError("INVALID_ARG", f"{name}={shown(values)}: must be a list of {what}") from None
 
 
-def _end(index: int, output: list[int] | None, limit: int, stop_ids: set[int], vocab_size: int) -> Ended | None:
+def _end(index: int, output: list[int] | None, limit: int, stop_ids: set[int], vocab_size: int) -> SequenceEnd | None:
     """How the sequence ended with its last token; None if it goes on."""
     if not output:
         return None
@@ -155,11 +155,11 @@ def _end(index: int, output: list[int] | None, limit: int, stop_ids: set[int], v
         )
     ended = next((place for place, token in enumerate(output) if token in stop_ids), None)
     if ended is None:
-        return Ended("length") if len(output) == limit else None
+        return SequenceEnd("length") if len(output) == limit else None
     if ended < len(output) - 1:
         raise RequestError(
             "INVALID_ARG",
             f"{_IDS}: sequence {index} ended with stop token {output[ended]}, and {len(output) - 1 - ended} more "
             "tokens follow: give its output up to that token",
         )
-    return Ended("stop", output[-1])
+    return SequenceEnd("stop", output[-1])

@@ -13,9 +13,9 @@ from frontend_rig import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.frontend.chat.chat_messages import ChatTemplateError, read_chat
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.chat.messages import ChatTemplateError, read_chat
-from inflight.frontend.chat.renderer import Template
+from inflight.frontend.chat.renderer import TemplateRenderer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -56,8 +56,8 @@ def tokenizer(template: str) -> Any:
 
 
 @cache
-def ours(template: str) -> Template:
-    return Template(template, SPECIAL)
+def ours(template: str) -> TemplateRenderer:
+    return TemplateRenderer(template, SPECIAL)
 
 
 def transformers_say(template: str, messages: list[dict[str, Any]], **options: Any) -> str:

@@ -11,7 +11,9 @@ from frontend_rig import CHECKPOINT, demo_tokenizer
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
 
 TOKENIZER = demo_tokenizer()
 CHAT = ChatTemplate.load(str(CHECKPOINT))

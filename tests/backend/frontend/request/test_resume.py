@@ -18,8 +18,10 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
-from inflight.frontend.request.resume import Ended
+from inflight.frontend.request.contract import INPUTS, WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
+from inflight.frontend.request.resume import SequenceEnd
 
 TOKENIZER = demo_tokenizer()
 VOCAB = TOKENIZER.size
@@ -95,18 +97,22 @@ def test_the_prompt_is_not_sent_again() -> None:
 @pytest.mark.parametrize(
     ("sampling", "ids", "end"),
     [
-        ({"max_tokens": 3}, [9, 8, 7], Ended("length")),
-        ({"max_tokens": 99}, [9] * (MAX_LEN - 3), Ended("length")),
-        ({"max_tokens": 9}, [9, EOS], Ended("stop", EOS)),
-        ({"max_tokens": 2}, [9, EOS], Ended("stop", EOS)),
-        ({"max_tokens": 9, "stop_token_ids": [8]}, [9, 8], Ended("stop", 8)),
+        ({"max_tokens": 3}, [9, 8, 7], SequenceEnd("length")),
+        ({"max_tokens": 99}, [9] * (MAX_LEN - 3), SequenceEnd("length")),
+        ({"max_tokens": 9}, [9, EOS], SequenceEnd("stop", EOS)),
+        ({"max_tokens": 2}, [9, EOS], SequenceEnd("stop", EOS)),
+        ({"max_tokens": 9, "stop_token_ids": [8]}, [9, 8], SequenceEnd("stop", 8)),
         ({"max_tokens": 9, "ignore_eos": True}, [9, EOS], None),
-        ({"max_tokens": 9, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}}, [9, EOS], Ended("stop", EOS)),
+        (
+            {"max_tokens": 9, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}},
+            [9, EOS],
+            SequenceEnd("stop", EOS),
+        ),
         ({"max_tokens": 9}, [9, 8, 7], None),
     ],
 )
 def test_a_complete_output_is_known_by_its_last_token(
-    sampling: dict[str, Any], ids: list[int], end: Ended | None
+    sampling: dict[str, Any], ids: list[int], end: SequenceEnd | None
 ) -> None:
     assert parse(sampling, {"resume_token_ids": ids}).ends == [end]
 

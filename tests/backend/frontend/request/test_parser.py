@@ -15,7 +15,9 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.request.contract import INPUTS, WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = demo_tokenizer()
