@@ -1,5 +1,5 @@
-"""The names of sampling parameters: `SAMPLING_KEYS` of the frontend is the table.  The engine, the gateway and the client,
-which works without the backend, name no others and leave none out."""
+"""One table names the sampling parameters: the engine, the client, which works without the backend, and the gateway
+have no other names and leave none out."""
 
 from __future__ import annotations
 

@@ -391,9 +391,10 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
+def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_model: Any) -> None:
     rig = SupervisorRig(tmp_path / "control.json").start()
-    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    triton_model._supervisor, triton_model._output_processor = rig.supervisor, rig.streams
+    triton_model._metrics = NoMetrics()
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
     for part in ("_drain", "_status", "_tokenize_pool", "_unload_detector", "_registry_entry"):
         setattr(triton_model, part, nothing)

@@ -105,7 +105,7 @@ def test_what_was_allowed_before_there_were_options_still_is() -> None:
     assert isinstance(parse({}, longest), ParsedRequest)
 
 
-@pytest.mark.parametrize("key", sorted({case[0] for case in CASES} - {"max_logprobs"}))
-def test_a_limit_is_at_least_one(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=0"):
-        EngineConfig.from_dict({"model": "m", key: 0})
+def test_a_limit_is_at_least_one() -> None:
+    for key in {case[0] for case in CASES} - {"max_logprobs"}:
+        with pytest.raises(ConfigError, match=f"{key}=0"):
+            EngineConfig.from_dict({"model": "m", key: 0})
