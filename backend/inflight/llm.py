@@ -19,9 +19,9 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import make_trace
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
-from inflight.frontend.request.contract import ParsedRequest
 from inflight.frontend.request.generation_config import generation_defaults
 from inflight.frontend.request.limits import Limits
+from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.llm_prompts import Prompt, is_prompt, read_prompt
 from inflight.runner.pipeline import make_runner

@@ -262,7 +262,7 @@ class EngineGroup:
         self._number = reply["number"]
         with self._changed:
             self._keeper, self._ended = end, {}
-        threading.Thread(target=self._listen, args=(end,), name="keeper", daemon=True).start()
+        threading.Thread(target=self._listen, args=(end,), name="shared-engine", daemon=True).start()
         return True
 
     def _found(self, index: int) -> socket.socket | None:

@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MAX_PACKET", "Keeper", "main", "peer_uid"]
+__all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
 
 MAX_PACKET = 150_000
 _EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
@@ -105,7 +105,7 @@ class _Engine:
         self.process.kill()
 
 
-class Keeper:
+class SharedEngineDaemon:
     """Serves the stubs of one group until the last one has left.
 
     Args:
@@ -373,7 +373,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # what is ignored would be ignored by the engine process, too
     orders = json.load(sys.stdin)
-    keeper = Keeper(
+    keeper = SharedEngineDaemon(
         socket.socket(fileno=args.listen),
         socket.socket(fileno=args.member),
         orders["command"],

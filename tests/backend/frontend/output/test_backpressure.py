@@ -23,8 +23,8 @@ from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, SequenceDelta
-from inflight.frontend.output.backpressure import Backlog
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.backpressure import Backpressure
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.grammars.spec import GrammarSpec
 
 LIMIT = 20
@@ -33,7 +33,7 @@ LIMIT = 20
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
     rig = SupervisorRig(tmp_path / "control.json").start()
-    rig.streams._backlog = Backlog(rig.supervisor, rig.streams._events.put, rig.streams._replay.again, LIMIT)
+    rig.streams._backpressure = Backpressure(rig.supervisor, rig.streams._events.put, rig.streams._replay.again, LIMIT)
     yield rig
     rig.stop()
 
@@ -59,7 +59,7 @@ def test_nothing_is_submitted_again_before_the_engine_has_said_that_nothing_is_o
     answer: Future[bytes] = Future()
     engine = SimpleNamespace(abort=lambda request_id: None, ask=lambda question: answer)
     submitted: list[str] = []
-    backlog = Backlog(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
+    backlog = Backpressure(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
     flags = dict.fromkeys(("paused", "stopped", "closed"), False)
     stream: Any = SimpleNamespace(
         inbox=[1, 2, 3], request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
@@ -94,7 +94,7 @@ def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: Su
             sequence += [next(ids) for _ in range(count)]
     assert counts == [echo(PROMPT, 100)] * n
     assert resubmitted, "it was paused"
-    assert rig.supervisor._outbox.in_engine == set()
+    assert rig.supervisor._send_buffer.in_engine == set()
 
 
 def test_an_engine_that_dies_while_a_stream_is_paused_costs_no_token(rig: SupervisorRig) -> None:
@@ -116,7 +116,7 @@ def test_a_paused_stream_can_be_cancelled(rig: SupervisorRig) -> None:
     assert client.wait().error == ("CANCELLED", "Request was cancelled")
     sent = tokens(client)
     assert sent == echo(PROMPT, 100)[: len(sent)]
-    wait_for(lambda: not rig.supervisor._outbox.in_engine)
+    wait_for(lambda: not rig.supervisor._send_buffer.in_engine)
 
 
 class PausingEngine(CoreEngine):
@@ -152,10 +152,10 @@ def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
         limit: of the backlog; the sender thread then stops whenever nothing is left of it, until it is exceeded.
     """
     engine, client = PausingEngine(core), RecordingClient()
-    streams = Streams(TOKENIZER, engine, RecordingStats(), pytest.fail)
+    streams = OutputProcessor(TOKENIZER, engine, RecordingStats(), pytest.fail)
     may_go_on = Semaphore(0)
     if limit is not None:
-        streams._backlog = Backlog(engine, streams._events.put, engine.resubmit, limit)
+        streams._backpressure = Backpressure(engine, streams._events.put, engine.resubmit, limit)
     streams.start()
     spec = GrammarSpec("json_schema", json.dumps(SCHEMA), "")
     params = {"grammar": spec, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 200}

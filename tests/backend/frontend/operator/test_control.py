@@ -13,7 +13,7 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 from inflight.engine.messages import Answer, Ask, DumpTrace, GetStats, decode_to_engine, decode_to_frontend, encode
 from inflight.frontend.errors import RequestError
 from inflight.frontend.operator.control import Control, control_of, relay
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.request.contract import WireRequest
 
 
@@ -22,7 +22,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.errors: list[str] = []
-        self.streams = Streams(demo_tokenizer(), None, RecordingStats(), self.errors.append)  # type: ignore[arg-type]
+        self.streams = OutputProcessor(demo_tokenizer(), None, RecordingStats(), self.errors.append)  # type: ignore[arg-type]
         self.streams.start()
 
     def ask(self, **options: Any) -> tuple[RecordingClient, Future[Any]]:

@@ -24,7 +24,7 @@ from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, alive, tokens, wait
 from inflight.config import EngineConfig
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command
-from inflight.frontend.engine_client.restart_policy import RestartPolicy, Restarts
+from inflight.frontend.engine_client.restart_policy import RestartHistory, RestartPolicy
 from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
 from inflight.frontend.operator.control import relay
@@ -43,7 +43,7 @@ def test_requests_get_their_tokens(rig: SupervisorRig) -> None:
     clients = [rig.open(stream=k % 2 == 0, max_tokens=k + 1) for k in range(30)]
     for k, client in enumerate(clients):
         assert tokens(client.wait()) == echo(PROMPT, k + 1)
-    assert rig.supervisor._outbox.in_engine == set()
+    assert rig.supervisor._send_buffer.in_engine == set()
 
 
 def test_stop_leaves_no_process(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
 
 def test_a_refusal_by_the_engine_reaches_the_client(rig: SupervisorRig) -> None:
     assert rig.open(orders="refuse=UNAVAILABLE").wait().error == ("UNAVAILABLE", "refused with UNAVAILABLE")
-    assert rig.supervisor._outbox.in_engine == set()
+    assert rig.supervisor._send_buffer.in_engine == set()
 
 
 def test_cancelling_frees_the_engine(rig: SupervisorRig) -> None:
@@ -77,7 +77,7 @@ def test_a_request_that_the_engine_gives_up_ends_with_its_error(rig: SupervisorR
     assert client.error == ("UNAVAILABLE", "waited too long")
     assert tokens(client) == echo(PROMPT, 3)
     assert tokens(bystander.wait()) == echo(PROMPT, 50)
-    assert rig.supervisor._outbox.in_engine == set()
+    assert rig.supervisor._send_buffer.in_engine == set()
 
 
 @pytest.mark.parametrize("run", [2, 3, 7])
@@ -116,7 +116,7 @@ def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Pa
         assert "3 sequences wait for it (max_queue_size=3)" in error[1]
         waiting[0].cancelled = True  # leaves its place
         assert waiting[0].wait().error == ("CANCELLED", "Request was cancelled")
-        wait_for(lambda: rig.supervisor._outbox.num_new == 1)
+        wait_for(lambda: rig.supervisor._send_buffer.num_new == 1)
         more = rig.open(max_tokens=2, n=2)
         rig.control.unlink()
         hanging = wait_for(lambda: rig.supervisor._engine_process)
@@ -249,7 +249,7 @@ def test_the_first_restart_comes_at_once_and_delays_double_up_to_the_longest() -
 
 
 def test_only_deaths_that_teach_nothing_delay_the_next_start() -> None:
-    restarts = Restarts(RestartPolicy(first_delay=0.1, refuse_after=3, give_up_after=4))
+    restarts = RestartHistory(RestartPolicy(first_delay=0.1, refuse_after=3, give_up_after=4))
     for _ in range(3):
         restarts.died(had_requests=True, had_tokens=False, lived=0.1)
         assert (restarts.delay, restarts.refusal("why")) == (0, None)
@@ -264,7 +264,7 @@ def test_only_deaths_that_teach_nothing_delay_the_next_start() -> None:
 
 
 def test_idle_deaths_in_a_row_refuse_requests_until_one_process_lives() -> None:
-    restarts = Restarts(RestartPolicy(first_delay=0.1, refuse_after=3, healthy_seconds=60))
+    restarts = RestartHistory(RestartPolicy(first_delay=0.1, refuse_after=3, healthy_seconds=60))
     found = []
     for lived in (1, 1, 1, 90, 1):
         restarts.died(had_requests=False, had_tokens=False, lived=lived)
@@ -391,11 +391,12 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_an_unload_answers_whoever_asked(tmp_path: Path, triton_model: Any) -> None:
+def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_model: Any) -> None:
     rig = SupervisorRig(tmp_path / "control.json").start()
-    triton_model._supervisor, triton_model._streams, triton_model._metrics = rig.supervisor, rig.streams, NoMetrics()
+    triton_model._supervisor, triton_model._output_processor = rig.supervisor, rig.streams
+    triton_model._metrics = NoMetrics()
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
-    for part in ("_drain", "_status", "_intake", "_departure", "_page"):
+    for part in ("_drain", "_status", "_tokenize_pool", "_unload_detector", "_registry_entry"):
         setattr(triton_model, part, nothing)
     triton_model._chat = ChatTemplate(None)
     triton_model._group = None

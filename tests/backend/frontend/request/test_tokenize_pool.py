@@ -11,12 +11,13 @@ import pytest
 from frontend_rig import RecordingClient, demo_tokenizer
 
 from inflight.frontend.errors import RequestError, refusal_of
-from inflight.frontend.request.contract import ParsedRequest, WireRequest
-from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, Intake
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, TokenizePool
 
 
 class Opened:
-    """A `Streams` that records who was opened or rejected, in order."""
+    """A `OutputProcessor` that records who was opened or rejected, in order."""
 
     def __init__(self) -> None:
         self.names: list[Any] = []
@@ -52,7 +53,7 @@ class Rig:
         self.reading = threading.Semaphore(0)
         self.streams = Opened()
         self.lines: list[str] = []
-        self.intake = Intake(parse or self._parse, self.streams, self.lines.append, **options)  # type: ignore[arg-type]
+        self.intake = TokenizePool(parse or self._parse, self.streams, self.lines.append, **options)  # type: ignore[arg-type]
         self.intake.start()
 
     def _parse(self, wire: WireRequest) -> ParsedRequest:

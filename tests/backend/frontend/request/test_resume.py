@@ -18,8 +18,10 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
-from inflight.frontend.request.resume import Ended
+from inflight.frontend.request.contract import INPUTS, WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
+from inflight.frontend.request.resume import SequenceEnd
 
 TOKENIZER = demo_tokenizer()
 VOCAB = TOKENIZER.size
@@ -95,18 +97,22 @@ def test_the_prompt_is_not_sent_again() -> None:
 @pytest.mark.parametrize(
     ("sampling", "ids", "end"),
     [
-        ({"max_tokens": 3}, [9, 8, 7], Ended("length")),
-        ({"max_tokens": 99}, [9] * (MAX_LEN - 3), Ended("length")),
-        ({"max_tokens": 9}, [9, EOS], Ended("stop", EOS)),
-        ({"max_tokens": 2}, [9, EOS], Ended("stop", EOS)),
-        ({"max_tokens": 9, "stop_token_ids": [8]}, [9, 8], Ended("stop", 8)),
+        ({"max_tokens": 3}, [9, 8, 7], SequenceEnd("length")),
+        ({"max_tokens": 99}, [9] * (MAX_LEN - 3), SequenceEnd("length")),
+        ({"max_tokens": 9}, [9, EOS], SequenceEnd("stop", EOS)),
+        ({"max_tokens": 2}, [9, EOS], SequenceEnd("stop", EOS)),
+        ({"max_tokens": 9, "stop_token_ids": [8]}, [9, 8], SequenceEnd("stop", 8)),
         ({"max_tokens": 9, "ignore_eos": True}, [9, EOS], None),
-        ({"max_tokens": 9, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}}, [9, EOS], Ended("stop", EOS)),
+        (
+            {"max_tokens": 9, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}},
+            [9, EOS],
+            SequenceEnd("stop", EOS),
+        ),
         ({"max_tokens": 9}, [9, 8, 7], None),
     ],
 )
 def test_a_complete_output_is_known_by_its_last_token(
-    sampling: dict[str, Any], ids: list[int], end: Ended | None
+    sampling: dict[str, Any], ids: list[int], end: SequenceEnd | None
 ) -> None:
     assert parse(sampling, {"resume_token_ids": ids}).ends == [end]
 
@@ -115,7 +121,6 @@ def test_a_complete_output_is_known_by_its_last_token(
     ("sampling", "resume", "says"),
     [
         ({}, {"resume_token_ids": [VOCAB]}, f"resume_token_ids: token id {VOCAB} is not in the vocabulary [0, "),
-        ({}, {"resume_token_ids": [3, -1]}, "token id -1 is not in the vocabulary"),
         ({"max_tokens": 2}, {"resume_token_ids": [9] * 3}, "has 3 tokens, more than the 2 that max_tokens and"),
         ({"max_tokens": 99}, {"resume_token_ids": [9] * 62}, "has 62 tokens, more than the 61"),
         ({}, {"resume_token_ids": [EOS, 9]}, "sequence 0 ended with stop token 2, and 1 more tokens follow"),
@@ -125,7 +130,6 @@ def test_a_complete_output_is_known_by_its_last_token(
         ({"n": 2}, {"resume_token_ids": [9], "resume_token_counts": [1]}, "must be one count for each of n=2"),
         ({}, {"resume_token_ids": [9], "resume_token_counts": [2]}, "add up to the number of ids"),
         ({"n": 2}, {"resume_token_ids": [9], "resume_token_counts": [-2, 1]}, "must be one count for each"),
-        ({}, {"resume_token_ids": [9], "resume_token_counts": []}, "must be one count for each"),
         ({"n": 2}, {"resume_token_ids": [], "resume_token_counts": [-1, -1]}, "every sequence has ended"),
         ({}, {"resume_token_counts": [1]}, "resume_token_counts without resume_token_ids: give both"),
         ({}, {"resume_token_ids": [9], "resume_cumulative_logprob": [-1.0, 2.0]}, "has 2 entries: give one for each"),
@@ -143,7 +147,6 @@ def test_what_cannot_be_resumed_is_refused(sampling: dict[str, Any], resume: dic
         ({}, {"resume_token_ids": [[1], [2]]}, "has 2 lists: give one for each of n=1"),
         ({"n": 2}, {"resume_token_ids": [[1], [[2]]]}, "must be a list of token ids"),
         ({"n": 2}, {"resume_token_ids": [[1], None], "resume_token_counts": [1, -1]}, "omit one"),
-        ({}, {"resume_token_ids": {"a": 1}}, "must be a list of token ids"),
         ({}, {"resume_token_ids": [True]}, "must be a list of token ids"),
         ({}, {"resume_token_ids": [10**400]}, "not in the vocabulary"),
     ],

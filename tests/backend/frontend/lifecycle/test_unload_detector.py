@@ -16,26 +16,26 @@ import pytest
 
 from inflight.frontend.lifecycle import unload_detector as departures
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.lifecycle.instance_registry import StatePage, children_of, states_of
+from inflight.frontend.lifecycle.instance_registry import RegistryEntry, children_of, states_of
 from inflight.frontend.lifecycle.server_probe import ServerProbe, listening_addresses
-from inflight.frontend.lifecycle.unload_detector import Departure
+from inflight.frontend.lifecycle.unload_detector import UnloadDetector
 
 
-class Streams:
+class OutputProcessor:
     num_open = 1
 
-    def close_intake(self, make_error: Any) -> None: ...
+    def refuse_new(self, make_error: Any) -> None: ...
     def end_all(self, error: Any) -> None: ...
 
 
 class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(departures, "_PERIOD_SECONDS", 0.005)
-        self.streams = Streams()
-        self.page = StatePage("a model")
+        self.streams = OutputProcessor()
+        self.page = RegistryEntry("a model")
         self.drain = Drain(self.streams, 60.0, lambda level, line: None, self.page.set)
         self.can_serve, self.answers, self.asked = True, iter([True] * 3), threading.Event()
-        self.departure = Departure(
+        self.departure = UnloadDetector(
             self.drain, self.page, lambda: self.streams.num_open, lambda: self.can_serve, self.is_ready
         )
 
@@ -109,7 +109,7 @@ def test_its_own_no_is_no_sign(rig: Rig) -> None:
 
 
 def test_a_page_shows_the_state_while_it_is_open() -> None:
-    page = StatePage("one")
+    page = RegistryEntry("one")
     names = [name for name, _, _ in states_of(os.getpid())]
     assert page.name in names
     page.set("draining")
@@ -122,16 +122,16 @@ def test_a_page_shows_the_state_while_it_is_open() -> None:
 
 def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
     program = (
-        "import sys\nfrom inflight.frontend.lifecycle.instance_registry import StatePage\n"
-        "page = StatePage(sys.argv[1])\nprint('up', flush=True)\nsys.stdin.read()"
+        "import sys\nfrom inflight.frontend.lifecycle.instance_registry import RegistryEntry\n"
+        "page = RegistryEntry(sys.argv[1])\nprint('up', flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", program]
     old, other = (
         subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in ("demo", "else")
     )
     find = (
-        "import sys, os\nfrom inflight.frontend.lifecycle.instance_registry import StatePage\n"
-        "print(StatePage('demo').predecessors(), flush=True)"
+        "import sys, os\nfrom inflight.frontend.lifecycle.instance_registry import RegistryEntry\n"
+        "print(RegistryEntry('demo').predecessors(), flush=True)"
     )
     try:
         for process in (old, other):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from frontend_rig import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.frontend.chat.chat_messages import ChatTemplateError, read_chat
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.chat.messages import ChatTemplateError, read_chat
-from inflight.frontend.chat.renderer import Template
+from inflight.frontend.chat.renderer import TemplateRenderer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -56,8 +57,8 @@ def tokenizer(template: str) -> Any:
 
 
 @cache
-def ours(template: str) -> Template:
-    return Template(template, SPECIAL)
+def ours(template: str) -> TemplateRenderer:
+    return TemplateRenderer(template, SPECIAL)
 
 
 def transformers_say(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -84,21 +85,19 @@ def same(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["no tools", "empty", "tools"])
-@pytest.mark.parametrize("prompts", [True, False])
-def test_tools_and_the_generation_prompt(name: str, chat: str, tools: Any, prompts: bool) -> None:
-    same(TEMPLATES[name], CHATS[chat], tools=tools, add_generation_prompt=prompts)
+def test_tools_and_the_generation_prompt(name: str) -> None:
+    for chat, tools, prompts in product(CHATS.values(), (None, [], TOOLS), (True, False)):
+        same(TEMPLATES[name], chat, tools=tools, add_generation_prompt=prompts)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("field", [True, "reasoning_content"])
-def test_the_last_message_is_continued(name: str, chat: str, tools: Any, field: Any) -> None:
-    prompt = same(TEMPLATES[name], CHATS[chat], tools=tools, add_generation_prompt=False, continue_final_message=field)
-    if chat == "said" and field is True:
-        assert prompt.endswith("It rains  " if name in ("hermes", "qwen3_coder", "pythonic") else "It rains"), prompt
+def test_the_last_message_is_continued(name: str) -> None:
+    for chat, tools, field in product(CHATS, (None, TOOLS), (True, "reasoning_content")):
+        options = {"tools": tools, "add_generation_prompt": False, "continue_final_message": field}
+        prompt = same(TEMPLATES[name], CHATS[chat], **options)
+        if chat == "said" and field is True:
+            keeps_spaces = name in ("hermes", "qwen3_coder", "pythonic")
+            assert prompt.endswith("It rains  " if keeps_spaces else "It rains"), prompt
 
 
 def test_the_cases_are_no_errors_throughout() -> None:
@@ -153,21 +152,16 @@ def test_the_defaults() -> None:
     ("chat", "says"),
     [
         ({}, 'the object has no "messages"'),
-        ({"messages": None}, 'the object has no "messages"'),
         ({"messages": []}, "got an empty list"),
         ({"messages": {"messages": [ASK]}}, "got a dict"),
         ({"messages": [ASK], "tool": []}, "the key 'tool': allowed are messages, tools, add_gen"),
         ({"messages": [ASK], "tools": TOOLS[0]}, "tools is not a list of objects"),
-        ({"messages": [ASK], "tools": ["weather"]}, "tools is not a list of objects"),
         ({"messages": [ASK], "add_generation_prompt": 1}, "add_generation_prompt is a int: must be true or false"),
-        ({"messages": [ASK], "add_generation_prompt": "true"}, "add_generation_prompt is a str"),
         ({"messages": [ASK], "continue_final_message": 1}, "continue_final_message is a int"),
         ({"messages": [ASK], "continue_final_message": ""}, "continue_final_message is a str"),
         ({"messages": [ASK], "continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
-        ({"messages": [ASK], "continue_final_message": "x", "add_generation_prompt": True}, "exclude each other"),
         ({"messages": [ASK], "chat_template_kwargs": []}, "chat_template_kwargs is an empty list: must be an object"),
         ({"messages": [ASK], "chat_template_kwargs": {"messages": []}}, "may not set 'messages': send it beside"),
-        ({"messages": [ASK], "chat_template_kwargs": {"tools": []}}, "may not set 'tools'"),
         (
             {"messages": [ASK], "chat_template_kwargs": {"chat_template": "x"}},
             "may not set 'chat_template': the template",

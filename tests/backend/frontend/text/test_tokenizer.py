@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from inflight.frontend.text.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError, _Fast
+from inflight.frontend.text.detokenizer import IncrementalDetokenizer
+from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError, _Fast
 
 SAMPLE = ["the quick brown fox jumps over the lazy dog, naïvely: 你好 😀 é"] * 3
 BYTE_LEVEL = demo_tokenizer()

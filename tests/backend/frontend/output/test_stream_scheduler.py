@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.frontend.output.stream_scheduler import Turns
+from inflight.frontend.output.stream_scheduler import StreamScheduler
 
 costs = st.floats(0.0, 10.0, allow_nan=False)
 
 
-def serve(turns: Turns[str], cost: float) -> str | None:
+def serve(turns: StreamScheduler[str], cost: float) -> str | None:
     """One turn of the given cost."""
     key = turns.take()
     if key is not None:
@@ -19,7 +19,7 @@ def serve(turns: Turns[str], cost: float) -> str | None:
 
 
 def test_equal_keys_are_served_in_the_order_in_which_they_came() -> None:
-    turns: Turns[str] = Turns()
+    turns: StreamScheduler[str] = StreamScheduler()
     for key in ("b", "a", "c", "a"):
         turns.add(key)
     assert len(turns) == 3
@@ -27,7 +27,7 @@ def test_equal_keys_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_costly_key_falls_behind_cheap_ones() -> None:
-    turns: Turns[str] = Turns()
+    turns: StreamScheduler[str] = StreamScheduler()
     order = []
     for key in ("dear", "cheap"):
         turns.add(key)
@@ -47,7 +47,7 @@ def test_a_costly_key_falls_behind_cheap_ones() -> None:
 def test_no_busy_key_gets_ahead_of_another_by_more_than_their_two_largest_turns(
     cost: dict[int, float], rounds: int
 ) -> None:
-    turns: Turns[int] = Turns()
+    turns: StreamScheduler[int] = StreamScheduler()
     served = dict.fromkeys(cost, 0.0)
     for key in cost:
         turns.add(key)
@@ -64,7 +64,7 @@ def test_no_busy_key_gets_ahead_of_another_by_more_than_their_two_largest_turns(
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["add", "take", "forget"]), costs), max_size=120))
 def test_who_has_caught_up_waits_for_at_most_one_turn_of_each_other(moves: list[tuple[str, str, float]]) -> None:
     """And nobody who waits is lost, or served twice."""
-    turns: Turns[str] = Turns()
+    turns: StreamScheduler[str] = StreamScheduler()
     waiting: dict[str, list[str]] = {}  # who waits -> who was served since
     reach: dict[str, float] = {}  # virtual time up to which a key has been served
     now = 0.0

@@ -47,7 +47,7 @@ def test_streams_go_on_with_the_next_engine(rig: SupervisorRig) -> None:
     assert rig.stats.deaths == 3
     assert rig.stats.num_replayed == 27
     assert any("9 requests go on in the next one" in line for line in rig.lines)
-    assert rig.supervisor._outbox.in_engine == set()
+    assert rig.supervisor._send_buffer.in_engine == set()
 
 
 def poisoned(client: RecordingClient, cause: str, deaths: int) -> bool:

@@ -14,8 +14,8 @@ from frontend_rig import RecordingStats
 from inflight.engine.messages import EngineReady, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.operator.counters import Tally
-from inflight.frontend.operator.status import Identity, Status
+from inflight.frontend.operator.counters import Counters
+from inflight.frontend.operator.status import InstanceIdentity, InstanceStatus
 
 READY = EngineReady(
     max_model_len=64,
@@ -54,21 +54,21 @@ class FakeStreams:
     num_open = 2
     num_open_sequences = 5
 
-    def close_intake(self, make_error: object) -> None: ...
+    def refuse_new(self, make_error: object) -> None: ...
     def end_all(self, error: object) -> None: ...
 
 
 class Rig:
     def __init__(self) -> None:
-        self.supervisor, self.streams, self.tally = FakeSupervisor(), FakeStreams(), Tally(RecordingStats())
+        self.supervisor, self.streams, self.counters = FakeSupervisor(), FakeStreams(), Counters(RecordingStats())
         self.drain = Drain(self.streams, 60.0, lambda level, line: None)
-        self.status = Status(
-            Identity("m", "1", "m_0_0", "some/checkpoint"),
+        self.status = InstanceStatus(
+            InstanceIdentity("m", "1", "m_0_0", "some/checkpoint"),
             READY,
             self.supervisor,
             self.streams,  # type: ignore[arg-type]
             self.drain,
-            self.tally,
+            self.counters,
             lambda: 4,
         )
 
@@ -86,10 +86,10 @@ def rig() -> Any:
 
 
 def test_it_tells_what_the_frontend_and_the_engine_know(rig: Rig) -> None:
-    rig.tally.step(StepMessage([], LOAD), time.monotonic(), ())
-    rig.tally.engine_down()
-    rig.tally.engine_ready(READY, True)
-    rig.tally.unsuccessful("refused")
+    rig.counters.step(StepMessage([], LOAD), time.monotonic(), ())
+    rig.counters.engine_down()
+    rig.counters.engine_ready(READY, True)
+    rig.counters.unsuccessful("refused")
     found = rig.ask()
     assert (found["state"], found["reason"]) == ("ready", None)
     assert found["engine"] == rig.supervisor.value

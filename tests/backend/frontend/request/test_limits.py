@@ -11,7 +11,9 @@ from frontend_rig import CHECKPOINT, demo_tokenizer
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
 
 TOKENIZER = demo_tokenizer()
 CHAT = ChatTemplate.load(str(CHECKPOINT))
@@ -103,7 +105,7 @@ def test_what_was_allowed_before_there_were_options_still_is() -> None:
     assert isinstance(parse({}, longest), ParsedRequest)
 
 
-@pytest.mark.parametrize("key", sorted({case[0] for case in CASES} - {"max_logprobs"}))
-def test_a_limit_is_at_least_one(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=0"):
-        EngineConfig.from_dict({"model": "m", key: 0})
+def test_a_limit_is_at_least_one() -> None:
+    for key in {case[0] for case in CASES} - {"max_logprobs"}:
+        with pytest.raises(ConfigError, match=f"{key}=0"):
+            EngineConfig.from_dict({"model": "m", key: 0})

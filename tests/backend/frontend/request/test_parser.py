@@ -15,7 +15,9 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import INPUTS, ParsedRequest, RequestParser, WireRequest
+from inflight.frontend.request.contract import INPUTS, WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.text.tokenizer import Tokenizer
 
 TOKENIZER = demo_tokenizer()
@@ -109,17 +111,12 @@ def test_typed_inputs_win() -> None:
     assert (params.temperature, params.max_tokens) == (0.7, 3)
 
 
-@pytest.mark.parametrize("value", ["5", 5, 5.0, "5.0"])
-def test_numbers_may_be_strings(value: Any) -> None:
-    assert sampled(sampling_parameters=json.dumps({"max_tokens": value})).max_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("true", True), ("False", False), (1, True), ("0", False), (True, True)]
-)
-def test_booleans_may_be_strings(value: Any, expected: bool) -> None:
-    assert sampled({"ignore_eos": value}).ignore_eos is expected
-    assert parse({"stream": value}).stream is expected
+def test_numbers_and_booleans_can_be_strings() -> None:
+    for value in ("5", 5, 5.0, "5.0"):
+        assert sampled(sampling_parameters=json.dumps({"max_tokens": value})).max_tokens == 5
+    for value, expected in (("true", True), ("False", False), (1, True), ("0", False), (True, True)):
+        assert sampled({"ignore_eos": value}).ignore_eos is expected
+        assert parse({"stream": value}).stream is expected
 
 
 def test_return_flags_request_what_they_need_from_the_engine() -> None:
@@ -185,8 +182,6 @@ def test_float32_inputs_equal_the_same_number_in_json() -> None:
     ("key", "value"),
     [
         ("beam_width", 4),
-        ("use_beam_search", True),
-        ("best_of", 3),
         ("return_context_logits", True),
         ("length_penalty", 2),
     ],
@@ -199,13 +194,9 @@ def test_unsupported_features_are_rejected_by_name(key: str, value: Any) -> None
     ("key", "value"),
     [
         ("logit_bias", "[" * 50_000),
-        ("stop_token_ids", "[" * 50_000),
         ("best_of", 10**400),
-        ("length_penalty", 10**400),
         ("temperature", 10**400),
         ("stream", "x" * 100_000),
-        ("timeout", "x" * 100_000),
-        ("request_priority", "x" * 100_000),
         ("k" * 100_000, 1),
     ],
 )
@@ -300,13 +291,9 @@ def test_messages_are_rendered_with_the_template() -> None:
         ({"text_input": "word " * 100_000}, "must be more than 63 tokens"),
         ({"text_input": None, "input_ids": [5] * MAX_LEN}, "the prompt has 64 tokens: it must be 1 to 63 long"),
         ({"text_input": None, "input_ids": [5, VOCAB]}, "token id 2560 is not in the vocabulary [0, 2559]"),
-        ({"text_input": None, "input_ids": [-1]}, "token id -1"),
         ({"text_input": None, "messages": "hi"}, "messages: not valid JSON"),
-        ({"text_input": None, "messages": "[]"}, "messages: got an empty list"),
-        ({"text_input": None, "messages": '{"role": "user"}'}, "messages: the object has the key 'role'"),
         ({"text_input": None, "messages": '[{"content": "x"}]'}, "message 0 is not an object with a role"),
         ({"text_input": None, "messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages: not valid JSON"),
-        ({"text_input": None, "messages": "[" * 100_000}, "messages: not valid JSON"),
         ({"sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
         ({"sampling_parameters": "[1]"}, "sampling_parameters='[1]': must be a JSON object"),
     ],
@@ -334,59 +321,31 @@ def test_invalid_utf8_names_the_byte() -> None:
         ({"temprature": 1}, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
         ({"qqqqqq": 1}, "unknown sampling parameter 'qqqqqq'; known keys:"),
         ({"temperature": -1}, "temperature=-1.0 is out of range: must be in [0.0, 100.0]"),
-        ({"temperature": float("nan")}, "temperature=nan: must be a finite number"),
         ({"temperature": "inf"}, "temperature='inf': must be a finite number"),
         ({"temperature": True}, "temperature=True: must be a finite number"),
-        ({"temperature": "warm"}, "temperature='warm': must be a finite number"),
         ({"top_p": 0}, "top_p=0.0 is out of range"),
         ({"top_k": 1.5}, "top_k=1.5: must be an integer"),
-        ({"top_k": "many"}, "top_k='many': must be an integer"),
         ({"top_k": 1e400}, "top_k=inf: must be an integer"),
-        ({"max_tokens": 0}, "max_tokens=0 is out of range"),
-        ({"max_tokens": [1]}, "max_tokens=[1]: must be an integer"),
         ({"min_tokens": 20}, "min_tokens=20 is more than max_tokens=16"),
-        ({"n": 129}, "n=129: at most 128 are allowed (max_n in model.json)"),
-        ({"logprobs": 101}, "logprobs=101: at most 100 are allowed (max_logprobs in model.json)"),
-        ({"logprobs": -1}, "logprobs=-1: at most 100 are allowed"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: at most 100 are allowed"),
-        ({"logprobs": -2}, "logprobs=-2 is out of range"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ({"allowed_token_ids": [5, VOCAB]}, "allowed_token_ids: token id 2560 is not in the vocabulary"),
         ({"allowed_token_ids": "five"}, "allowed_token_ids='five': must be a list of token ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: must be 1 to 64, or -1"),
-        ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens=65: must be 1 to 64, or -1"),
         ({"detokenize": False, "stop": "x"}, "stop needs the text: omit detokenize=False"),
         ({"output_kind": 3}, "output_kind=3: must be 0 (cumulative), 1 (delta) or 2 (final only)"),
-        ({"output_kind": "delta"}, "output_kind='delta': must be 0"),
-        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache=True is not supported"),
-        ({"flat_logprobs": "maybe"}, "flat_logprobs='maybe': must be true or false"),
-        ({"seed": 2**64}, "seed="),
-        ({"presence_penalty": 3}, "presence_penalty=3.0 is out of range"),
         ({"ignore_eos": "maybe"}, "ignore_eos='maybe': must be true or false"),
         ({"stream": "maybe"}, "stream='maybe': must be true or false"),
         ({"stop": 5}, "stop=5: must be a string or a list of"),
         ({"stop": ["a", 5]}, "stop=['a', 5]: must be"),
-        (
-            {"stop": [str(i) for i in range(1025)]},
-            "stop has 1025 strings: at most 1024 are allowed (max_stop_strings in ",
-        ),
         ({"stop_words": "x" * 4097}, "stop contains a string of 4097 characters, 'xxx"),
-        (
-            {"bad_words": [str(i) + "你" * 1500 for i in range(60)]},
-            "the strings of bad_words have 270110 bytes: at most 262144",
-        ),
         ({"stop_token_ids": "[1, 2560]"}, "stop_token_ids: token id 2560 is not in the vocabulary"),
-        ({"stop_token_ids": "nope"}, "stop_token_ids='nope': must be a list"),
-        ({"stop_token_ids": list(range(1025))}, "stop_token_ids has 1025 token ids: at most 1024"),
         ({"logit_bias": {"9999": 1}}, "logit_bias: token id 9999"),
         ({"logit_bias": {"1": float("inf")}}, "logit_bias={'1': inf}: must be an object"),
-        ({"logit_bias": "[]"}, "logit_bias='[]': must be an object"),
         ({"request_priority": 2**31}, "request_priority=2147483648: must be an integer in"),
         ({"tenant": 5}, "tenant=5: must be a string"),
         ({"cache_salt": "\ud800"}, "cache_salt="),
     ],
 )
-def test_invalid_values(parameters: dict[str, Any], says: str) -> None:
+def test_an_invalid_value_of_each_kind_is_named(parameters: dict[str, Any], says: str) -> None:
     assert says in rejected(parameters)
 
 
@@ -485,7 +444,7 @@ def test_an_empty_text_is_the_start_token_where_the_tokenizer_adds_one() -> None
 WORDS = " ".join(f"word{k}" for k in range(60))
 
 
-@pytest.mark.parametrize("count", [2, 3, 20, 62])
+@pytest.mark.parametrize("count", [2, 62])
 def test_a_truncated_text_keeps_its_start_token_and_its_end(count: int) -> None:
     whole = TOKENIZER.encode(WORDS)
     found = sent({"truncate_prompt_tokens": count}, text_input=WORDS).prompt_token_ids

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend.engine_client.poison_search import Suspects
+from inflight.frontend.engine_client.poison_search import PoisonSearch
 
 MAX_REPLAYS = 2
 
@@ -39,7 +39,7 @@ class World:
     def __init__(self, jobs: list[Job], slots: int = 64, max_replays: int = MAX_REPLAYS) -> None:
         self.jobs = dict(enumerate(jobs))
         self.slots = slots
-        self.suspects = Suspects(max_replays)
+        self.suspects = PoisonSearch(max_replays)
         self.new: list[int] = list(self.jobs)
         self.engine: list[int] = []
         self.failed: list[int] = []
@@ -189,7 +189,7 @@ def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st
 
 
 def test_new_requests_run_beside_a_group_under_suspicion_but_not_beside_a_single_one() -> None:
-    suspects = Suspects(MAX_REPLAYS)
+    suspects = PoisonSearch(MAX_REPLAYS)
     assert suspects.engine_down(range(6), {k: {0} for k in range(4)}) == {}
     assert suspects.due() == [0, 1, 4, 5], "half of those that ran, and those that did not"
     assert not suspects.holds_new
@@ -208,7 +208,7 @@ def test_new_requests_run_beside_a_group_under_suspicion_but_not_beside_a_single
 
 
 def test_a_request_has_got_past_the_point_once_each_of_its_sequences_has() -> None:
-    suspects = Suspects(MAX_REPLAYS)
+    suspects = PoisonSearch(MAX_REPLAYS)
     suspects.engine_down([1, 2], {1: {0, 2}, 2: {0}})
     assert suspects.due() == [1]
     suspects.got_token(1, 0)
@@ -220,6 +220,6 @@ def test_a_request_has_got_past_the_point_once_each_of_its_sequences_has() -> No
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_without_replays_whatever_ran_fails(n: int) -> None:
-    suspects = Suspects(0)
+    suspects = PoisonSearch(0)
     assert suspects.engine_down(range(5), {k: {0} for k in range(n)}) == dict.fromkeys(range(n), 1)
     assert suspects.due() == list(range(n, 5))

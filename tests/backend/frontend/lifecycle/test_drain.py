@@ -16,7 +16,7 @@ from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, S
 from inflight.frontend.errors import RequestError, error_of, with_hint
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.control import Control
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.request.contract import WireRequest
 
 TOKENIZER = demo_tokenizer()
@@ -46,7 +46,7 @@ class Rig:
         self.lines: list[str] = []
         self.engine = Engine()
         self.stats = RecordingStats()
-        self.streams = Streams(TOKENIZER, self.engine, self.stats, self.lines.append)
+        self.streams = OutputProcessor(TOKENIZER, self.engine, self.stats, self.lines.append)
         self.streams.start()
         self.drain = Drain(self.streams, timeout, lambda level, line: self.lines.append(line))
 

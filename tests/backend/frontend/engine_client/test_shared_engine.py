@@ -77,7 +77,7 @@ def test_all_streams_go_on_with_the_next_engine(rigs: list[SupervisorRig]) -> No
 def test_ids_say_which_frontend_a_request_came_from(rigs: list[SupervisorRig]) -> None:
     for number, rig in enumerate(rigs):
         client = rig.open(orders="delay=0.01", max_tokens=1000)
-        (request_id,) = wait_for(lambda rig=rig: rig.supervisor._outbox.in_engine)
+        (request_id,) = wait_for(lambda rig=rig: rig.supervisor._send_buffer.in_engine)
         assert request_id // REQUESTS_PER_FRONTEND == number
         client.cancelled = True
         client.wait()
@@ -122,20 +122,20 @@ def test_after_a_death_one_frontend_sends_at_a_time(rigs: list[SupervisorRig]) -
     slow = [rig.open(orders="delay=0.5,run=1", max_tokens=4) for rig in rigs]
     wait_for(lambda: all(client.responses for client in slow))
     kill(rigs)
-    waiting = [rig.supervisor._outbox.paused for rig in rigs]
+    waiting = [rig.supervisor._send_buffer.paused for rig in rigs]
     assert sum(waiting) == 2, "each step takes half a second"
     new = rigs[waiting.index(True)].open(max_tokens=3)
     assert not new.responses
     for client in [*slow, new]:
         assert client.wait().error is None
-    wait_for(lambda: not any(rig.supervisor._outbox.paused for rig in rigs))
+    wait_for(lambda: not any(rig.supervisor._send_buffer.paused for rig in rigs))
 
 
 def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[SupervisorRig]) -> None:
     slow = [rig.open(orders="delay=0.3", max_tokens=4) for rig in rigs]
     wait_for(lambda: all(client.responses for client in slow))
     kill(rigs)
-    turn = [rig.supervisor._outbox.paused for rig in rigs].index(False)
+    turn = [rig.supervisor._send_buffer.paused for rig in rigs].index(False)
     gone = rigs.pop(turn)
     gone.stop()
     slow.pop(turn)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import Pacing
-from inflight.frontend.output.request_state import OpenStream
-from inflight.frontend.request.resume import Ended
+from inflight.frontend.output.request_state import RequestState
+from inflight.frontend.request.resume import SequenceEnd
 
 TOKENIZER = demo_tokenizer()
 STATS = StepStats(1, 0, 0, 1, 9, 0, 0, 1, 1, 1, 0.001)
@@ -65,8 +65,8 @@ class Rig:
         self.errors: list[str] = []
         self.lines: list[str] = []
         options |= {"log_info": self.lines.append}
-        options.setdefault("sweep_seconds", 0.01)
-        self.streams = Streams(TOKENIZER, self.engine, self.stats, self.errors.append, **options)
+        options.setdefault("check_seconds", 0.01)
+        self.streams = OutputProcessor(TOKENIZER, self.engine, self.stats, self.errors.append, **options)
         self.streams.start()
 
     def open(self, *returns: str, stream: bool = True, **options: Any) -> RecordingClient:
@@ -396,7 +396,7 @@ def test_a_request_that_ended_before_its_cancellation_was_seen_is_not_logged(rig
     client = rig.open()
     rig.feed(IDS)
     client.wait()
-    stream = OpenStream(make_request(PROMPT), client, TOKENIZER, 1)
+    stream = RequestState(make_request(PROMPT), client, TOKENIZER, 1)
     stream.closed = True
     rig.streams._cancel(stream, RequestError("CANCELLED", "Request was cancelled"), "cancelled")
     assert rig.lines == []
@@ -415,7 +415,7 @@ def test_a_deadline_ends_a_stream_after_its_tokens_so_far_were_sent(rig: Rig) ->
 
 
 def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
-    rig = Rig(sweep_seconds=30.0)
+    rig = Rig(check_seconds=30.0)
     try:
         client = rig.open(timeout=0.05)
         assert client.ended.wait(5)
@@ -561,7 +561,7 @@ def test_a_tokenizer_panic_affects_no_other_stream(rig: Rig) -> None:
 def test_a_stream_whose_creation_fails_takes_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(max_sequences=1)
     with monkeypatch.context() as broken:
-        broken.setattr("inflight.frontend.output.output_processor.OpenStream", lambda *_: 1 / 0)
+        broken.setattr("inflight.frontend.output.output_processor.RequestState", lambda *_: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 rig.open()
@@ -657,7 +657,7 @@ def test_what_is_complete_already_ends_at_once_without_the_engine(rig: Rig) -> N
 def test_the_engine_goes_on_with_the_sequences_that_have_not_ended(rig: Rig, separate: bool) -> None:
     """One ended by its stop string, one by its length, one elsewhere; each end is told once, the last never."""
     given = [IDS, IDS[:2], IDS[:2], None]
-    ends = [None, None, Ended("length"), None]
+    ends = [None, None, SequenceEnd("length"), None]
     options = {"n": 4, "stop": ["st of"], "separate": separate, "ends": ends}
     client = rig.open("return_finish_reason", "return_token_ids", fields={"output_token_ids": given}, **options)
     assert rig.engine.submitted[1].output_token_ids == [None, IDS[:2], None, None]
@@ -809,7 +809,7 @@ moves = st.lists(
 @given(moves=moves, stream=st.booleans(), stop=st.booleans(), paced=st.booleans())
 def test_every_stream_ends_exactly_once(moves: list[tuple[str, int]], stream: bool, stop: bool, paced: bool) -> None:
     """Invariants 4 and 6 under random events; `Client` fails on anything after FINAL."""
-    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
+    rig = Rig(check_seconds=0.001, pacing=Slow() if paced else None)
     try:
         clients = {k: rig.open(stream=stream, stop=["st of"] if stop else []) for k in range(1, 6)}
         fed: dict[int, list[int]] = {k: [] for k in clients}
@@ -847,7 +847,7 @@ def test_separate_and_cumulative_responses_lose_nothing(
     moves: list[tuple[str, int]], stream: bool, stop: bool, cumulative: bool, paced: bool
 ) -> None:
     """Each of two sequences gets its tokens, in order, and its end at most once, however the steps are cut."""
-    rig = Rig(sweep_seconds=0.001, pacing=Slow() if paced else None)
+    rig = Rig(check_seconds=0.001, pacing=Slow() if paced else None)
     fed: list[list[int]] = [[], []]
     ended = [False, False]
     try:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inflight.frontend.chat import render_client as template_process
-from inflight.frontend.chat.render_client import TemplateProcess
+from inflight.frontend.chat.render_client import RenderClient
 from inflight.frontend.chat.renderer import ChatTemplateError
 
 SECONDS, SIZE = 0.3, 2**28
@@ -32,12 +32,12 @@ REJECTED = ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10 ** 9
 AT_COMPILE = "{{ 9 ** (9 ** 9) }}"  # Jinja computes constants when it compiles
 
 
-def process(text: str, seconds: float = SECONDS) -> TemplateProcess:
-    return TemplateProcess(text, {}, seconds, SIZE)
+def process(text: str, seconds: float = SECONDS) -> RenderClient:
+    return RenderClient(text, {}, seconds, SIZE)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[TemplateProcess]:
+def shared() -> Iterator[RenderClient]:
     """One process with every bomb: the role of the first message picks it."""
     bombs = "".join(
         f"{{% if messages[0].role == '{number}' %}}{bomb}{{% endif %}}"
@@ -49,7 +49,7 @@ def shared() -> Iterator[TemplateProcess]:
 
 
 @pytest.mark.parametrize("number", range(len([*SLOW, *LARGE, *REJECTED])))
-def test_a_bomb_ends_and_the_next_request_is_served(shared: TemplateProcess, number: int) -> None:
+def test_a_bomb_ends_and_the_next_request_is_served(shared: RenderClient, number: int) -> None:
     says = "took more than 0.3 s|needs more than 256 MiB|rejected the messages"
     with pytest.raises(ChatTemplateError, match=says) as error:
         shared.render(json.dumps([{"role": str(number), "content": "never"}]))
@@ -77,13 +77,13 @@ def test_text_without_end_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.text() | st.recursive(st.none() | st.booleans() | st.text(), st.lists).map(json.dumps))
-def test_any_text_is_rendered_or_refused(shared: TemplateProcess, messages: str) -> None:
+def test_any_text_is_rendered_or_refused(shared: RenderClient, messages: str) -> None:
     with pytest.raises(ChatTemplateError):
         shared.render(messages)
 
 
 @pytest.mark.parametrize("messages", ['[{"role": "user", "content": "\\ud800"}]', "[" * 100_000, "\ud800"])
-def test_what_is_no_text_is_refused(shared: TemplateProcess, messages: str) -> None:
+def test_what_is_no_text_is_refused(shared: RenderClient, messages: str) -> None:
     with pytest.raises(ChatTemplateError, match="not valid JSON"):
         shared.render(messages)
 
@@ -140,8 +140,8 @@ def test_closing_ends_a_bomb_and_refuses_the_rest() -> None:
 
 def test_the_process_ends_with_its_parent() -> None:
     code = (
-        "import sys, os, signal; from inflight.frontend.chat.render_client import TemplateProcess\n"
-        "renderer = TemplateProcess('x', {}, 2.0); renderer.check(); print(renderer._popen.pid, flush=True)\n"
+        "import sys, os, signal; from inflight.frontend.chat.render_client import RenderClient\n"
+        "renderer = RenderClient('x', {}, 2.0); renderer.check(); print(renderer._popen.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)

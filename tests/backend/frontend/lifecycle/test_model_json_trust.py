@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.frontend.lifecycle.model_json_trust import check_origin, repositories
+from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust, repositories
 
 CODE = [{"python_executable": "python3"}, {"trust_remote_code": True}, {"download_dir": "/anywhere"}]
 
@@ -24,7 +24,7 @@ def repository(tmp_path: Path) -> Path:
 
 def check(model_dir: Path, roots: list[Path], keys: dict[str, Any], name: str = "mine", trust: str = "") -> None:
     config = EngineConfig(model="a/b", **keys)
-    check_origin(config, model_dir.resolve(), name, {"INFLIGHT_TRUST_MODEL_JSON": trust}, roots)
+    check_model_json_trust(config, model_dir.resolve(), name, {"INFLIGHT_TRUST_MODEL_JSON": trust}, roots)
 
 
 @pytest.mark.parametrize("keys", CODE)
