@@ -25,6 +25,7 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_kv_cache, gpu_sampler
 from inflight.kernels.gpu.gpu_ops import GpuOps
+from inflight.kernels.registry import select_sampling
 from inflight.ops.base import Angles, HeadNorms, projection_sizes
 from inflight.ops.reference import ReferenceOps
 from inflight.sampling import Sampler, SamplingTable
@@ -265,7 +266,7 @@ def make_logits(rows: int, vocab_size: int, peaked: bool, dtype: torch.dtype, de
 
 def sampling_metadata(kind: str, rows: int, vocab_size: int, device: torch.device, seed: int) -> Any:
     params = KINDS[kind]
-    table = SamplingTable(rows, vocab_size, device)
+    table = SamplingTable(rows, vocab_size, device, ops=select_sampling(device))
     for slot in range(rows):
         table.set_row(slot, params[slot % len(params)], seed + slot, [], 1)
     return table.select(np.arange(rows), np.arange(rows) + 1)

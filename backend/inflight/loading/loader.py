@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
-from inflight.attention.selection import select_backend
 from inflight.config import ConfigError, EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
+from inflight.kernels.registry import select_attention
 from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -38,13 +38,13 @@ from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.errors import LoadError, in_models_code
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
-from inflight.loading.forward.fp8_linear import check_device
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import RequestRotary, attach_request_rotary
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.profile_step import largest_step
+from inflight.loading.quantization.fp8_linear import check_device
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
@@ -215,7 +215,7 @@ def load(config: EngineConfig) -> LoadedModel:
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
     probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
-    backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    backend = select_attention(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     scales = kv_scales(config, model, probed, text_config, length)
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
+from inflight.device.batch_state import BatchState
 from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.kernels.registry import select_sampling
 from inflight.loading.loader import LoadedModel, load
 from inflight.runner import cpu_threads
-from inflight.runner.batch_state import BatchState
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.graphs import Padding, decode_graphs
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
@@ -153,11 +154,11 @@ class DeviceRunner:
         self.rotary = loaded.rotary
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
-        rules = rules_of(info.grammars, DEVICE_RULES)
-        self.table = SamplingTable(slots, info.vocab_size, device, rules)
+        rules, ops = rules_of(info.grammars, DEVICE_RULES), select_sampling(device)
+        self.table = SamplingTable(slots, info.vocab_size, device, rules, ops)
         self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, ops, DEVICE_RULES)
         self.forward = ForwardPass(self.model, slots)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rows = RowWriter(self.state, slots)

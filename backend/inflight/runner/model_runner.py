@@ -10,13 +10,14 @@ from torch import Tensor
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
+from inflight.device.batch_state import BatchState, StepInputs
 from inflight.device.host_cache import HostCache
 from inflight.device.memory import Outcome, attempt
 from inflight.device.upload import upload
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.kernels.registry import select_sampling
 from inflight.loading.loader import load
 from inflight.runner import cpu_threads
-from inflight.runner.batch_state import BatchState, StepInputs
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults, fail_rows, run_without_faulty_rows
@@ -49,11 +50,11 @@ class ModelRunner:
         self.device = loaded.device
         self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
-        rules = rules_of(self.info.grammars)
-        self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device, rules)
+        rules, ops = rules_of(self.info.grammars), select_sampling(self.device)
+        self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device, rules, ops)
         self.faults = RowFaults(self.table, self.info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
+        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device, ops)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
         self.rotary = loaded.rotary

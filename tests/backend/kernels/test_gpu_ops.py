@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import can_launch
+from inflight.kernels.registry import select_ops
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
-from inflight.ops.selection import select_ops
 
 pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -114,7 +114,7 @@ def test_a_kernel_with_a_small_error_is_refused_in_bfloat16(tmp_path: Path, monk
         def attend(self, *args: Any) -> torch.Tensor:
             return super().attend(*args) * 1.1
 
-    monkeypatch.setattr("inflight.loading.loader.select_backend", lambda *_: Blurred())
+    monkeypatch.setattr("inflight.loading.loader.select_attention", lambda *_: Blurred())
     with pytest.raises(LoadError, match=r"the logits of a test batch differ by \d+\.\d% \(tolerance: [1-4]\.\d%\)"):
         load(load_config(path, attention_backend="reference"))
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from inflight.attention.base import AttentionBackend, forward_context
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.attention.reference import ReferenceAttention
+from inflight.device.batch_state import BatchState
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.loading.check.cases import Case, blocks_of, that_fit
 from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.forward.rotary import RequestRotary, forget_lengths
 from inflight.loading.paged_layers import PagedLayers
-from inflight.runner.batch_state import BatchState
 
 __all__ = ["EXACT", "LoadCheck", "Reference", "reference", "relative_error", "tolerance"]
 

@@ -24,7 +24,7 @@ from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import weight_files
 from inflight.loading.errors import LoadError, in_models_code, in_one_line
-from inflight.loading.forward import fp8_linear
+from inflight.loading.quantization import fp8_linear
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
 

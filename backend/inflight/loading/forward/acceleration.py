@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
+from inflight.kernels.registry import select_ops
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.forward.native_decoder import native_decoder
 from inflight.loading.forward.packed_experts import pack_others
 from inflight.loading.forward.packed_linear import pack_linears
 from inflight.ops.base import FusedOps
-from inflight.ops.selection import select_ops
 
 __all__ = ["CannotQuantize", "accelerate", "use_ops"]
 

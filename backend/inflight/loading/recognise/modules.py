@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
 from inflight.loading.errors import NotRecognised
-from inflight.loading.forward.fp8_linear import Fp8Linear
-from inflight.loading.forward.projection import Linear, Projection, is_linear, result_like
+from inflight.loading.quantization.fp8_linear import Fp8Linear
+from inflight.loading.recognise.projection import Linear, Projection, is_linear, result_like
 from inflight.ops.base import Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
 from inflight.ops.reference import ReferenceOps
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.kernels.registry import select_ops
 from inflight.loading.errors import LoadError, in_one_line
 from inflight.ops.base import FusedOps, QuantizedRows
-from inflight.ops.selection import select_ops
 
 __all__ = [
     "Fp8Linear",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.loading.errors import NotRecognised
-from inflight.loading.forward.fp8_linear import Fp8Linear
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.base import QuantizedRows
 
 __all__ = ["Linear", "Projection", "is_linear", "result_like"]
