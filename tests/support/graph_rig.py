@@ -115,7 +115,7 @@ class ChosenBy(ReferenceSampling):
 
 def fused_by(ops: FusedOps) -> Callable[..., Any]:
     """What replaces `accelerate`: the model as on a GPU, by `ops`."""
-    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
+    return lambda model, device, passes, length, scheme: use_ops(model, ops, passes, length)
 
 
 def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

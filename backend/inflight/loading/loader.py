@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
-from inflight.config import ConfigError, EngineConfig
+from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of
 from inflight.engine.rope_scaling import RopeChoice
@@ -44,7 +44,7 @@ from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.profile_step import largest_step
-from inflight.loading.quantization.fp8_linear import check_device
+from inflight.loading.quantization.selection import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
@@ -207,7 +207,7 @@ def load(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
-    check_device(config, device, dtype)
+    scheme_of(config).check(config, device, dtype)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -293,7 +293,7 @@ def _load_check(
     step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
     loaded.rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
     loaded.info.rope = None if loaded.rotary is None else loaded.rotary.choice
-    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
+    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], scheme_of(config).tolerance)
     check = LoadCheck(
         model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.rotary, tuple(limits)
     )
@@ -318,15 +318,12 @@ def _checked_forward(
     model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
 ) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
-    int8 = config.quantization == "int8"
-    if int8 and (device.type != "cpu" or not config.native_forward):
-        raise ConfigError('quantization="int8" requires a CPU and native_forward; remove it')
-    forward = model
+    forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, max_model_len, int8)
+            forward = accelerate(model, device, check.passes, max_model_len, scheme)
         except CannotQuantize as why:
-            raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
+            raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
     _require(check, forward)
     return forward
 

@@ -39,7 +39,6 @@ EXACT = 1e-3  # relative error that rounding explains in float32; a dropped feat
 # The same for the storage of keys and values: int8 costs about 1% (measured on every architecture), several times that
 # with outliers; fp8 rounds each number by up to 6%.
 _KV_TOLERANCE = {torch.int8: 0.1, torch.float8_e4m3fn: 0.25}
-_INT8_TOLERANCE = 0.25  # with weights and activations in int8
 _UNCHECKED_TOLERANCE = 0.25  # in half precision, where nothing tells how far its own rounding goes
 _OWN_ERRORS, _LEAST = 3.0, 0.005  # in half precision: multiples of transformers' own error, and what is always allowed
 
@@ -68,11 +67,11 @@ class Reference:
         return replace(self, cases=[case for case, _ in kept], logits=[logits for _, logits in kept])
 
 
-def tolerance(expected: Reference | None, kv_dtype: torch.dtype | None, int8: bool) -> float:
-    """Largest relative error of a right forward pass; `int8` is about its weights."""
+def tolerance(expected: Reference | None, kv_dtype: torch.dtype | None, of_weights: float) -> float:
+    """Largest relative error of a right forward pass; `of_weights` is what their storage explains."""
     own = 0.0 if expected is None else expected.own_error
     rounding = _UNCHECKED_TOLERANCE if own is None else _OWN_ERRORS * own + _LEAST if own else EXACT
-    return max(rounding, _KV_TOLERANCE.get(kv_dtype, 0.0) if kv_dtype else 0.0, _INT8_TOLERANCE if int8 else 0.0)
+    return max(rounding, _KV_TOLERANCE.get(kv_dtype, 0.0) if kv_dtype else 0.0, of_weights)
 
 
 @dataclass(frozen=True)
