@@ -25,6 +25,7 @@ from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
 from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of
+from inflight.device.step_hook import StepHook
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
@@ -39,7 +40,7 @@ from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.errors import LoadError, in_models_code
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 from inflight.loading.forward.last_logits import KeepsLogits
-from inflight.loading.forward.rotary import RequestRotary, attach_request_rotary
+from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
@@ -128,7 +129,7 @@ class LoadedModel:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
         host_cache: host memory for swapped requests, if any.
-        rotary: its `step` must be called before each forward pass, if there is one.
+        hooks: what must be told of each step before its forward pass.
     """
 
     config: EngineConfig
@@ -140,7 +141,7 @@ class LoadedModel:
     dtype: torch.dtype
     start: float
     host_cache: HostCache | None = None
-    rotary: RequestRotary | None = None
+    hooks: list[StepHook] = field(default_factory=list)
     _sizing: _Sizing | None = field(default=None, repr=False)
 
     def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
@@ -291,11 +292,13 @@ def _load_check(
     expected = _reference(model, model_type, found, device) if config.check_on_load else None
     num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
     step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
-    loaded.rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
-    loaded.info.rope = None if loaded.rotary is None else loaded.rotary.choice
+    rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
+    if rotary is not None:
+        loaded.info.rope = rotary.choice
+        loaded.hooks.append(rotary)
     allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], scheme_of(config).tolerance)
     check = LoadCheck(
-        model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.rotary, tuple(limits)
+        model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.hooks, tuple(limits)
     )
     if allowed > EXACT:
         _require_right(check, lambda part: part.structure_error(model, loaded.layers), EXACT, "in float32 ")

@@ -151,7 +151,7 @@ class DeviceRunner:
         self.device = device = loaded.device
         self.queue = queue or queue_of(device)
         self.host_cache = loaded.host_cache
-        self.rotary = loaded.rotary
+        self.hooks = loaded.hooks
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.state = BatchState(slots, info.max_model_len, config.block_size, device)
         rules, ops = rules_of(info.grammars, DEVICE_RULES), select_sampling(device)
@@ -172,7 +172,7 @@ class DeviceRunner:
         self._in_flight: deque[_Ticket] = deque()
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
-        capturable = self.rotary is None or self.rotary.capturable
+        capturable = all(hook.capturable for hook in self.hooks)
         self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable)
         loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
@@ -322,8 +322,8 @@ class DeviceRunner:
         buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
         ticket.started.record()
         step.upload.copy()
-        if self.rotary is not None:
-            self.rotary.step(ticket.out)
+        for hook in self.hooks:
+            hook.step(ticket.out, step.metadata)
         logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
         if sampled is None:
             ticket.forward_end.record()

@@ -57,7 +57,7 @@ class ModelRunner:
         self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device, ops)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
-        self.rotary = loaded.rotary
+        self.hooks = loaded.hooks
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -96,8 +96,8 @@ class ModelRunner:
         return step
 
     def _run(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
-        if self.rotary is not None:
-            self.rotary.step(out)
+        for hook in self.hooks:
+            hook.step(out, inputs.metadata)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
         keep, ask = (upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices))
         input_ids, slots = self.state.input_ids(inputs), inputs.slot_of_token[inputs.logits_indices]
