@@ -19,7 +19,7 @@ from inflight.loading import loader
 from inflight.loading.forward.acceleration import use_ops
 from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
-from inflight.runner import device_runner, graphs
+from inflight.runner import base, graphs
 from inflight.runner.device_runner import DeviceRunner
 from inflight.sampling import sampler
 from inflight.sampling.choose import draw
@@ -129,7 +129,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(loader, "select_attention", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
-    monkeypatch.setattr(device_runner, "select_sampling", lambda device: ChosenBy(choose))
+    monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(choose))
     # As on a GPU: on a CPU the host looks whether there is anything to mark.
     monkeypatch.setattr(sampler, "mark_unusable", lambda ids, tops: torch.where(tops.isfinite(), ids, NO_TOKEN))
 

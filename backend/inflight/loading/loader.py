@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
+from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.dtypes import KV_DTYPES
 from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of

@@ -21,24 +21,21 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
-from inflight.device.batch_state import BatchState
 from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.kernels.registry import select_sampling
-from inflight.loading.loader import LoadedModel, load
-from inflight.runner import cpu_threads
-from inflight.runner.forward_pass import ForwardPass
+from inflight.loading.loader import LoadedModel
+from inflight.runner.base import BaseRunner, load_on_threads
 from inflight.runner.graphs import Padding, decode_graphs
-from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
-from inflight.runner.row_faults import RowFaults, fail_rows
+from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs
+from inflight.runner.row_faults import fail_rows
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
 from inflight.runner.step_output import step_output
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload, upload_bytes
-from inflight.sampling import Sampler, SamplerOutput, SamplingMetadata, SamplingTable
+from inflight.sampling import SamplerOutput, SamplingMetadata
 from inflight.sampling.metadata import COLUMN_LINES
-from inflight.sampling.rules import DEVICE_RULES, rules_of
+from inflight.sampling.rules import DEVICE_RULES
 
 __all__ = ["DeviceRunner", "DeviceStep"]
 
@@ -126,7 +123,7 @@ class _Ticket:
     result: StepOutput | None = None
 
 
-class DeviceRunner:
+class DeviceRunner(BaseRunner):
     """Implements `Runner` (engine/core.py); all of its methods are called in one thread.
 
     Args:
@@ -143,24 +140,11 @@ class DeviceRunner:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel | None = None, queue: DeviceQueue | None = None
     ) -> None:
-        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
-        loaded = loaded or load(config)
-        self.info = info = loaded.info
-        self.model = loaded.model
-        self.backend = loaded.backend
-        self.device = device = loaded.device
-        self.queue = queue or queue_of(device)
-        self.host_cache = loaded.host_cache
-        self.hooks = loaded.hooks
+        loaded = loaded or load_on_threads(config)
+        super().__init__(config, loaded, DEVICE_RULES)
+        info, device = self.info, self.device
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self.state = BatchState(slots, info.max_model_len, config.block_size, device)
-        rules, ops = rules_of(info.grammars, DEVICE_RULES), select_sampling(device)
-        self.table = SamplingTable(slots, info.vocab_size, device, rules, ops)
-        self.faults = RowFaults(self.table, info.eos_token_ids)
-        self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, ops, DEVICE_RULES)
-        self.forward = ForwardPass(self.model, slots)
-        self.prompt_logprobs = PromptLogprobs(self.state)
+        self.queue = queue or queue_of(device)
         self.rows = RowWriter(self.state, slots)
         self.device_state = DeviceState.allocate(slots, info.max_model_len, config.block_size, device)
         self.inputs = StepInputTensors.allocate(tokens, self.device_state)
@@ -261,11 +245,9 @@ class DeviceRunner:
     def _take_in(self, out: SchedulerOutput) -> None:
         self.state.apply(out)
         self.rows.apply(out)
-        self.state.fill_rows(out)
-        self.prompt_logprobs.fill_rows(out)
+        self.fill_rows(out)
         for row in out.new_rows:
             self._admissions[row.slot] += 1
-        self.faults.fill_rows(out.new_rows)
 
     def _launch(self, ticket: _Ticket) -> None:
         out, rows = ticket.out, ticket.rows

@@ -21,7 +21,7 @@ from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
-from inflight.runner import device_runner, step_inputs
+from inflight.runner import base, step_inputs
 from inflight.runner.graphs import DecodeGraphs
 
 pytestmark = [
@@ -60,7 +60,7 @@ def card(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "select_attention", lambda *args: GpuAttention(small))
     monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
     monkeypatch.setattr(step_inputs, "can_launch", lambda device: True)
-    monkeypatch.setattr(device_runner, "select_sampling", lambda device: ChosenBy(gpu_sampler.choose))
+    monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(gpu_sampler.choose))
     monkeypatch.setattr(gpu_sampler, "BLOCK", 256)
     monkeypatch.setattr(DecodeGraphs, "measure", lambda self, meter: 0)
     for module in (gpu_attention, gpu_attention_configs):

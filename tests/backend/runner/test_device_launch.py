@@ -17,7 +17,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.loader import load
-from inflight.runner import device_runner
+from inflight.runner import base
 from inflight.runner.device_runner import DeviceRunner
 from inflight.sampling.reference import ReferenceSampling
 
@@ -71,7 +71,7 @@ def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     for cache in loaded.layers.caches:
         cache.key, cache.value = cache.key.to(META), cache.value.to(META)
     loaded.device = META
-    monkeypatch.setattr(device_runner, "select_sampling", lambda device: MetaSampling())
+    monkeypatch.setattr(base, "select_sampling", lambda device: MetaSampling())
     return EngineCore(config, DeviceRunner(config, loaded, HostQueue()))
 
 

@@ -17,7 +17,7 @@ from sampling_tables import new_table
 
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner import device_runner
+from inflight.runner import base, device_runner
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.row_faults import RowFaults
 from inflight.sampling.reference import ReferenceSampling
@@ -135,7 +135,7 @@ def test_the_fake_device_notices_a_buffer_that_is_rewritten_too_early(checkpoint
     monkeypatch.setattr(device_runner, "_RING", 1)
     monkeypatch.setattr(DeviceRunner, "_next_buffers", lambda self: self._ring[0])
     kernel = ReferenceSampling()  # the compiled one trusts its columns, which are overwritten
-    monkeypatch.setattr(device_runner, "select_sampling", lambda device: kernel)
+    monkeypatch.setattr(base, "select_sampling", lambda device: kernel)
     core = make_device_core(checkpoint, LazyQueue(random.Random(2), eagerness=0.0))
     with contextlib.suppress(IndexError, RuntimeError):  # where an index was overwritten
         assert outputs(core) != expected
