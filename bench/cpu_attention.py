@@ -23,7 +23,8 @@ import torch
 from common import machine
 from torch import Tensor
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
+from inflight.attention.base import AttentionBackend, AttentionMetadata, LayerSpec
+from inflight.attention.dtypes import KV_DTYPES
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu.attention import CpuAttention
 from inflight.kernels.cpu.library import allocate, instruction_set, use_instruction_set

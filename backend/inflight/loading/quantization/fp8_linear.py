@@ -16,17 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inflight.config import ConfigError, EngineConfig
+from inflight.kernels.registry import select_ops
 from inflight.loading.errors import LoadError, in_one_line
 from inflight.ops.base import FusedOps, QuantizedRows
-from inflight.ops.selection import select_ops
 
 __all__ = [
     "Fp8Linear",
-    "check_device",
     "decoder_linears",
     "fits",
-    "placed",
     "product",
     "quantize_linears",
     "replace_linears",
@@ -53,16 +50,6 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs dtype bfloat16 or float16, and the model's is {str(dtype).removeprefix('torch.')}"
     return None
-
-
-def check_device(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """
-    Raises:
-        ConfigError: the configuration asks for weights in fp8, and `device` has no fp8 products.
-    """
-    if config.quantization == "fp8" and (why := unsupported(device, dtype)) is not None:
-        way_out = 'set it to "int8"' if device.type == "cpu" else "remove it"
-        raise ConfigError(f'quantization="fp8" cannot be used: {why}; {way_out}')
 
 
 def fits(linear: nn.Linear) -> bool:
@@ -173,17 +160,6 @@ def decoder_linears(model: nn.Module, hf_config: Any) -> dict[str, nn.Linear]:
 def _is_router(layers: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
     return child in _ROUTERS or "Router" in type(layers.get_submodule(parent)).__name__
-
-
-def placed(config: EngineConfig, hf_config: Any, model: nn.Module, device: torch.device) -> nn.Module:
-    """`model` on `device`, its linear layers quantised on the way if the configuration says so.
-
-    Raises:
-        LoadError: see `quantize_linears`.
-    """
-    if config.quantization != "fp8":
-        return model.to(device)
-    return quantize_linears(model, hf_config, device, config.check_on_load)
 
 
 def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:

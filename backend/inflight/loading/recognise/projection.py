@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.loading.errors import NotRecognised
-from inflight.loading.forward.fp8_linear import Fp8Linear
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.base import QuantizedRows
 
-__all__ = ["Linear", "Projection", "is_linear", "result_like"]
+__all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
 
 Linear = nn.Linear | Fp8Linear
 
@@ -21,6 +21,11 @@ Linear = nn.Linear | Fp8Linear
 def is_linear(module: object) -> bool:
     """Whether it computes what its class does; subclasses may add to it."""
     return type(module) in (nn.Linear, Fp8Linear)
+
+
+def takes_quantized(linear: Linear) -> bool:
+    """Whether what computes the layer's input should quantize it."""
+    return isinstance(linear, Fp8Linear)
 
 
 def result_like(linear: Linear) -> Tensor:
@@ -57,8 +62,8 @@ class Projection:
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether all layers are in fp8: then what computes their input should quantize it."""
-        return all(isinstance(linear, Fp8Linear) for linear in self.linears)
+        """Whether what computes the input of all layers should quantize it."""
+        return all(takes_quantized(linear) for linear in self.linears)
 
     def merge(self) -> None:
         """Compute all layers in one product; their parameters become views of the merged ones.

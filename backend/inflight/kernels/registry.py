@@ -1,4 +1,8 @@
-"""The choice of an attention kernel."""
+"""The choice of kernels: attention, the small operations around it, and sampling.
+
+The one place that knows all of them.  `attention/`, `ops/` and `sampling/` define the Protocols and the reference
+implementations, and import no kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,18 @@ import torch
 
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
+from inflight.kernels.cpu import library
 from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
-from inflight.kernels.gpu.launch import interpreted
+from inflight.kernels.gpu.launch import can_launch, interpreted
+from inflight.ops.base import FusedOps
+from inflight.ops.reference import ReferenceOps
+from inflight.sampling.ops import SamplingOps
+from inflight.sampling.reference import ReferenceSampling
 
-__all__ = ["select_backend"]
-
+__all__ = ["select_attention", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -40,7 +49,7 @@ _COST = {
 }
 
 
-def select_backend(
+def select_attention(
     name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> AttentionBackend:
     """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
@@ -80,3 +89,21 @@ def _config_error(message: str) -> Exception:
     from inflight.config import ConfigError  # needs msgspec; kernels need only torch
 
     return ConfigError(message)
+
+
+def select_ops(device: torch.device) -> FusedOps:
+    """The fastest small operations for `device`; `ReferenceOps` if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_ops import GpuOps  # needs the triton package
+
+        return GpuOps()
+    return ReferenceOps()
+
+
+def select_sampling(device: torch.device) -> SamplingOps:
+    """The fastest operations on logits on `device`; `ReferenceSampling` if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_sampling import GpuSampling  # needs the triton package
+
+        return GpuSampling()
+    return CpuSampling() if device.type == "cpu" and library.unavailable() is None else ReferenceSampling()

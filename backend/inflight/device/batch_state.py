@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import AttentionMetadata
+from inflight.device.upload import upload
 from inflight.engine.step import SchedulerOutput
 
 __all__ = ["BatchState", "StepInputs"]
@@ -104,10 +105,10 @@ class BatchState:
         max_seq_len = int(seq_lens.max())
         block_table = self.block_table[slots, : -(-max_seq_len // self.block_size)]
         metadata = AttentionMetadata(
-            query_start_loc=self._to_device(query_start_loc),
-            seq_lens=self._to_device(seq_lens),
-            block_table=self._to_device(block_table),
-            slot_mapping=self._to_device(slot_mapping),
+            query_start_loc=upload(query_start_loc, self.device),
+            seq_lens=upload(seq_lens, self.device),
+            block_table=upload(block_table, self.device),
+            slot_mapping=upload(slot_mapping, self.device),
             query_start_loc_cpu=query_start_loc.tolist(),
             seq_lens_cpu=seq_lens.tolist(),
             max_query_len=int(counts.max()),
@@ -116,24 +117,18 @@ class BatchState:
         )
         row_of_logits, logits_indices = _logits_indices(out, query_start_loc)
         return StepInputs(
-            slot_of_token, positions, row_of_logits, logits_indices, self._to_device(positions)[None], metadata
+            slot_of_token, positions, row_of_logits, logits_indices, upload(positions, self.device)[None], metadata
         )
 
     def input_ids(self, inputs: StepInputs) -> Tensor:
         """The step's tokens, int64 [1, T]; call `fill_rows` first."""
         ids = self.token_ids[inputs.slot_of_token, inputs.position_of_token].astype(np.int64)
-        return self._to_device(ids)[None]
+        return upload(ids, self.device)[None]
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] += len(block_ids)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def _logits_indices(out: SchedulerOutput, query_start_loc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
