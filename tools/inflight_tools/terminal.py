@@ -77,13 +77,12 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
-def echo_file(path: Path, start: int) -> Iterator[None]:
-    """Copy a growing file to stderr from byte `start` while the context is open, and the rest of it on exit."""
+def echo_file(path: Path) -> Iterator[None]:
+    """Copy a growing file to stderr while the context is open, and the rest of it on exit."""
     done = threading.Event()
 
     def copy() -> None:
         with open(path, "rb") as source:
-            source.seek(start)
             while True:
                 last = done.is_set()
                 sys.stderr.buffer.write(source.read())
