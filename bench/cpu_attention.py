@@ -11,16 +11,15 @@ the best of the rounds, since disturbances only ever slow it down.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
+import itertools
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
-from common import machine
 from torch import Tensor
 
 from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
@@ -175,42 +174,28 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]
+    options = common.options(
+        __doc__,
+        threads=torch.get_num_threads(),
+        dtype=dict(nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]),
+        kv=common.choice(["auto", "int8"]),
+        shape=common.choice(SHAPES),
+        batch=common.choice(BATCHES),
+        isa=dict(default="", help="instruction set; the default is the machine's best"),
+        rounds=5,
+        reference=False,
     )
-    parser.add_argument("--kv", nargs="+", default=["auto", "int8"], choices=["auto", "int8"])
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--reference", action="store_true", help="also time the reference backend")
-    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
-    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not use_instruction_set(options.isa):
-        parser.error(f"--isa {options.isa} is not available on this machine or in this build")
-    print(f"{machine()}; {options.threads} threads; {instruction_set()}")
+        sys.exit(f"--isa {options.isa} is not available on this machine or in this build")
+    print(f"{common.machine()}; {options.threads} threads; {instruction_set()}")
     rows = []
-    for dtype in options.dtype:
-        for shape in options.shape:
-            for batch in options.batch:
-                measured = measure(shape, batch, getattr(torch, dtype), options.kv, options.rounds, options.reference)
-                rows += measured
-                for row in measured:
-                    show(row)
-    if options.output:
-        record = {
-            "machine": machine(),
-            "threads": options.threads,
-            "instruction_set": instruction_set(),
-            "torch": torch.__version__,
-            "block_size": BLOCK_SIZE,
-            "rows": rows,
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    for dtype, shape, batch in itertools.product(options.dtype, options.shape, options.batch):
+        measured = measure(shape, batch, getattr(torch, dtype), options.kv, options.rounds, options.reference)
+        rows += measured
+        for row in measured:
+            show(row)
+    common.record(options, [], instruction_set=instruction_set(), block_size=BLOCK_SIZE, rows=rows)
 
 
 if __name__ == "__main__":

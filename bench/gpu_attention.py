@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU attention kernel: correctness, and speed compared with the card's limits.
 
-    python bench/gpu_attention.py [--quick | --tune | --tune-all] [--output record.json]     on a machine with a GPU
+    python bench/gpu_attention.py [--quick | --tune] [--output record.json]     on a machine with a GPU
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
     TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it works
 
@@ -15,7 +15,7 @@ Times are medians of graph replays; a batch that reads less than several L2 cach
 so that none of it is left in the cache.
 
 --compile needs no GPU: it compiles the shipped shapes and prints registers, stack (spills) and shared memory.
---tune compares the shipped tiles with a shortlist of twelve, --tune-all with 228, and prints the best ones.
+--tune compares the shipped tiles with a shortlist of twelve, and prints the best ones.
 """
 
 # ruff: noqa: E402  (sys.path comes first: the repository need not be installed)
@@ -46,7 +46,7 @@ import triton
 from attention_cases import CASES, FP8, case_of, compile_ahead, forced_tile, stored
 from gpu_rates import FLUSH_BYTES, copy_rate, gemm_rate, seconds
 from gpu_rows import line
-from gpu_tiles import SHORTLIST, all_tiles
+from gpu_tiles import SHORTLIST
 from paged_case import relative_error
 
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
@@ -384,7 +384,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the batches with targets, and some of the checks")
     parser.add_argument("--tune", action="store_true", help="try a shortlist of other tile shapes")
-    parser.add_argument("--tune-all", action="store_true", help="try 228 other tile shapes, for many minutes")
     parser.add_argument("--compile", action="store_true", help="compile the shipped shapes, without a GPU")
     parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
@@ -399,8 +398,8 @@ def main() -> None:
     else:
         device = torch.device("cpu" if interpreted() else "cuda")
         record["card"] = "none" if interpreted() else torch.cuda.get_device_name()
-        if options.tune or options.tune_all:
-            record["rows"] = tune(device, all_tiles() if options.tune_all else SHORTLIST)
+        if options.tune:
+            record["rows"] = tune(device, SHORTLIST)
         else:
             record["rows"] = []
             for row in run(device, options.quick):

@@ -14,12 +14,10 @@ often shedding is right (`precision`).  `recall` is the share of the requests wi
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import common
@@ -187,12 +185,8 @@ def measure(rate: float, seconds: float, options: dict[str, Any], seed: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each load")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    args = parser.parse_args()
+    seconds = dict(type=float, default=300.0, help="virtual seconds of each load")
+    args = common.options(__doc__, seconds=seconds, seed=1, orders=common.choice(ORDERS))
     full = capacity({}, args.seed)
     print(f"capacity {full:.2f} requests/s")
     results: dict[str, Any] = {}
@@ -205,7 +199,7 @@ def main() -> None:
             for load, found in results[name].items():
                 share = found["goodput"] / peak
                 print(f"{name:24} {load:>5} goodput {found['goodput']:6.2f} ({share:4.0%} of its peak) {found}")
-    common.record(args.output, results, {"profile": PROFILE, "seconds": args.seconds}, capacity=round(full, 2))
+    common.record(args, results, profile=PROFILE, capacity=round(full, 2))
 
 
 if __name__ == "__main__":

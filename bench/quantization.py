@@ -11,18 +11,16 @@ the twins of the tests).
 
 from __future__ import annotations
 
-import argparse
 import math
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
 from torch import Tensor
 
-sys.path.append(str(common.HERE.parent / "tests" / "support"))  # the twins
+sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
 
 from fp8_twins import fp8_twins
 
@@ -30,7 +28,6 @@ from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
 
-DEMO = common.HERE.parent / "model_repository" / "demo"
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": dict(dtype="float32"),
     "bfloat16": dict(dtype="bfloat16"),
@@ -48,15 +45,15 @@ def windows(documents: int | None) -> list[list[int]]:
     """Token ids of the held-out documents, concatenated and split into windows that overlap by one token."""
     from tokenizers import Tokenizer
 
-    recipe = runpy.run_path(str(DEMO / "make_checkpoint.py"))
+    recipe = runpy.run_path(str(common.DEMO.parents[1] / "make_checkpoint.py"))
     _, held_out = recipe["split"](recipe["stdlib_documents"]())
-    tokenizer = Tokenizer.from_file(str(DEMO / "1" / "checkpoint" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(common.DEMO / "tokenizer.json"))
     ids = [token for document in held_out[:documents] for token in tokenizer.encode(document.text).ids]
     return [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
 
 
 def loaded(options: dict[str, Any]) -> LoadedModel:
-    values = {"model": str(DEMO / "1" / "checkpoint"), "device": "cpu", "kv_cache_memory": "64MiB", **options}
+    values = {"model": str(common.DEMO), "device": "cpu", "kv_cache_memory": "64MiB", **options}
     with fp8_twins():
         return load(EngineConfig.from_dict(values))
 
@@ -101,10 +98,7 @@ def compare(prompts: list[list[int]], exact: list[Tensor], found: list[Tensor]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, help="number of held-out documents; default: all")
-    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
-    args = parser.parse_args()
+    args = common.options(__doc__, documents=dict(type=int, help="number of held-out documents; default: all"))
     prompts = windows(args.documents)
     runs: dict[str, dict[str, float]] = {}
     exact: list[Tensor] = []
@@ -118,7 +112,7 @@ def main() -> None:
             f"same most likely token {run['same_most_likely_token']:.2%}",
             flush=True,
         )
-    common.record(args.output, runs, {"tokens": sum(map(len, exact)), "window": WINDOW})
+    common.record(args, runs, tokens=sum(map(len, exact)), window=WINDOW)
 
 
 if __name__ == "__main__":
