@@ -20,7 +20,7 @@ svg { width: 100%; height: auto; display: block; }
 # By CSS variable, the colour that matplotlib is told and that becomes `var(--NAME)` in its output.
 _COLOURS = {"inflight": "#010101", "baseline": "#020202", "soft": "#030303", "line": "#040404"}
 _STYLES = {"line": "-", "dots": "o", "both": "o-"}
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "loadtest",
     "font.size": 9,
