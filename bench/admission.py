@@ -4,7 +4,7 @@
     python bench/admission.py [--requests 400] [--seeds 4] [--output FILE]
 
 The real core, scheduler, pool and policies; only the device is simulated: a step takes 8 ms plus 0.1 ms a
-token and 0.05 ms a sequence.  Requests end after random numbers of tokens, of which the scheduler knows only
+token and 0.05 ms a sequence.  Requests end after random numbers of tokens; the scheduler knows only
 `max_tokens`.  All arrive at once, outputs are lognormal(4.5, 0.9) clipped to 5..1000, and the pool holds a
 tenth of the blocks that they need together.
 """

@@ -138,6 +138,11 @@ def generate(core: EngineCore, requests: list[dict[str, Any]]) -> int:
     """Serve requests that all arrive at once; returns the number of their output tokens."""
     for request in requests:
         add(core, request["id"], request["prompt"], max_tokens=request["out"])
+    return drain(core)
+
+
+def drain(core: EngineCore) -> int:
+    """Step until no request is left; returns the number of output tokens."""
     count = 0
     while core.has_work:
         message = core.step()

@@ -60,7 +60,7 @@ class Budget:
     done: dict[str, int] = field(default_factory=dict)
 
     def limit(self, name: str, now: float) -> float:
-        """Seconds that a run of `name` starting at `now` may take."""
+        """Time limit in seconds of a run of `name` that starts at `now`."""
         reserved = 0.0
         for earlier in self.longest:
             if earlier == name:

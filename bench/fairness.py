@@ -15,12 +15,13 @@ import json
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,6 @@ def kinds() -> dict[str, Kind]:
 # -- the clients ---------------------------------------------------------------------------
 
 
-def open_stream(address: str) -> serving.Streams:
-    return serving.Streams(address, "demo")
-
-
 def open_without_reading(address: str, wanted: Request) -> socket.socket:
     """A server-sent-events request whose answer stays in the socket."""
     host, port = address.rsplit(":", 1)
@@ -124,75 +121,73 @@ def open_without_reading(address: str, wanted: Request) -> socket.socket:
     return connection
 
 
-def be_neighbour(grpc_address: str, http_address: str) -> None:
-    """The neighbour's process: a line of requests in, "sent" and "done" or "stopped" out; "stop" cancels them."""
-    for line in sys.stdin:
-        requests = json.loads(line)
+def be_neighbour(end: Connection, grpc_address: str, http_address: str) -> None:
+    """The neighbour's process: requests in, "sent" and "done" or "error ..." out; "stop" cancels them: "stopped"."""
+    while True:
+        requests = end.recv()
         slow = [open_without_reading(http_address, wanted) for wanted in requests if wanted.get("slow")]
         quick = [wanted for wanted in requests if not wanted.get("slow")]
-        stream = open_stream(grpc_address)
+        stream = serving.Streams(grpc_address, "demo")
         for wanted in quick:
             stream.submit(wanted)
-        print("sent", flush=True)
+        end.send("sent")
         if not slow:
-            waiter = threading.Thread(target=_report, args=(stream, len(quick)), daemon=True)
-            waiter.start()
-        sys.stdin.readline()
+            threading.Thread(target=_report, args=(end, stream, len(quick)), daemon=True).start()
+        end.recv()
         for connection in slow:
             connection.close()
         stream.close()
-        print("stopped", flush=True)
+        end.send("stopped")
 
 
-def _report(stream: serving.Streams, count: int) -> None:
+def _report(end: Connection, stream: serving.Streams, count: int) -> None:
     try:
         stream.wait(count)
+        end.send("done")
     except Exception as error:
         if "cancelled" not in str(error).lower():
-            print(f"error {error}", flush=True)
-        return
-    print("done", flush=True)
+            end.send(f"error {error}")
 
 
 class Neighbour:
     """The other end of `be_neighbour`."""
 
     def __init__(self, server: Any) -> None:
-        command = [sys.executable, __file__, "--neighbour", server.grpc_address, server.http_address]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.done = threading.Event()
-        self._stopped = threading.Event()
-        self._sent = threading.Event()
-        self.error = ""
-        threading.Thread(target=self._read, daemon=True).start()
+        context = get_context("spawn")
+        self._end, other = context.Pipe()
+        addresses = server.grpc_address, server.http_address
+        self._process = context.Process(target=be_neighbour, args=(other, *addresses), daemon=True)
+        self._process.start()
+        self._done = False
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            word, _, rest = line.strip().partition(" ")
-            self.error = rest if word == "error" else self.error
-            {"sent": self._sent, "stopped": self._stopped}.get(word, self.done).set()
+    def _read(self) -> str:
+        said: str = self._end.recv()
+        if said.startswith("error"):
+            raise RuntimeError(f"a neighbour's request failed: {said}")
+        self._done = self._done or said == "done"
+        return said
 
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+    @property
+    def done(self) -> bool:
+        """Whether its requests have ended."""
+        while self._end.poll():
+            self._read()
+        return self._done
 
     def start(self, requests: list[Request]) -> None:
-        for event in (self.done, self._stopped, self._sent):
-            event.clear()
-        self._write(json.dumps(requests))
-        self._sent.wait()
+        self._done = False
+        self._end.send(requests)
+        while self._read() != "sent":
+            pass
 
     def stop(self) -> None:
-        self._write("stop")
-        self._stopped.wait()
-        if self.error:
-            raise RuntimeError(f"a neighbour's request failed: {self.error}")
+        self._end.send("stop")
+        while self._read() != "stopped":
+            pass
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
 
 # -- measurement ---------------------------------------------------------------------------
@@ -224,7 +219,7 @@ class Bench:
 
     def __init__(self, server: Any, neighbour: Neighbour) -> None:
         self._neighbour = neighbour
-        self._stream = open_stream(server.grpc_address)
+        self._stream = serving.Streams(server.grpc_address, "demo")
         self._memory = Memory(server)
         self._num_runs = 0
         for _ in range(10):
@@ -249,9 +244,9 @@ class Bench:
         self._neighbour.start([{**wanted, "cache_salt": str(self._num_runs)} for wanted in requests])
         time.sleep(0.02)  # from the client's socket to the server
         times = [self.canary()]
-        while len(times) < NUM_CANARIES and not self._neighbour.done.is_set():
+        while len(times) < NUM_CANARIES and not self._neighbour.done:
             times.append(self.canary())
-        ended = self._neighbour.done.is_set()
+        ended = self._neighbour.done
         self._neighbour.stop()
         result = {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks(), "ended": ended}
         self._settle()
@@ -297,8 +292,6 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if "--neighbour" in sys.argv:
-        return be_neighbour(*sys.argv[2:4])
     only = dict(action="append", help="measure this kind; repeatable")
     args = common.options(__doc__, rounds=3, only=only, list=False)
     known = kinds()

@@ -8,8 +8,8 @@ The real core, scheduler and policies; only the device is simulated, with the st
 only `max_tokens` = 1000 bounds, and a timeout of 10 s, at which their clients give up.  *Good* is a request that ended
 within its timeout.  Capacity is the rate at which an engine that always has enough to do ends requests.
 
-Of the requests that would be shed, one in twenty is let in all the same: those that then miss their deadline say how
-often shedding is right (`precision`).  `recall` is the share of the requests without a chance that were shed.
+Of the requests that would be shed, one in twenty is admitted: the share that then misses its deadline says how often
+shedding is right (`precision`).  `recall` is the share of the requests without a chance that were shed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Engine(SimulatedEngine):
 
 
 def make_jobs(rate: float, seconds: float, seed: int, timeout: float | None = 10.0) -> list[Job]:
-    """A load of `rate` requests a second; without a timeout, nobody gives up.  Under "edf", timeouts vary."""
+    """A load of `rate` requests a second; without a timeout, no client gives up.  Under "edf", timeouts vary."""
 
     def arrivals() -> Iterator[float]:
         now = 0.0

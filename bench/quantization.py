@@ -18,13 +18,14 @@ from typing import Any
 
 import common
 import torch
+from attention_batch import metadata_of
 from torch import Tensor
 
 sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
 
 from fp8_twins import fp8_twins
 
-from inflight.attention.base import AttentionMetadata, forward_context
+from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
 
@@ -62,17 +63,8 @@ def loaded(options: dict[str, Any]) -> LoadedModel:
 def log_probabilities(model: LoadedModel, ids: list[int]) -> Tensor:
     """float32 [n - 1, V]: of each possible token after each of the n ids but the last, computed in one step."""
     n, block_size = len(ids) - 1, model.config.block_size
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, n], dtype=torch.int32),
-        seq_lens=torch.tensor([n], dtype=torch.int32),
-        block_table=torch.arange(-(-n // block_size), dtype=torch.int32)[None],
-        slot_mapping=torch.arange(n),
-        query_start_loc_cpu=[0, n],
-        seq_lens_cpu=[n],
-        max_query_len=n,
-        max_seq_len=n,
-        block_size=block_size,
-    )
+    table = torch.arange(-(-n // block_size), dtype=torch.int32)[None]
+    metadata = metadata_of([n], [n], table, block_size)
     with forward_context(metadata, model.backend):
         inputs, positions = torch.tensor([ids[:-1]]), torch.arange(n)[None]
         logits = model.model(input_ids=inputs, position_ids=positions, use_cache=False).logits[0]

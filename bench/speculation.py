@@ -38,7 +38,7 @@ VOCAB = 32000
 
 
 class Work(NamedTuple):
-    """Prompts of one kind: a text, of which so many of its first tokens stand behind it again."""
+    """Prompts of one kind: a text, and so many of its first tokens once more."""
 
     temperature: float
     prompt: int
@@ -52,7 +52,7 @@ WORKS = {
     "edit": Work(0.85, 300, 20),
     # An answer that quotes a document in pieces: some 8% of its tokens are others.
     "quote": Work(1.0, 600, 8),
-    # A conversation of which a part is said again: a quarter of the tokens are others.
+    # A conversation that repeats a part: a quarter of the tokens are others.
     "chat": Work(1.1, 200, 8, turns=3),
     # Text that hardly repeats: what is sampled is almost free.
     "free": Work(1.5, 300, 0),

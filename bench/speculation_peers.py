@@ -61,7 +61,7 @@ def main() -> None:
         rounds=3,
         tokens=112,
         threads=2,
-        limit=dict(type=float, default=400.0, help="seconds that a run may take"),
+        limit=dict(type=float, default=400.0, help="time limit of a run, seconds"),
     )
     folder = common.copier()
     work = batches(arguments.works, arguments.streams, arguments.tokens, speculation.texts_of(folder))

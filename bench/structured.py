@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured output costs: throughput, masks, and the first token of a schema that nobody sent before.
+"""What structured output costs: throughput, masks, and the first token of a new schema.
 
     python bench/structured.py [--model demo|60m] [--rows 32] [--tokens 128] [--rounds 5] [--output FILE]
 
@@ -62,13 +62,9 @@ class Bench:
         self.core.scheduler.policies.drafter = self._drafter if drafts else None
         for row in range(self.rows):
             self._add(grammar, self.tokens, row)
-        start, count = time.perf_counter(), 0
-        while self.core.has_work:
-            message = self.core.step()
-            assert not message.failed, message.failed
-            count += sum(len(delta.token_ids) for delta in message.deltas)
-        assert count == self.rows * self.tokens
-        return count / (time.perf_counter() - start)
+        run = common.timed(lambda: common.drain(self.core))
+        assert run["tokens"] == self.rows * self.tokens
+        return run["tokens_per_second"]
 
     def first_token(self, grammar: GrammarSpec | None) -> float:
         """Milliseconds from arrival to the first token of a lone request."""

@@ -38,7 +38,7 @@ def cpu_seconds() -> float:
     parents, ticks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # the name before it may contain spaces
+            fields = stat.read_text().rpartition(")")[2].split()  # the name before it can contain spaces
         except OSError:
             continue  # the process has ended
         pid = int(stat.parent.name)

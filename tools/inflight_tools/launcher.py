@@ -69,12 +69,12 @@ class TritonServer:
         exit_timeout: seconds that open requests have to finish when the server is stopped; None: the longest
             `drain_timeout` of the repository's models.
         http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
-            the streams of that thread can stall for good (docs/operations.md): more threads, fewer streams on each.
+            the streams of that thread can stall forever (docs/operations.md): more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
         temporary: folders to remove if this process is killed; what else the server leaves is removed in any case.
         admin_key: what callers of the management endpoints and of `control` must send; None leaves both open to
-            whoever reaches the ports.  Other users of this machine can read it in the list of processes.
+            every client that reaches the ports.  Other users of this machine can read it in the list of processes.
 
     Call `start()` in a thread that lives as long as the server should: the kernel ends the server
     together with the thread that started it (PR_SET_PDEATHSIG).

@@ -22,7 +22,7 @@ class StopRequest:
     """How often a stop signal has come: once to stop in order, twice to end at once.
 
     Its handler raises KeyboardInterrupt wherever the main thread is.  In a finaliser that the garbage collector
-    runs Python drops the exception, so whoever waits in a loop asks `check` or `check_again`, too.  Further
+    runs Python drops the exception, so code that waits in a loop calls `check` or `check_again`, too.  Further
     signals have no effect: what is left to do then is quick, and must be done.
     """
 
