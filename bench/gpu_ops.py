@@ -189,7 +189,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def quantized_check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Share of values that differ from the reference's for the plain result: the sum of a norm may have another order.
+    """Share of values that differ from the reference's for the plain result: the sum of a norm can have another order.
 
     Not in the interpreter, which rounds to e4m3 in its own way.
     """

@@ -9,20 +9,17 @@ and a trained model's are more peaked still.  Both sides run in turn, and must c
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import common
 import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.registry import select_sampling
-from inflight.sampling import Sampler, SamplingTable
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling import Sampler, SamplingTable, native
 
 KINDS = {
     "temperature": SamplingParams(),
@@ -34,16 +31,28 @@ KINDS = {
 MIN_SECONDS = 0.02  # of a measurement
 
 
+@contextmanager
+def drawn_by(kernel: bool) -> Iterator[None]:
+    found = native.cpu_sampler
+    if not kernel:
+        native.cpu_sampler = lambda: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        native.cpu_sampler = found
+
+
 def chooser(kind: SamplingParams, logits: torch.Tensor, kernel: bool) -> Callable[[], torch.Tensor]:
     """Draws a step's tokens as the engine does, selection included."""
     rows, sampler = np.arange(len(logits)), Sampler()
-    ops = select_sampling(logits.device) if kernel else ReferenceSampling()
-    table = SamplingTable(*logits.shape, ops=ops)
+    with drawn_by(kernel):
+        table = SamplingTable(*logits.shape)
     for row in rows:
         table.set_row(row, kind, int(row), [], 1)
 
     def run() -> torch.Tensor:
-        return sampler(logits, table.select(rows, rows + 7)).token_ids
+        with drawn_by(kernel):
+            return sampler(logits, table.select(rows, rows + 7)).token_ids
 
     return run
 
@@ -57,14 +66,7 @@ def milliseconds(run: Callable[[], torch.Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
-    parser.add_argument("--spread", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = common.options(__doc__, rows=[1, 32], vocab=[32_000, 151_936], spread=3.0, rounds=9, threads=2)
     torch.set_num_threads(arguments.threads)
     runs: dict[str, dict[str, list[float]]] = {}
     for vocab in arguments.vocab:
@@ -82,8 +84,7 @@ def main() -> None:
                 kernel, plain = (statistics.median(times[side]) for side in ("kernel", "torch"))
                 print(f"{key:40} kernel {kernel:8.3f} ms   torch {plain:8.3f} ms   {plain / kernel:6.1f}x", flush=True)
     ratios = {key: statistics.median(t["torch"]) / statistics.median(t["kernel"]) for key, t in runs.items()}
-    options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(arguments.output, runs, options, ratio={key: round(value, 2) for key, value in ratios.items()})
+    common.record(arguments, runs, ratio={key: round(value, 2) for key, value in ratios.items()})
 
 
 if __name__ == "__main__":

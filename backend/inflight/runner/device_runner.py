@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -130,8 +129,6 @@ class DeviceRunner(BaseRunner):
     Args:
         config: engine options; the checkpoint is loaded and the KV pool allocated here.
         loaded, queue: the checkpoint and its device's queue, if not those of `config`: for tests.
-
-    Attributes:
 
     Raises:
         LoadError, ConfigError: see `loader.load`.

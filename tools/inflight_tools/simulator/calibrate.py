@@ -148,7 +148,7 @@ def describe_machine(device: str) -> str:
 
 
 def _options(core: EngineCore, info: Any) -> dict[str, Any]:
-    """The options that costs depend on, as the engine resolved them, and those that a simulation starts from."""
+    """The options that costs depend on, as the engine resolved them, and the options that a simulation starts from."""
     config = core.config
     options = {
         "dtype": info.dtype,

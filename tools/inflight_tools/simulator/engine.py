@@ -24,7 +24,7 @@ from inflight_tools.workload.scenarios import Job
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
-_SEED = 1  # of which drafts are accepted
+_SEED = 1  # decides which drafts are accepted
 
 
 class Cost(Protocol):
