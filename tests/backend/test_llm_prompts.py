@@ -71,9 +71,8 @@ class TestPrompts:
         assert results[0].prompt_token_ids == [5, 6] and results[2].prompt_token_ids == [7, 8, 9]
         assert llm.generate([], GREEDY) == []
 
-    @pytest.mark.parametrize(
-        ("prompts", "message"),
-        [
+    def test_what_is_no_prompt_is_refused_before_anything_runs(self, llm: LLM) -> None:
+        for prompts, message in [
             ({}, "a prompt in a dict has nothing"),
             ({"prompt": None, "prompt_token_ids": None}, "a prompt in a dict has nothing"),
             ({"prompt": ["a"]}, '"prompt" of type list'),
@@ -84,12 +83,10 @@ class TestPrompts:
             (["a", 7], "a prompt of type int is not a list of token ids, nor a string"),
             (["a", ["b"]], "a prompt of type list is not a list of token ids"),
             (b"abc", "a prompt of type bytes is not"),
-        ],
-    )
-    def test_what_is_no_prompt_is_refused_before_anything_runs(self, llm: LLM, prompts: object, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            llm.generate(prompts, GREEDY)
-        assert not llm.core.has_work and not llm._open
+        ]:
+            with pytest.raises(ValueError, match=message):
+                llm.generate(prompts, GREEDY)
+            assert not llm.core.has_work and not llm._open
 
 
 GIVEN = dict(temperature=0.0, top_k=3, max_new_tokens=5, do_sample=True, eos_token_id=[0])
@@ -118,12 +115,12 @@ class TestDefaults:
         with pytest.raises(ConfigError, match=r"has no generation_config\.json; set it to"):
             found(generation_config=str(tmp_path / "none"))
 
-    @pytest.mark.parametrize("values", [{"top_p": 1.5}, {"top_k": 1.5}, {"temperature": "hot"}, {"max_new_tokens": 0}])
-    def test_values_that_cannot_be_are_refused_by_name(self, tmp_path: Path, values: dict[str, object]) -> None:
-        path = demo_copy(tmp_path / "demo", **values)
-        (name,) = values
-        with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}=.* must be .*\"vllm\" to ignore"):
-            generation_defaults(EngineConfig.from_dict({"model": str(path)}))
+    def test_values_that_cannot_be_are_refused_by_name(self, tmp_path: Path) -> None:
+        for values in [{"top_p": 1.5}, {"top_k": 1.5}, {"temperature": "hot"}, {"max_new_tokens": 0}]:
+            (name,) = values
+            path = demo_copy(tmp_path / name, **values)
+            with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}=.* must be .*\"vllm\" to ignore"):
+                generation_defaults(EngineConfig.from_dict({"model": str(path)}))
 
     def test_requests_through_triton_take_them_only_if_asked(self, tmp_path: Path) -> None:
         path = demo_copy(tmp_path / "demo", temperature=0.5, max_new_tokens=9)

@@ -273,10 +273,10 @@ def test_without_a_server_no_endpoint_is_found() -> None:
         find_endpoint(address)
 
 
-@pytest.mark.parametrize("url", ["ftp://host:1", "localhost:notaport", "http://", "[::1"])
-def test_an_endpoint_must_be_an_address(url: str) -> None:
-    with pytest.raises(ValueError, match=r"url='"):
-        find_endpoint(url)
+def test_an_endpoint_must_be_an_address() -> None:
+    for url in ["ftp://host:1", "localhost:notaport", "http://", "[::1"]:
+        with pytest.raises(ValueError, match=r"url='"):
+            find_endpoint(url)
 
 
 def test_no_server_at_the_address(protocol: Any) -> None:

@@ -112,11 +112,9 @@ def test_compose_runs_both_and_publishes_them_on_this_machine_only() -> None:
     assert {service["image"] for service in services.values()} == {"inflight"}
 
 
-@pytest.mark.parametrize(
-    "key", ["short", "k" * 257, "a:key,with=others", "a key with spaces", "k" * 16 + "\n", "$(id)" * 4]
-)
-def test_a_key_that_triton_cannot_take_is_refused(start, key: str) -> None:
-    ended = start(INFLIGHT_ADMIN_KEY=key)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert "16 to 256 characters" in ended.stderr
+def test_a_key_that_triton_cannot_take_is_refused(start) -> None:
+    for key in ["short", "k" * 257, "a:key,with=others", "a key with spaces", "k" * 16 + "\n", "$(id)" * 4]:
+        ended = start(INFLIGHT_ADMIN_KEY=key)
+        assert ended.returncode == 2
+        assert ended.stdout == ""
+        assert "16 to 256 characters" in ended.stderr

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 from hostile_bodies import bodies, check_answer, encoded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient, text
 
@@ -36,19 +36,16 @@ def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Resp
     return asyncio.run(send())
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), path=st.sampled_from(_POSTS))
 def test_any_json(data: Any, path: str) -> None:
     check_answer(answer("POST", path, encoded(data.draw(bodies(path)))))
 
 
-@settings(max_examples=40, deadline=None)
 @given(content=st.binary(max_size=30), path=st.sampled_from(_POSTS))
 def test_any_bytes(content: bytes, path: str) -> None:
     check_answer(answer("POST", path, content))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
     path=st.sampled_from(["/v1/models/", "/v1/", "/"]).flatmap(

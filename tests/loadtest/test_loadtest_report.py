@@ -94,12 +94,14 @@ def test_lost_requests_are_counted_and_do_not_meet_the_slo() -> None:
     assert phase.attainment(SLO()) == 0.25
 
 
-@pytest.mark.parametrize(
-    ("arrivals", "met"),
-    [([(0.5, 1), (0.6, 1)], True), ([(1.5, 1), (1.6, 1)], False), ([(0.5, 1), (0.9, 1)], False), ([(0.5, 9)], True)],
-)
-def test_slo_holds_for_first_text_and_for_the_rest(arrivals: list[tuple[float, int]], met: bool) -> None:
-    assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
+def test_slo_holds_for_first_text_and_for_the_rest() -> None:
+    for arrivals, met in [
+        ([(0.5, 1), (0.6, 1)], True),
+        ([(1.5, 1), (1.6, 1)], False),
+        ([(0.5, 1), (0.9, 1)], False),
+        ([(0.5, 9)], True),
+    ]:
+        assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
 
 
 def test_knee_is_where_the_lines_cross() -> None:

@@ -217,9 +217,8 @@ def test_what_the_log_says_about_loads_is_read_on(tmp_path: Path) -> None:
 UNCAUGHT = "I1 a\nterminate called after throwing an instance of '{}'\n  what():  {}\nSignal (6) received.\n"
 
 
-@pytest.mark.parametrize(
-    ("death", "log", "says"),
-    [
+def test_the_cause_of_a_death_is_one_line(tmp_path: Path) -> None:
+    for death, log, says in [
         (
             Death("stub", -6, "demo"),
             UNCAUGHT.format("pybind11::error_already_set", "ValueError: array is too big; `arr.size"),
@@ -233,36 +232,31 @@ UNCAUGHT = "I1 a\nterminate called after throwing an instance of '{}'\n  what():
         (Death("server", 1), 'E1122 06:46 main.cc:5] "failed to start"\n', "died (exit status 1): failed to start"),
         (Death("server", -9), "I1 x\n", "tritonserver died (SIGKILL)"),
         (Death("server", -99), "", "tritonserver died (signal 99)"),
-    ],
-)
-def test_the_cause_of_a_death_is_one_line(death: Death, log: str, says: str, tmp_path: Path) -> None:
-    line = cause(death, log, OutOfMemory(tmp_path))
-    assert says in line
-    assert "\n" not in line
+    ]:
+        line = cause(death, log, OutOfMemory(tmp_path))
+        assert says in line
+        assert "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("membership", "counter"),
-    [
+def test_an_out_of_memory_kill_is_read_from_the_closest_counter(tmp_path: Path) -> None:
+    for membership, counter in [
         ("0::/system.slice/triton\n", "sys/fs/cgroup/system.slice/triton/memory.events"),
         ("0::/docker/abc\n", "sys/fs/cgroup/memory.events"),  # the path is the host's
         ("9:name=systemd:/\n4:memory:/docker/abc\n0::/\n", "sys/fs/cgroup/memory/docker/abc/memory.oom_control"),
         ("4:cpu,memory:/x\n", "sys/fs/cgroup/memory/memory.oom_control"),
         ("", "proc/vmstat"),
-    ],
-)
-def test_an_out_of_memory_kill_is_read_from_the_closest_counter(tmp_path: Path, membership: str, counter: str) -> None:
-    for file, text in ((Path("proc/self/cgroup"), membership), (Path(counter), "low 0\noom 3\noom_kill 3\nx 1\n")):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    out_of_memory = OutOfMemory(tmp_path)
-    killed = SimpleNamespace(who="stub", returncode=-9, model="demo", detail="")
-    assert cause(killed, "", out_of_memory) == (  # type: ignore[arg-type]
-        "the stub process of model 'demo' died (SIGKILL), and its streams would hang"
-    )
-    (tmp_path / counter).write_text("low 0\noom 4\noom_kill 4\nx 1\n")
-    said = f"the kernel's out-of-memory killer ended it (oom_kill in {tmp_path / counter} has grown)"
-    assert said in cause(killed, "", out_of_memory)  # type: ignore[arg-type]
+    ]:
+        for file, text in ((Path("proc/self/cgroup"), membership), (Path(counter), "low 0\noom 3\noom_kill 3\nx 1\n")):
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(text)
+        out_of_memory = OutOfMemory(tmp_path)
+        killed = SimpleNamespace(who="stub", returncode=-9, model="demo", detail="")
+        assert cause(killed, "", out_of_memory) == (  # type: ignore[arg-type]
+            "the stub process of model 'demo' died (SIGKILL), and its streams would hang"
+        )
+        (tmp_path / counter).write_text("low 0\noom 4\noom_kill 4\nx 1\n")
+        said = f"the kernel's out-of-memory killer ended it (oom_kill in {tmp_path / counter} has grown)"
+        assert said in cause(killed, "", out_of_memory)  # type: ignore[arg-type]
 
 
 def test_restarts_are_bounded_and_pause_longer_each_time() -> None:

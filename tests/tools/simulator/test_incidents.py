@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated import PROFILE, engine, job, simulate
 
@@ -112,7 +112,6 @@ def test_a_resumed_request_is_not_refused_for_a_full_queue():
     assert [request.error for request in outcome.requests] == [None] * 4
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_under_any_schedule_of_failures_every_request_gets_each_token_once(data):
     """The simulation itself counts: it raises if a request ends with more or fewer tokens than were asked for."""
