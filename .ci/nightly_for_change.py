@@ -29,6 +29,8 @@ ROOMS = {
     "deploy/": ["tests/deploy", "tests/e2e/test_kubernetes.py"],
     "gateway/": ["tests/gateway", "tests/e2e/test_fleet.py", "tests/e2e/test_openai_clients.py"],
     "loadtest/": ["tests/loadtest", "tests/e2e/test_soak.py"],
+    "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
+    "tests/gpu/": ["tests/bench/test_gpu_tests.py"],
     "tools/": ["tests/tools"],
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ from loadtest.options import LoadOptions
 from loadtest.prompts import TextPrompts, load_tokenizer
 from loadtest.shapes import ramp_users
 
-DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
 
 
 def test_requests_lie_within_their_class_and_are_reproducible() -> None:
@@ -144,3 +148,16 @@ def test_options_survive_the_command_line() -> None:
     pairs = dict(zip(arguments[::2], arguments[1::2]))
     assert pairs == {"--scenario": "bursty", "--seed": "9", "--arrivals": "gamma", "--rate": "1.5", "--context": "2048"}
     assert find_scenario("bursty").name == dataclasses.asdict(options)["scenario"]
+
+
+def test_every_request_of_a_long_load_is_handed_out_once() -> None:
+    """Also past the requests that are prepared ahead.  Locust patches sockets, so it runs in a process of its own."""
+    script = """
+from loadtest.options import LoadOptions
+from loadtest.users import RequestFeed
+feed = RequestFeed(LoadOptions(scenario="uniform", requests=600), None, None)
+feed.start()
+print([taken[0].index for taken in iter(feed.take, None)])
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == list(range(600))

@@ -14,7 +14,6 @@ from inflight_client.results import Choice, GenerationResult, Timings, Usage
 from loadtest.soak import traffic as module
 from loadtest.soak.cases import Case, make_cases, matches
 from loadtest.soak.resources import Held, Idle, leaks
-from loadtest.soak.run import Verdict
 from loadtest.soak.traffic import Traffic
 
 KNOWN = (("one two", (1, 2), "length"), ("three", (3,), "stop"))
@@ -159,12 +158,3 @@ def test_what_the_server_holds_must_not_grow() -> None:
     ]:
         found = leaks(idle(), late)
         assert [says in text for text in found] == [True] if says else found == []
-
-
-def test_the_report_ends_with_the_verdict() -> None:
-    verdict = Verdict(60, Counter(right=1000, wrong=1), Counter(reloads=2), idle(), idle(), 3, ["wrong answer: x"])
-    lines = verdict.lines()
-    assert lines[0] == "1,001 requests in 60 s; 2 reloads"
-    assert "PROBLEM wrong answer: x" in lines
-    assert lines[-2:] == ["PROBLEM and 2 more", "failed: 3 problems"]
-    assert Verdict(60, Counter(), Counter(), None, None, 0).lines()[-1] == "passed"
