@@ -111,7 +111,7 @@ def test_an_invalid_request_raises_and_leaves_nothing_behind(llm):
 
 
 class EngineStub:
-    """Stands in for the core: plays back the messages of its steps."""
+    """Replaces the core: plays back the messages of its steps."""
 
     only_holds = False
 

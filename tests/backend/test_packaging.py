@@ -1,4 +1,4 @@
-"""What is written twice stays the same: the image's packages, the repository examples, the build files."""
+"""Facts that are written twice agree: the image's packages, the repository examples, the build files."""
 
 from __future__ import annotations
 

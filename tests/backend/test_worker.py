@@ -205,7 +205,7 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
 
 
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):
-    """Whatever of it was queued is taken back, and the engine goes on."""
+    """Its queued sequences are withdrawn, and the engine goes on."""
     core = make_core(Info())
     add = core.scheduler.add
 

@@ -114,7 +114,7 @@ async def test_a_wait_for_that_times_out_cancels_the_request(aclient: AsyncClien
 async def test_a_task_that_is_cancelled_cancels_its_request(
     scripted: TritonServer, seen: Look, key: str, options: dict[str, Any], received: bool
 ) -> None:
-    """Whatever it was waiting for.  Over HTTP, Triton notices no client that hangs up before the next response."""
+    """At any point of its request.  Over HTTP, Triton notices no client that hangs up before the next response."""
     text = script(key, tokens=1000, delay=0.02)
     arrived = asyncio.Event()
 
@@ -139,7 +139,7 @@ async def test_a_task_that_is_cancelled_cancels_its_request(
 async def test_a_task_that_is_cancelled_between_two_responses_cancels_its_request(
     scripted: TritonServer, seen: Look, key: str
 ) -> None:
-    """As a gateway's, which waits until its own client takes what it has."""
+    """As in a gateway, which waits until its own client has read the last chunk."""
     waits = asyncio.Event()
 
     async def read(client: AsyncClient) -> None:
@@ -190,13 +190,13 @@ async def test_the_client_enforces_a_deadline_that_the_server_ignores(aclient: A
 async def test_health_and_metadata(aclient: AsyncClient) -> None:
     assert await aclient.health()
     assert await aclient.ready()
-    assert not await aclient.ready("nobody")
+    assert not await aclient.ready("missing")
     await aclient.wait_until_ready(timeout=5)
     assert (await aclient.metadata())["name"] == "scripted"
     assert (await aclient.server_metadata())["name"] == "triton"
     assert "scripted" in [entry["name"] for entry in await aclient.repository_index()]
-    with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
-        await aclient.wait_until_ready(timeout=0.2, model="nobody")
+    with pytest.raises(DeadlineExceededError, match="'missing' is not ready"):
+        await aclient.wait_until_ready(timeout=0.2, model="missing")
 
 
 async def test_a_control_request_is_answered_with_text(aclient: AsyncClient) -> None:

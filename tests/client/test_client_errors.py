@@ -52,7 +52,7 @@ MESSAGES = [
     (UnavailableError, "Stub process 'demo_0_0' is not healthy."),
     (ServerError, UNUSABLE_LOGITS),
     (ServerError, "KeyError: 'x'"),
-    (ServerError, "something nobody has seen before"),
+    (ServerError, "an unknown kind of error"),
 ]
 
 

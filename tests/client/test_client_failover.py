@@ -371,7 +371,7 @@ async def test_asyncio_a_reader_that_takes_its_time_is_no_stall() -> None:
     cluster = AsyncCluster([[7, 8]], [])
     stream = AsyncStream(request(), FAST, cluster)
     await anext(stream)
-    stream.check_stall(time.monotonic() + 100)  # nobody waits for a response
+    stream.check_stall(time.monotonic() + 100)  # no task waits for a response
     assert [chunk.token_ids async for chunk in stream] == [[8]]
     assert cluster.opened == [0]
 
@@ -468,7 +468,7 @@ def test_a_server_that_cannot_be_opened_counts_nothing() -> None:
     assert answer(cluster).text == "<7>" and chosen.loads == [{0: 0, 1: 0}] * 2
 
 
-async def test_a_stream_that_nobody_reads_is_not_in_flight_once_it_is_cancelled() -> None:
+async def test_an_unread_stream_is_not_in_flight_once_it_is_cancelled() -> None:
     chosen = Chosen()
     cluster = AsyncCluster([[7]], [])
     cluster.endpoints = Endpoints(2, routing=chosen)
@@ -515,7 +515,7 @@ def test_no_addresses(url: Any) -> None:
 
 @pytest.fixture
 def addresses(address: str) -> str:
-    """Nobody listens at the first."""
+    """No server listens at the first address."""
     return f"127.0.0.1:{pick_ports(1)[0]},{address}"
 
 

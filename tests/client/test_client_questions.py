@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "x"}]
 
 
 def sent(question: Any) -> dict[str, Any]:
-    """What both protocols send, as one dict."""
+    """The parts that both protocols send, as one dict."""
     message = grpc_control("m", question)
     parameters = {key: value.bool_param or value.string_param for key, value in message.parameters.items()}
     assert parameters.pop("triton_enable_empty_final_response") is True

@@ -75,7 +75,7 @@ def test_an_invalid_policy_is_rejected_by_name() -> None:
 
 
 class Server:
-    """Stands in for the servers of a client: each attempt plays the next script of outputs and errors.
+    """Replaces the servers of a client: each attempt plays the next script of outputs and errors.
 
     Attributes:
         opened: the server of each attempt.

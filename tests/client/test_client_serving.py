@@ -212,11 +212,11 @@ def test_an_invalid_value_is_rejected_with_the_servers_message(client: Client, s
 
 
 def test_an_unknown_model_is_rejected(client: Client) -> None:
-    with pytest.raises(InvalidRequestError, match="nobody") as caught:
-        client.generate("a", model="nobody")
+    with pytest.raises(InvalidRequestError, match="missing") as caught:
+        client.generate("a", model="missing")
     assert caught.value.code == "NOT_FOUND"
-    with pytest.raises(InvalidRequestError, match="nobody"):
-        client.metadata("nobody")
+    with pytest.raises(InvalidRequestError, match="missing"):
+        client.metadata("missing")
 
 
 def test_a_failure_midway_keeps_the_partial_result(client: Client) -> None:
@@ -243,23 +243,23 @@ def test_the_client_enforces_a_deadline_that_the_server_ignores(client: Client, 
 def test_health_and_metadata(client: Client) -> None:
     assert client.health()
     assert client.ready()
-    assert not client.ready("nobody")
+    assert not client.ready("missing")
     client.wait_until_ready(timeout=5)
     metadata = client.metadata()
     assert metadata["name"] == "scripted"
     assert {"text_output", "token_ids"} <= {output["name"] for output in metadata["outputs"]}
     assert client.server_metadata()["name"] == "triton"
     assert "scripted" in [entry["name"] for entry in client.repository_index()]
-    with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
-        client.wait_until_ready(timeout=0.2, model="nobody")
+    with pytest.raises(DeadlineExceededError, match="'missing' is not ready"):
+        client.wait_until_ready(timeout=0.2, model="missing")
 
 
 def test_a_control_request_is_answered_with_text(client: Client) -> None:
     assert client.control("step_trace") == "answer to step_trace"
     with pytest.raises(InvalidRequestError, match="not supported"):
         client.control("refused")
-    with pytest.raises(InvalidRequestError, match="nobody"):
-        client.control("step_trace", model="nobody")
+    with pytest.raises(InvalidRequestError, match="missing"):
+        client.control("step_trace", model="missing")
 
 
 @pytest.mark.parametrize("scheme", ["", "http://", "grpc://"])

@@ -99,7 +99,7 @@ def test_without_token_ids_the_counts_are_requested() -> None:
 
 
 def test_cached_tokens_are_sent_only_if_asked_for() -> None:
-    """A server of an older release knows no such input."""
+    """A server of an older release lacks this input."""
     plain, asking = (GenerationRequest(model="m", prompt="p", return_num_cached_tokens=asks) for asks in (False, True))
     assert "return_num_cached_tokens" not in http_body(plain, None)
     assert http_body(asking, None)["return_num_cached_tokens"] is True

@@ -29,7 +29,7 @@ def validate(manifest: dict[str, Any], version: str = "1.37") -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_helm_lints_it_without_a_word(case: str) -> None:
+def test_helm_lint_reports_nothing(case: str) -> None:
     report = helm_python.lint(CHART, values_of(case), strict=True)
     said = [message for message in report["messages"] if "icon is recommended" not in message["error"]]
     assert not said and not report["errors"]
@@ -142,7 +142,7 @@ def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
         assert said in str(caught.value)
 
 
-def test_values_that_the_simulator_writes_are_taken() -> None:
+def test_values_that_the_simulator_writes_are_accepted() -> None:
     scaled = {"minReplicas": 3, "maxReplicas": 7, "waitingPerReplica": 2.5, "kvCacheUsage": 0.7}
     found = render({"replicaCount": 3, "autoscaling": {"enabled": True, **scaled}})
     spec = only(found, "ScaledObject")["spec"]

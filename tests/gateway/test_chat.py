@@ -154,7 +154,7 @@ async def test_messages_reach_the_template_in_its_form(start):
 
 
 def joined(chunks: Sequence[Any]) -> dict[str, Any]:
-    """What a client makes of a stream's deltas, for the first choice."""
+    """The first choice of a stream, as a client joins its deltas."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None}
     for chunk in chunks:
         for choice in chunk.choices:

@@ -1,4 +1,4 @@
-"""Chats and responses with bodies that nobody would send: each is answered, and none with an error of the gateway."""
+"""Chats and responses with absurd bodies: each gets an answer, and none an error of the gateway."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ async def post(app: Any, path: str, body: Any) -> httpx2.Response:
 
 
 @given(st.sampled_from(["hermes", "pythonic", "qwen3_coder"]), messages, bodies(ChatBody))
-async def test_no_chat_is_too_strange(format: str, chat: Any, body: dict[str, Any]) -> None:
+async def test_no_chat_body_causes_an_error_of_the_gateway(format: str, chat: Any, body: dict[str, Any]) -> None:
     check(await post(app_of(format), "/v1/chat/completions", {"messages": chat, **body}), body)
 
 
 @given(st.sampled_from(["hermes", "pythonic"]), messages, bodies(ResponsesBody))
-async def test_no_response_is_too_strange(format: str, items: Any, body: dict[str, Any]) -> None:
+async def test_no_response_body_causes_an_error_of_the_gateway(format: str, items: Any, body: dict[str, Any]) -> None:
     check(await post(app_of(format), "/v1/responses", {"input": items, **body}), body)
 
 

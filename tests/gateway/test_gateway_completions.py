@@ -263,12 +263,12 @@ async def test_a_client_that_hangs_up_cancels_its_request(start, stream):
 
 
 async def test_a_silent_stream_sends_comments(start):
-    news = asyncio.Event()
-    front = await start(lambda request: [news, *text("a")], keep_alive_seconds=0.05)
+    silence = asyncio.Event()
+    front = await start(lambda request: [silence, *text("a")], keep_alive_seconds=0.05)
     lines = []
     async with front.http.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True}) as response:
         async for line in response.aiter_lines():
             lines.append(line)
             if line == ": keep-alive":
-                news.set()
+                silence.set()
     assert lines[0] == ": keep-alive" and lines[-2] == "data: [DONE]"

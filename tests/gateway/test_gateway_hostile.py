@@ -1,4 +1,4 @@
-"""Any request at all, against a scripted backend: no answer is an error of the server."""
+"""Arbitrary requests against a scripted backend: no answer is an error of the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n<
 
 
 def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
-    """What an application of its own answers."""
+    """The response of a new application."""
     client = ScriptedClient(lambda request: text("Hel", "lo", _CALL, n=request.n))
     client.info.update(tool_format="hermes", reasoning_tags=["<think>", "</think>"], reasoning_opened=False)
     options = GatewayOptions(max_body_depth=20, max_prompts=4, max_n=4)

@@ -1,4 +1,4 @@
-"""Reasoning and constraints: what is split off an answer, and what an answer behind reasoning must look like."""
+"""Reasoning and constraints: what is split off an answer, and what an answer after reasoning must look like."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_which_tags() -> None:
 
 @pytest.fixture(scope="module", params=["text", "ordinary token", "special token"])
 def accepts(request: pytest.FixtureRequest) -> Any:
-    """Whether a text is a whole answer under a constraint; tags are spelled out, or tokens of their own."""
+    """Tells whether a text is a complete answer under a constraint; tags are spelled out, or special tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO))
     if request.param != "text":
         special = request.param == "special token"
@@ -165,7 +165,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("constraint", "good", "bad"), CONSTRAINTS)
-def test_constraints_stand_behind_the_reasoning(accepts: Any, constraint: dict[str, Any], good: str, bad: str) -> None:
+def test_constraints_apply_after_the_reasoning(accepts: Any, constraint: dict[str, Any], good: str, bad: str) -> None:
     free, opened = behind_reasoning(constraint, TAGS, False), behind_reasoning(constraint, TAGS, True)
     for text, valid in ((good, True), (bad, False)):
         assert accepts(free, f"<think>\nhm {{ </think>\n\n{text}") == valid

@@ -142,7 +142,7 @@ def test_a_prompt_that_fills_no_block_has_no_key() -> None:
 
 
 def test_the_upstream_counts_what_it_chose() -> None:
-    """Nobody listens at these addresses: the requests are opened, and that is all."""
+    """No server listens at these addresses: the requests are only opened."""
     metrics = Metrics()
     options = GatewayOptions(triton=SERVERS, routing="round-robin")
     upstream = Upstream(options, routed=metrics.routed)

@@ -33,7 +33,7 @@ Joined = tuple[str, list[tuple[str, str]]]
 
 
 def parsed(format: str, pieces: Iterable[str]) -> Joined:
-    """The joined events, whose order is checked."""
+    """Joins the events and checks their order."""
     parser = new_parser(format, TOOLS)
     content, calls, ids, open_call = "", [], set(), False
     for event in itertools.chain(*(parser.feed(piece) for piece in pieces), parser.finish()):
@@ -291,7 +291,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_hostile_text_is_read_once(format: str) -> None:
-    """Linear time: what waits to be read again is short, whatever came."""
+    """Linear time: the text that waits to be read again stays short."""
     for name in HOSTILE:
         for text in (
             HOSTILE[name],

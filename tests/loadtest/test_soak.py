@@ -1,4 +1,4 @@
-"""What a soak takes for a problem, and what it does not."""
+"""A soak reports real problems and no others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LOST = UnavailableError("the engine process died")
 LOST.partial = Client(CUT).result()
 
 
-def test_how_a_request_ends_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_ending_is_counted_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for habit, client, away, ending, problem in [
         ("whole", Client(), False, "right to the last token", None),
         ("whole", Client(CUT), False, "wrong", "wrong answer"),

@@ -28,7 +28,7 @@ needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton 
 
 
 class RecordingServer:
-    """Stands in for TritonServer where only its arguments matter."""
+    """Replaces TritonServer where only its arguments matter."""
 
     made: ClassVar[list[RecordingServer]] = []
 

@@ -1,4 +1,4 @@
-"""The gateway as a process of its own: it starts, is noticed when it dies, shares its metrics and ends."""
+"""The gateway as a process of its own: it starts, its death is noticed, its workers share metrics, and it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inflight_tools.installation import LauncherError
 from inflight_tools.ports import pick_ports
 from inflight_tools.restart import Restarts
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 
 
 def get(url: str, path: str, context: ssl.SSLContext | None = None) -> tuple[int, str]:
@@ -40,15 +40,15 @@ def wait_for(condition, seconds: float = 30.0):
     return found
 
 
-def test_a_gateway_that_dies_is_started_again_until_it_is_too_much() -> None:
+def test_a_gateway_that_dies_is_started_again_until_the_limit() -> None:
     (port,) = pick_ports(1)
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port), Restarts(1, first_pause=0.0))
-    gateway.start(NOBODY)
+    gateway.start(NO_SERVER)
     try:
         process = gateway._process
         assert process is not None and get(gateway.url, "/health")[0] == 200
         assert "INFLIGHT" not in "".join(psutil.Process(process.pid).cmdline())
-        gateway.start(NOBODY)
+        gateway.start(NO_SERVER)
         gateway.check()
         assert gateway._process is process
         process.kill()
@@ -69,7 +69,7 @@ def test_a_gateway_that_dies_is_started_again_until_it_is_too_much() -> None:
 def test_a_gateway_that_cannot_listen_says_so() -> None:
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(host="192.0.2.1", port=9000))
     with pytest.raises(LauncherError, match="ended while it started"):
-        gateway.start(NOBODY)
+        gateway.start(NO_SERVER)
     gateway.stop()
 
 

@@ -203,7 +203,7 @@ def test_the_reason_of_a_load_failure_comes_from_the_log() -> None:
 
 
 def test_session_members_and_ended_children() -> None:
-    # The shell leads a session; one child of it sleeps, another one becomes a zombie, as nobody waits for it.
+    # The shell leads a session; one child of it sleeps, another one becomes a zombie, because no process waits for it.
     script = "sleep 600 & sh -c 'kill -FPE $$' & exec sleep 600"
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as leader:
         try:
@@ -261,7 +261,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
 
 
 @needs_server
-def test_successors_keep_their_ports_though_somebody_has_had_one_meanwhile(repository: Path, backend: Path) -> None:
+def test_a_successor_keeps_its_ports_even_if_another_process_took_one(repository: Path, backend: Path) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
     with TritonServer(repository, backend_dir=backend, exit_timeout=5, metrics_port=None) as server:
         ports = dict(server.ports)

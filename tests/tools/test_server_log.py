@@ -1,4 +1,4 @@
-"""What is read from a tritonserver's log."""
+"""Reasons found in a tritonserver's log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_model_that_triton_forgets_after_it_was_ready(tmp_path: Path) -> None:
     assert says(322.0) == "model 'a_b' was neither loaded nor refused, 20 s after its stub was ready"
     assert says(323.0, "E] \"failed to load 'a_b' version 1: Internal: no\"\n") is None
     assert says(324.0, 'x] "loading: a:1"\n', BEGUN.format("mine_0"), READY.format("a")) is None
-    assert says(800.0) is None, "nobody knows how many instances of a named group there are"
+    assert says(800.0) is None, "the number of instances of a named group is unknown"
 
 
 def test_a_log_that_is_gone_says_nothing(tmp_path: Path) -> None:

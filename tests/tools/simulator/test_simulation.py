@@ -66,7 +66,7 @@ def test_drafts_that_are_accepted_save_steps():
             if accepted:
                 share = counts.accepted / counts.tokens
                 assert share == 1 if accepted == 1 else 0 < share < 0.7, (
-                    "what stands behind a refused one is refused, too"
+                    "all tokens after a refused one are refused, too"
                 )
                 assert drafted.seconds < 0.7 * plain.seconds
             else:
