@@ -16,7 +16,7 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 # A room of the repository: where the nightly tests are that a change of it can break.
 ROOMS = {
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
-    "backend/inflight/engine/": ["tests/backend/engine"],
+    "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py"],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
     "backend/inflight/kernels/": ["tests/backend/kernels"],
@@ -29,7 +29,9 @@ ROOMS = {
     "deploy/": ["tests/deploy", "tests/e2e/test_kubernetes.py"],
     "gateway/": ["tests/gateway", "tests/e2e/test_fleet.py", "tests/e2e/test_openai_clients.py"],
     "loadtest/": ["tests/loadtest", "tests/e2e/test_soak.py"],
+    "hatch_build.py": ["tests/backend/test_packaging.py"],
     "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
+    "pyproject.toml": ["tests/backend/test_packaging.py"],
     "tests/gpu/": ["tests/bench/test_gpu_tests.py"],
     "tools/": ["tests/tools"],
 }

@@ -12,9 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from inflight_client.cli import generate
 from inflight_tools.ports import pick_ports
 
+APP = typer.Typer()
+APP.command()(generate)
 # A test run in the background ignores SIGINT, and its children inherit that; in a terminal they do not.
 RUN = (
     "import signal, typer; from inflight_client.cli import generate; "
@@ -34,9 +39,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def run(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, error = process.communicate(stdin, timeout=60)
-    return process.returncode, out, error
+    result = CliRunner().invoke(APP, arguments, input=stdin)
+    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture

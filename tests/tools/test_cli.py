@@ -261,7 +261,10 @@ def _foreground(tmp_path: Path, model: str, restarts: int = 0) -> subprocess.Pop
 
 
 @needs_server
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.nightly) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
     with _foreground(tmp_path, "idle") as process:
         assert process.stdout is not None and process.stderr is not None

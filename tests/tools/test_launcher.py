@@ -260,6 +260,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
     server.stop()
 
 
+@pytest.mark.nightly
 @needs_server
 def test_a_successor_keeps_its_ports_even_if_another_process_took_one(repository: Path, backend: Path) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
