@@ -1,4 +1,4 @@
-"""Prints the paths whose tests marked `nightly` a change should run, or nothing; what it decides goes to stderr.
+"""Prints the files with nightly tests that CI should run for a change, or nothing; the reason goes to stderr.
 
 The change is what the branch adds to origin/main.  On main itself it is what came in the last 24 hours, because the
 nightly run of `make test-all` has seen the rest.
@@ -6,11 +6,12 @@ nightly run of `make test-all` has seen the rest.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+MARK = "mark." + "nightly"
 MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # A room of the repository: where the nightly tests are that a change of it can break.
@@ -39,7 +40,7 @@ ROOMS = {
 
 def git(*arguments: str) -> str:
     """What a git command prints, or nothing if it fails."""
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def base() -> str:
@@ -55,22 +56,29 @@ def rooms_of(changed: list[str]) -> list[str]:
     return [room for room in ROOMS if any(path.startswith(room) for path in changed)]
 
 
-def paths_for(changed: list[str]) -> list[str]:
-    """Where the nightly tests of a change are: those of its rooms, and test files that changed themselves."""
+def files_for(changed: list[str]) -> list[str]:
+    """Files with nightly tests that a change should run: those of its rooms, and those that changed themselves."""
     rooms = rooms_of(changed)
-    files = [path for path in changed if re.fullmatch(r"tests/.*/test_\w+\.py", path) and Path(path).exists()]
-    found = {*files, *(path for room in rooms for path in ROOMS[room])} if len(rooms) <= MOST_ROOMS else set()
-    return sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+    if len(rooms) > MOST_ROOMS:
+        return []
+    chosen = (*changed, *(path for room in rooms for path in ROOMS[room]))
+    return [path for path in marked() if path.startswith(chosen)]
+
+
+def marked() -> list[str]:
+    """The test files with a nightly test, as paths from the root of the repository."""
+    files = (ROOT / "tests").glob("**/test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if MARK in path.read_text(encoding="utf-8"))
 
 
 def main() -> int:
     start = base()
     changed = git("diff", "--name-only", start, "HEAD").splitlines() if start else []
-    rooms, paths = rooms_of(changed), paths_for(changed)
-    print(f"CI: {len(rooms)} rooms have changed since {start[:9] or 'never'}", file=sys.stderr)
+    rooms = rooms_of(changed)
+    print(f"CI: rooms changed since {start[:9] or 'no commit'}: {', '.join(rooms) or 'none'}", file=sys.stderr)
     if len(rooms) > MOST_ROOMS:
         print("CI: no nightly tests for a change of this size: run make test-all", file=sys.stderr)
-    print(*paths)
+    print(*files_for(changed))
     return 0
 
 

@@ -13,7 +13,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").iterdir()}
-_MARK = "mark.nightly"
 _SPEC = importlib.util.spec_from_file_location("nightly_for_change", ROOT / ".ci" / "nightly_for_change.py")
 assert _SPEC and _SPEC.loader
 nightly_for_change: Any = importlib.util.module_from_spec(_SPEC)
@@ -48,17 +47,15 @@ def test_every_nightly_test_belongs_to_a_room() -> None:
     rooms: dict[str, list[str]] = nightly_for_change.ROOMS
     paths = {path for tests in rooms.values() for path in tests}
     assert all((ROOT / path).exists() for path in (*rooms, *paths))
-    marked = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if _MARK in path.read_text()}
-    assert {path for path in marked if not path.startswith(tuple(paths))} == set(), (
-        "name a room of .ci/nightly_for_change.py"
+    lost = [path for path in nightly_for_change.marked() if not path.startswith(tuple(paths))]
+    assert not lost, "name a room for them in .ci/nightly_for_change.py"
+
+
+def test_a_change_runs_the_nightly_tests_of_its_rooms_and_of_changed_files() -> None:
+    files_for, gpu = nightly_for_change.files_for, "tests/bench/test_bench_gpu.py"
+    assert files_for(["README.md", "tests/client/gone/test_x.py"]) == []
+    assert gpu in files_for(["bench/gpu.py"]) and all(
+        path.startswith("tests/bench/") for path in files_for(["bench/a"])
     )
-
-
-def test_a_change_runs_the_nightly_tests_of_its_rooms_and_changed_test_files() -> None:
-    paths_for = nightly_for_change.paths_for
-    assert paths_for(["README.md"]) == []
-    assert paths_for(["bench/gpu.py", "tests/bench/test_bench_gpu.py"]) == ["tests/bench"]
-    assert paths_for(["tests/client/test_client_wire.py", "tests/client/gone/test_x.py"]) == [
-        "tests/client/test_client_wire.py"
-    ]
-    assert paths_for([f"{room}a.py" for room in nightly_for_change.ROOMS]) == [], "too much for one run"
+    assert files_for([gpu]) == [gpu]
+    assert files_for([f"{room}a.py" for room in nightly_for_change.ROOMS]) == [], "too much for one run"
