@@ -38,7 +38,7 @@ test: check
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not nightly" $(ARGS)
 
 test-all: check
-	$(BIN)/pytest -n 2 --dist loadgroup --hypothesis-profile=thorough $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py
