@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(
         path
         for folder in ("bench", "deploy", "model_repository")
@@ -18,10 +19,7 @@ PAGES = [
     ),
 ]
 # Pages that name files in backticks, relative to one of these folders.
-NAMING_PAGES = [
-    ROOT / "docs" / f"{name}.md"
-    for name in ("architecture", "development", "latency", "memory", "operations", "scheduling")
-]
+NAMING_PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FOLDERS = [ROOT, ROOT / "backend" / "inflight"]
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -50,7 +48,7 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not broken, f"links of {page.name} that lead nowhere"
 
 
-@pytest.mark.parametrize("page", NAMING_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", NAMING_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|md|json|toml)|[\w.-]+/(?:[\w.-]+/)*)`", prose(page)))
     missing = {name for name in named if not any((folder / name).exists() for folder in FOLDERS)}
