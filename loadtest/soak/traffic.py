@@ -57,7 +57,7 @@ class Traffic:
 
     def unloading(self, now: bool) -> None:
         """While a model is being unloaded, no gRPC stream is cancelled: Triton can then keep its instance for good
-        (docs/operations.md)."""
+        (docs/operations/drain-and-reload.md)."""
         self._unloading = now
 
     def problem(self, text: str) -> None:
