@@ -359,6 +359,7 @@ def wait_for_all(groups: Iterable[Load | Locust]) -> None:
         users.wait_for_more()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_under_locust_a_killed_server_and_a_rolling_restart_lose_and_change_nothing(
     fleet: Fleet, fronts: dict[str, Process], expected: list[Any], tmp_path: Path
