@@ -33,9 +33,10 @@ POLICY = RetryPolicy(stall_timeout=2.0)
 
 @pytest.fixture(scope="module")
 def doomed(server: TritonServer) -> Iterator[TritonServer]:
-    """Another server with the same model, to be killed."""
+    """Another server with the same model, to be killed; without metrics, and with forwarded headers."""
+    options = {"metrics_port": None, "extra_args": [f"--{kind}-header-forward-pattern=.*" for kind in ("http", "grpc")]}
     with TritonServer(
-        server.repositories, model_control_mode="explicit", load_models=["demo"], metrics_port=None, exit_timeout=5
+        server.repositories, model_control_mode="explicit", load_models=["demo"], exit_timeout=5, **options
     ) as other:
         yield other
 

@@ -17,14 +17,13 @@ import fake_engine
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from fake_repository import FAKE_CONFIG, fake_options, write_repository
+from fake_repository import FAKE_CONFIG, fake_options
 from frontend_rig import demo_tokenizer
 from model_entries import load, loaded, unload, write_entry
 from processes_of import model_processes
 from tritonclient.utils import InferenceServerException
 
 from inflight_tools.launcher import TritonServer
-from inflight_tools.processes import session_members
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
@@ -560,16 +559,3 @@ def test_with_a_health_check_no_request_waits_for_an_engine(fake: TritonServer, 
         unload(fake, "fake")
         load(fake, "fake")
     assert generate(fake)["text_output"] == PROMPT + ECHO
-
-
-def test_without_metrics_and_with_forwarded_headers(triton_installed: None, tmp_path: Path) -> None:
-    forward = ["--http-header-forward-pattern=.*", "--grpc-header-forward-pattern=.*"]
-    with TritonServer(write_repository(tmp_path), metrics_port=None, exit_timeout=5, extra_args=forward) as server:
-        assert generate(server)["text_output"] == PROMPT + ECHO
-        grpc = Grpc(server)
-        grpc.send(text())
-        assert joined(grpc.take()) == PROMPT + ECHO
-        grpc.close()
-        pid = server.process.pid if server.process else 0
-        assert len(session_members(pid)) >= 3
-    assert session_members(pid) == []

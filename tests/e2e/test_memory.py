@@ -124,7 +124,7 @@ def test_drafts_are_counted(squeezed, model):
     assert tokens_tried >= drafts and 0 <= accepted <= tokens_tried
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["predicting", pytest.param("swapping", marks=pytest.mark.nightly)])
 def test_a_killed_engine_that_drafts_loses_no_token(squeezed, model):
     """The pool has room for one of two requests.  The next engine process learns anew what pays."""
     params = [

@@ -166,6 +166,7 @@ def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
     assert all(len(answer.token_ids) == 240 for answer in answers if answer.error is None)
 
 
+@pytest.mark.nightly
 def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
     """Of `narrow`, of whose streams one runs and the others wait."""
     with GrpcStream(serving.grpc_address, "narrow") as stream:
@@ -300,6 +301,7 @@ def test_metrics_count_what_was_served(serving):
     assert now["inflight_kv_blocks_free"] > 0
 
 
+@pytest.mark.nightly
 def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_path):
     write_entry(tmp_path, "tiny", model=checkpoint)
     server = TritonServer(tmp_path, exit_timeout=3)
@@ -322,7 +324,7 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
         ({"max_num_sequences": 4}, "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"model": "no/such/checkpoint"}, "no/such/checkpoint"),
-        ({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory"),
+        pytest.param({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory", marks=pytest.mark.nightly),
     ],
 )
 def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, entries, changes, reason):

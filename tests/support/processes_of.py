@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,3 +81,24 @@ def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds:
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+
+
+@contextlib.contextmanager
+def slowed(process: psutil.Process, runs: float = 0.005, pauses: float = 0.02) -> Iterator[None]:
+    """Let a process run for moments only within the context: so many seconds, and then so many not."""
+    over = threading.Event()
+
+    def turns() -> None:
+        while not over.is_set():
+            process.suspend()
+            over.wait(pauses)
+            process.resume()
+            over.wait(runs)
+
+    thread = threading.Thread(target=turns)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
