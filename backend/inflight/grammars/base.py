@@ -12,7 +12,10 @@ import numpy as np
 
 from inflight.grammars.spec import GrammarSpec
 
-__all__ = ["Grammar", "Grammars", "MaskJob", "mask_words"]
+__all__ = ["NO_SEQUENCE", "Grammar", "Grammars", "MaskJob", "SequenceId", "mask_words"]
+
+SequenceId = tuple[int, int]  # request id, index
+NO_SEQUENCE: SequenceId = (-1, 0)  # a row that only a runner knows, as in a warm-up
 
 
 def mask_words(vocab_size: int) -> int:
@@ -21,13 +24,17 @@ def mask_words(vocab_size: int) -> int:
 
 
 class Grammar(Protocol):
-    """One sequence's way through a grammar.  Used by one thread at a time.
+    """One sequence's way through a grammar, which the logits rule and the drafter share.
+
+    Used by one thread at a time: the drafter asks only while no step in flight samples a token of the sequence.
 
     Attributes:
+        num_tokens: output tokens that it has; `advance` is called with the ones behind them.
         error: why it cannot go on: a token that the grammar does not allow, or a limit of the library; "" if it can.
     """
 
     error: str
+    num_tokens: int
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
@@ -77,6 +84,12 @@ class Grammars(Protocol):
         Raises:
             ValueError: it is refused.
         """
+
+    def walk(self, sequence: SequenceId, spec: GrammarSpec) -> Grammar:
+        """The way of `sequence`, one object for all who follow it and as long as one of them keeps it; else `new`."""
+
+    def forget(self, sequence: SequenceId) -> None:
+        """A sequence of this id starts anew."""
 
     def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
         """Write the masks of all jobs to `bitmask` int32 [rows, mask_words(vocab_size)].

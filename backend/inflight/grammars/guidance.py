@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.base import NO_SEQUENCE, MaskJob, SequenceId, mask_words
 from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
@@ -68,6 +69,7 @@ class GuidanceGrammars:
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammars")
         self._read_tokenizer = read_tokenizer
+        self._walks: WeakValueDictionary[SequenceId, _Sequence] = WeakValueDictionary()
         self._tokenizer: Future[Any] | None = None
         self._executor: Any = None
 
@@ -92,6 +94,15 @@ class GuidanceGrammars:
         if isinstance(compiled, str):
             raise ValueError(compiled)
         return _Sequence(compiled.deep_copy(), self._eos_token_ids)
+
+    def walk(self, sequence: SequenceId, spec: GrammarSpec) -> _Sequence:
+        found = None if sequence == NO_SEQUENCE else self._walks.get(sequence)
+        if found is None:
+            found = self._walks[sequence] = self.new(spec)
+        return found
+
+    def forget(self, sequence: SequenceId) -> None:
+        self._walks.pop(sequence, None)
 
     def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
         bitmask.fill(-1)
@@ -177,11 +188,13 @@ class _Sequence:
     def __init__(self, matcher: Any, eos_token_ids: list[int]) -> None:
         self.matcher = matcher
         self.error = ""
+        self.num_tokens = 0
         self._eos_token_ids = eos_token_ids
 
     def advance(self, token_ids: Sequence[int]) -> None:
         if not token_ids or self.error:
             return
+        self.num_tokens += len(token_ids)
         rest = token_ids[self.matcher.try_consume_tokens(list(token_ids)) :]
         if rest and not (self.matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
             self.check()

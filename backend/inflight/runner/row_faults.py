@@ -69,7 +69,8 @@ class RowFaults:
                 self._note(row.slot, error)
 
     def _set_row(self, row: NewRow, params: SamplingParams) -> None:
-        self._table.set_row(row.slot, params, row.seed, self._eos_token_ids, row.num_prompt_tokens)
+        sequence = row.request_id, row.index
+        self._table.set_row(row.slot, params, row.seed, self._eos_token_ids, row.num_prompt_tokens, sequence)
 
     def _note(self, slot: int, error: BaseException) -> None:
         if not _is_of_a_row(error):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.device.upload import upload
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.ops import SamplingOps
@@ -72,7 +73,13 @@ class SamplingTable:
         self._reading_rules = sum(flag for flag, rule in self._rules if rule.reads_tokens)
 
     def set_row(
-        self, slot: int, params: SamplingParams, seed: int, eos_token_ids: Sequence[int], num_prompt_tokens: int
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        eos_token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sequence: SequenceId = NO_SEQUENCE,
     ) -> None:
         """Fill a slot: a request was admitted, or resumed after preemption.  Replaces all contents.
 
@@ -81,6 +88,7 @@ class SamplingTable:
             seed: 64-bit seed of this sequence; siblings of an n > 1 request have different ones.
             eos_token_ids: masked, with `params.stop_token_ids`, until `params.min_tokens`.
             num_prompt_tokens: where the output starts in the row's tokens.
+            sequence: the one that enters; rules share state with whatever else follows it.
 
         Raises:
             ValueError: a rule would write to a token id outside the vocabulary.
@@ -95,7 +103,7 @@ class SamplingTable:
             flags |= _LOGPROBS
             self._logprobs[slot] = self.vocab_size if params.logprobs == -1 else params.logprobs
         for flag, rule in self._rules:
-            if rule.set_row(slot, params, eos_token_ids):
+            if rule.set_row(slot, params, eos_token_ids, sequence):
                 flags |= flag
         self._flags[slot] = flags
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_rig import Info, make_core
 from virtual_clock import Clocked
 
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import RequestFailed
+from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.spec import GrammarSpec
 
 CAPS: dict[str, dict[str, Any]] = {
     "max_queue_size=4": {"max_queue_size": 4},
@@ -102,3 +105,31 @@ def test_a_tenants_running_limit_leaves_no_room_for_what_is_beyond_it() -> None:
     assert "2 sequences are waiting" in refused(rig, 1, tenant="a").message
     rig.add(2, 4, n=6)  # another one is free to take the slots
     rig.run()
+
+
+class Compiler:
+    """Grammars of which only the beginning of a compilation is of interest."""
+
+    def __init__(self) -> None:
+        self.started: list[GrammarSpec] = []
+
+    def start(self, spec: GrammarSpec) -> None:
+        self.started.append(spec)
+
+    def outcome(self, spec: GrammarSpec) -> str | None:
+        return None
+
+    def forget(self, sequence: tuple[int, int]) -> None:
+        pass
+
+
+def test_a_refused_request_compiles_no_grammar() -> None:
+    compiler: Any = Compiler()
+    core = make_core(Info(grammars=compiler), max_num_seqs=1, max_queue_size=1)
+    specs = [GrammarSpec("regex", text) for text in "abcd"]
+    failures = [
+        core.add_request(AddRequest(number, [1], SamplingParams(grammar=spec, seed=0)))
+        for number, spec in enumerate(specs)
+    ]
+    assert [failure is None for failure in failures] == [True, True, False, False]
+    assert compiler.started == specs[:2]

@@ -18,6 +18,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars import guidance
 from inflight.grammars.spec import GrammarSpec
 
 from .conftest import EOS
@@ -310,6 +311,29 @@ def test_forced_tokens_take_fewer_steps(checkpoint: str, tokenizer: Tokenizer, a
     while core.has_work:
         rows += core.step().stats.batch_size
     assert rows == 1  # the first token is forced, too
+
+
+def test_every_token_is_parsed_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter and the logits rule follow a sequence together."""
+    parsed: list[int] = []
+    advance = guidance._Sequence.advance
+
+    def counting(sequence: Any, token_ids: Any) -> None:
+        parsed.extend(token_ids)
+        advance(sequence, token_ids)
+
+    monkeypatch.setattr(guidance._Sequence, "advance", counting)
+    found, _ = answers.run([([5], grammar_params(json_spec(SCHEMA), seed, n=2)) for seed in range(3)])
+    assert 0 < len(parsed) <= sum(len(token_ids) for token_ids, _ in found.values())
+
+
+def test_the_id_of_an_ended_request_can_come_again(checkpoint: str) -> None:
+    core = make_core(checkpoint)
+    for text in ("one", "another"):
+        spec = GrammarSpec("choice", json.dumps([text]))
+        assert core.add_request(AddRequest(1, [5], grammar_params(spec, 1))) is None
+        while core.has_work:
+            assert not core.step().failed
 
 
 def test_max_tokens_cuts_with_length(answers: Answers) -> None:

@@ -19,6 +19,7 @@ from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.rules import RULES, RowBatch
 
 BAD = 77  # the seed of a request that makes a rule raise
@@ -40,7 +41,9 @@ class FaultyRule:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.bad = np.zeros(max_num_seqs, dtype=bool)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         self.bad[slot] = BAD in params.stop_token_ids
         if self.bad[slot] and self.place == "set_row":
             raise self.error("cannot take it")

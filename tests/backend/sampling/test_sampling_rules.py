@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sampling_tables import describe, new_table
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling import Sampler, SampleRow
 from inflight.sampling.rules import RULES, LogitsRule
 from inflight.sampling.rules.token_counts import TokenCounts
@@ -119,7 +120,9 @@ class Grammar:
         self.steps: dict[int, int] = {}
         self.states: dict[int, tuple[int, int]] = {}  # position, last accepted token
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         self.steps[slot] = params.top_k
         self.states.pop(slot, None)
         return params.top_k > 0

@@ -8,6 +8,7 @@ the tokenizer's, and a model that would cut it otherwise does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inflight.engine.drafting.drafter import Drafter
 from inflight.engine.events import EngineListener
@@ -42,15 +43,21 @@ class GrammarDrafter(EngineListener):
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         if request.params.grammar is None:
             return self._proposed_by_inner(request, num_unknown, limit)
-        if num_unknown:  # nobody knows where the grammar stands
+        if num_unknown:  # the grammar cannot follow tokens that are not known yet
             return ()
         if request.draft_state is None:
-            grammar = self._grammars.new(request.params.grammar)
-            request.draft_state = _Progress(grammar, request.num_prompt_tokens)
+            sequence = request.request_id, request.index
+            request.draft_state = _Progress(self._grammars.walk(sequence, request.params.grammar))
         progress: _Progress = request.draft_state
-        forced = progress.forced(request, limit)
+        grammar = progress.grammar
+        start = request.num_prompt_tokens + grammar.num_tokens
+        grammar.advance(request.token_ids[start : request.num_tokens].tolist())
+        forced = grammar.forced(limit)
         progress.is_forced = bool(forced)
-        return forced or progress.allowed(self._proposed_by_inner(request, 0, limit))
+        if forced:
+            return forced
+        drafts = self._proposed_by_inner(request, 0, limit)
+        return drafts[: grammar.num_allowed(drafts)] if drafts else drafts
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         is_forced = request.draft_state is not None and request.draft_state.is_forced
@@ -63,23 +70,13 @@ class GrammarDrafter(EngineListener):
         return self._inner.propose(request, num_unknown, limit)
 
 
+@dataclass(slots=True)
 class _Progress:
-    """A request's grammar, and how many of its tokens the grammar has taken.
+    """A request's grammar, which its logits rule shares.
 
     Attributes:
         is_forced: the drafts that are being verified are those of the grammar.
     """
 
-    def __init__(self, grammar: Grammar, num_tokens: int) -> None:
-        self._grammar = grammar
-        self._num_tokens = num_tokens
-        self.is_forced = False
-
-    def forced(self, request: Request, limit: int) -> list[int]:
-        self._grammar.advance(request.token_ids[self._num_tokens : request.num_tokens].tolist())
-        self._num_tokens = request.num_tokens
-        return self._grammar.forced(limit)
-
-    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Those before the first that the grammar refuses; asked right after `forced`."""
-        return drafts[: self._grammar.num_allowed(drafts)] if drafts else drafts
+    grammar: Grammar
+    is_forced: bool = False

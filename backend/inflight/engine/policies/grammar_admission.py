@@ -26,6 +26,8 @@ class GrammarAdmission(EngineListener):
         spec = sequences[0].params.grammar
         if spec is not None:
             self._grammars.start(spec)
+            for request in sequences:
+                self._grammars.forget((request.request_id, request.index))
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
 from inflight.sampling.rules.remembered import Remembered
@@ -29,7 +30,9 @@ class AllowedTokens:
         self._allowed = RaggedRows(max_num_seqs, np.int64)
         self._ids = Remembered(self._checked_ids)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         if params.allowed_token_ids is None:
             return False
         self._allowed.set(slot, self._ids(params.allowed_token_ids))

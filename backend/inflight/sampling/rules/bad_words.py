@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.rules.base import BannedTokens, RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows, flatten_ranges
 from inflight.sampling.rules.remembered import Remembered
@@ -39,7 +40,9 @@ class BadWords:
         self._next_key = 0
         self._sorted_words = Remembered(self._checked_words)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         if not any(params.bad_words_ids):
             return False
         tokens, (offsets, *columns) = self._sorted_words(params.bad_words_ids)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.ops import SamplingOps
 
 __all__ = ["BannedTokens", "LogitsEdit", "LogitsMask", "LogitsRule", "Put", "RowBatch", "check_token_ids"]
@@ -125,8 +126,13 @@ class LogitsRule(Protocol):
             device: where the logits are.
         """
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         """Replace the slot's contents; returns whether the rule acts on this request at all.
+
+        Args:
+            sequence: the one that enters the slot.
 
         Raises:
             ValueError: a token id that would be written to is outside the vocabulary.

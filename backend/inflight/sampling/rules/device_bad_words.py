@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.ops import MatchedWords, WordTable
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
@@ -34,7 +35,9 @@ class DeviceBadWords:
         self._version = 0
         self._columns = Remembered(self._checked_words)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         if not any(params.bad_words_ids):
             return False
         tokens, last_tokens, head_sizes, ends = self._columns(params.bad_words_ids)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.ops import CountedRows, TokenTable
 from inflight.sampling.rules.base import RowBatch
 
@@ -35,7 +36,9 @@ class DevicePenalties:
         self._free: list[int] = []
         self._num_rows = 0
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         strengths = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._strengths[:, slot] = strengths
         if self._count_row[slot] >= 0:

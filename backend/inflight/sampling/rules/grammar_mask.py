@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.grammars.base import Grammar, Grammars, MaskJob, mask_words
+from inflight.grammars.base import NO_SEQUENCE, Grammar, Grammars, MaskJob, SequenceId, mask_words
 from inflight.grammars.spec import GrammarSpec
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.rules.base import LogitsRule, RowBatch
@@ -43,19 +43,19 @@ class GrammarMask:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._sequences: list[Grammar | None] = [None] * max_num_seqs
-        self._ends = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each slot that its grammar has taken, or -1
         self._ignores_eos = np.zeros(max_num_seqs, dtype=bool)
         self._not_eos = np.full(mask_words(vocab_size), 2**32 - 1, dtype=np.uint32)
         self._overlaps = device.type != "cpu"
         self._thread: ThreadPoolExecutor | None = None
         self._filling: Future[np.ndarray] | None = None
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         self._sequences[slot] = None
         if params.grammar is None:
             return False
-        self._sequences[slot] = self.grammars.new(params.grammar)
-        self._ends[slot] = -1
+        self._sequences[slot] = self.grammars.walk(sequence, params.grammar)
         self._ignores_eos[slot] = params.ignore_eos
         for token in eos_token_ids:
             self._not_eos[token // 32] &= np.uint32(2**32 - 1 - 2 ** (token % 32))
@@ -70,10 +70,8 @@ class GrammarMask:
             slot, first = int(batch.slots[row]), int(batch.first_positions[row])
             sequence = self._sequences[slot]
             assert sequence is not None
-            start = self._ends[slot] if self._ends[slot] >= 0 else batch.num_prompt_tokens[row]
             tokens = batch.token_ids[slot]
-            sequence.advance(tokens[start:first].tolist())
-            self._ends[slot] = first
+            sequence.advance(tokens[batch.num_prompt_tokens[row] + sequence.num_tokens : first].tolist())
             jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
         ignores_eos = self._ignores_eos[batch.slots]
         if not self._overlaps:

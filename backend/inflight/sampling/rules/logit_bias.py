@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
 from inflight.sampling.rules.remembered import Remembered
@@ -32,7 +33,9 @@ class LogitBias:
         self._bias = RaggedRows(max_num_seqs, np.int64, np.float32)  # token ids, values
         self._columns = Remembered(self._checked_columns)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         bias = params.logit_bias
         if not bias:
             return False

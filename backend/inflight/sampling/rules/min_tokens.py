@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.rules.base import BannedTokens, RowBatch
 from inflight.sampling.rules.ragged import RaggedRows
 
@@ -26,7 +27,9 @@ class MinTokens:
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._stop_ids = RaggedRows(max_num_seqs, np.int64)
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         if not params.min_tokens:
             return False
         # A tokenizer may know more ids than the checkpoint has logits.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.ops import PenalisedTokens
 from inflight.sampling.rules.base import RowBatch
 from inflight.sampling.rules.token_counts import TokenCounts
@@ -30,7 +31,9 @@ class Penalties:
         # Of the tokens before the slot's first position in the last call; None until its first call.
         self._counts: list[TokenCounts | None] = [None] * max_num_seqs
 
-    def set_row(self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> bool:
+    def set_row(
+        self, slot: int, params: SamplingParams, eos_token_ids: Sequence[int], sequence: SequenceId = NO_SEQUENCE
+    ) -> bool:
         strengths = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._strengths[:, slot] = strengths
         self._counts[slot] = None
