@@ -36,20 +36,20 @@ from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.lifecycle.instance_registry import StatePage
-from inflight.frontend.lifecycle.model_json_trust import check_origin
+from inflight.frontend.lifecycle.instance_registry import RegistryEntry
+from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust
 from inflight.frontend.lifecycle.server_probe import ServerProbe
-from inflight.frontend.lifecycle.unload_detector import Departure
+from inflight.frontend.lifecycle.unload_detector import UnloadDetector
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control, control_of, relay
-from inflight.frontend.operator.counters import Tally
+from inflight.frontend.operator.counters import Counters
 from inflight.frontend.operator.metrics import NoMetrics
-from inflight.frontend.operator.status import Identity, Status
-from inflight.frontend.operator.tokenize_api import TextQuestions, facts
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.operator.status import InstanceIdentity, InstanceStatus
+from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import pacing_for
-from inflight.frontend.request.contract import RequestParser
-from inflight.frontend.request.tokenize_pool import Intake
+from inflight.frontend.request.parser import RequestParser
+from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
 
 _DRAIN = "drain"  # what instances tell each other
@@ -69,7 +69,7 @@ class TritonPythonModel:
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_file(model_dir / "model.json")
-        check_origin(config, model_dir, args["model_name"])
+        check_model_json_trust(config, model_dir, args["model_name"])
         config, env = placement(
             config,
             args["model_instance_kind"],
@@ -104,7 +104,7 @@ class TritonPythonModel:
         parser = RequestParser(
             config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
         )
-        self._questions = TextQuestions(
+        self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
             tokenizer,
             parser.prompts,
@@ -115,11 +115,11 @@ class TritonPythonModel:
             if bridge.wants_metrics(model_config, config)
             else NoMetrics()
         )
-        tally = Tally(self._metrics)
-        self._streams = Streams(
+        counters = Counters(self._metrics)
+        self._output_processor = OutputProcessor(
             tokenizer,
             self._supervisor,
-            tally,
+            counters,
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=1 if config.stream_interval == "auto" else config.stream_interval,
@@ -128,34 +128,34 @@ class TritonPythonModel:
             max_replays=config.max_replays,
             number=number,
         )
-        self._intake = Intake(parser.parse, self._streams, lambda line: bridge.log("error", line))
+        self._tokenize_pool = TokenizePool(parser.parse, self._output_processor, lambda line: bridge.log("error", line))
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)
         self._admin = AdminKey.from_environment(os.environ)
-        identity = Identity(args["model_name"], args["model_version"], args["model_instance_name"], config.model)
-        self._page = StatePage(f"{identity.model} {identity.version} {identity.instance}")
-        self._drain = Drain(self._streams, config.drain_timeout, bridge.log, self._page.set)
-        self._status = Status(
-            identity, ready, self._supervisor, self._streams, self._drain, tally, lambda: tally.replays
+        identity = InstanceIdentity(
+            args["model_name"], args["model_version"], args["model_instance_name"], config.model
         )
-        self._control = Control(
-            self._supervisor.ask, self._status, self._drain, self._drain_others, TextQuestions.names
+        self._registry_entry = RegistryEntry(f"{identity.model} {identity.version} {identity.instance}")
+        self._drain = Drain(self._output_processor, config.drain_timeout, bridge.log, self._registry_entry.set)
+        self._status = InstanceStatus(
+            identity, ready, self._supervisor, self._output_processor, self._drain, counters, lambda: counters.replays
         )
+        self._control = Control(self._supervisor.ask, self._status, self._drain, self._drain_others, TokenizeApi.names)
         self._metrics.start()
-        self._streams.start()
-        self._intake.start()
+        self._output_processor.start()
+        self._tokenize_pool.start()
         self._status.start()
         probe = ServerProbe(identity.model, identity.version, os.getppid())
-        self._departure = Departure(
+        self._unload_detector = UnloadDetector(
             self._drain,
-            self._page,
-            lambda: self._streams.num_open,
+            self._registry_entry,
+            lambda: self._output_processor.num_open,
             lambda: self._supervisor.can_serve,
             probe.is_ready,
         )
-        self._departure.start()
-        self._supervisor.connect(self._streams)
+        self._unload_detector.start()
+        self._supervisor.connect(self._output_processor)
         if self._group is not None:
             self._group.hear(self._told)
 
@@ -163,19 +163,19 @@ class TritonPythonModel:
         """Take requests; the streams' sender thread sends every response.  Never raises."""
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
-            with self._intake.errors_to(responder):
+            with self._tokenize_pool.errors_to(responder):
                 wire = bridge.read_request(request)
                 self._admin.check(wire)
                 answer = self._control.answer(wire)
                 if answer is not None:
-                    relay(answer, self._streams, responder)
+                    relay(answer, self._output_processor, responder)
                     continue
                 if control_of(wire) is not None:
-                    self._intake.take(wire, responder, self._questions.answer)
+                    self._tokenize_pool.take(wire, responder, self._tokenize_api.answer)
                     continue
                 if self._checks_health:
                     self._check_health()
-                self._intake.take(wire, responder)
+                self._tokenize_pool.take(wire, responder)
 
     def is_ready(self) -> bool:
         """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
@@ -205,16 +205,16 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End the engine process and the threads."""
-        self._departure.stop()
+        self._unload_detector.stop()
         self._drain.stop()
         self._chat.close()  # first: the intake waits for what it renders
-        self._intake.stop()
+        self._tokenize_pool.stop()
         self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
         if self._group is not None:
             self._group.leave()
         self._status.stop()
-        self._page.close()
-        self._streams.stop("the model is being unloaded")
+        self._registry_entry.close()
+        self._output_processor.stop("the model is being unloaded")
         self._metrics.stop()
         # Response senders reach into the stub when they are collected: that must happen now, not at
         # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.

@@ -20,6 +20,7 @@ __all__ = [
     "GenerationRequest",
     "Message",
     "RequestOptions",
+    "SamplingOptions",
     "chat_of",
     "check_one_prompt",
     "checked_ids",
@@ -30,16 +31,6 @@ _MAX_TIMEOUT = 1e9  # seconds; ten times as many would overflow gRPC's nanosecon
 
 Message = Mapping[str, Any]
 
-# Sent as `sampling_parameters` under vLLM's names; the server validates them.
-_SAMPLING = {
-    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids"),
-    *("include_stop_str_in_output", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "skip_special_tokens"),
-    *("truncate_prompt_tokens", "structured_outputs"),
-}
-
-# Options of the chat template, sent along with the messages.
-_CHAT = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _TEXTS = {"model", "request_id", "tenant", "cache_salt", "routing_key"}
 
 
@@ -60,33 +51,9 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool | str
 
 
-class RequestOptions(ChatOptions, total=False):
-    """Keyword arguments of `generate` and `stream`, sampling parameters first.
-
-    Options that are not given are not sent, so the server's defaults apply (`max_tokens` 16, temperature 1).
-
-    Beyond sampling:
-        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see `ChatOptions`.
-        json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
-            for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
-        extra_parameters: further sampling parameters of a newer server, by their wire names.
-        model: overrides the client's.
-        request_id: appears in the server's traces; generated if not given.
-        request_priority: lower values are served first.
-        tenant: the account that the request is charged to.
-        cache_salt: restricts prefix cache hits to requests with the same salt.
-        routing_key: tells requests apart that begin alike, for a client with `routing`: the name of a conversation
-            keeps it on one server.  It is not sent.
-        timeout: seconds, after which the server ends the stream with a deadline error and retries
-            stop.  None removes the client's default.
-        one_response: return the whole output in one response: fewer messages, but no TTFT.
-        return_token_ids: False saves bytes if only text is needed.
-        return_cumulative_logprob: makes the server compute log probabilities for every token.
-        return_num_cached_tokens: makes `Usage.cached_tokens` known.
-        resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
-            what comes after it.  For n > 1 one list per sequence, None for one that has ended.
-        resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
-    """
+class SamplingOptions(TypedDict, total=False):
+    """Sampling parameters under vLLM's names.  The server validates them, and its defaults apply to those that are not
+    given (`max_tokens` 16, temperature 1)."""
 
     max_tokens: int
     min_tokens: int
@@ -111,6 +78,35 @@ class RequestOptions(ChatOptions, total=False):
     skip_special_tokens: bool
     truncate_prompt_tokens: int
     structured_outputs: Mapping[str, Any]
+
+
+class RequestOptions(SamplingOptions, ChatOptions, total=False):
+    """Keyword arguments of `generate` and `stream`.  Options that are not given are not sent.
+
+    Attributes:
+        max_tokens ... structured_outputs: see `SamplingOptions`.
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see `ChatOptions`.
+        json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
+            for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
+        extra_parameters: further sampling parameters of a newer server, by their wire names.
+        model: overrides the client's.
+        request_id: appears in the server's traces; generated if not given.
+        request_priority: lower values are served first.
+        tenant: the account that the request is charged to.
+        cache_salt: restricts prefix cache hits to requests with the same salt.
+        routing_key: tells requests apart that begin alike, for a client with `routing`: the name of a conversation
+            keeps it on one server.  It is not sent.
+        timeout: seconds, after which the server ends the stream with a deadline error and retries
+            stop.  None removes the client's default.
+        one_response: return the whole output in one response: fewer messages, but no TTFT.
+        return_token_ids: False saves bytes if only text is needed.
+        return_cumulative_logprob: makes the server compute log probabilities for every token.
+        return_num_cached_tokens: makes `Usage.cached_tokens` known.
+        resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
+            what comes after it.  For n > 1 one list per sequence, None for one that has ended.
+        resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
+    """
+
     json_schema: Any
     extra_parameters: Mapping[str, Any]
     model: str
@@ -126,6 +122,10 @@ class RequestOptions(ChatOptions, total=False):
     return_num_cached_tokens: bool
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
+
+
+# Sent as `sampling_parameters`, and along with the messages.
+_SAMPLING, _CHAT = tuple(SamplingOptions.__annotations__), tuple(ChatOptions.__annotations__)
 
 
 @dataclass(frozen=True)

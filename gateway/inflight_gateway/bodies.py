@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from inflight_client.request import SamplingOptions
 from inflight_gateway.errors import APIError, invalid
 from inflight_gateway.options import GatewayOptions
 
@@ -87,13 +88,8 @@ class SamplingBody(Body, kw_only=True):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
 
-# Fields of `SamplingBody` that `AsyncClient.stream` takes under the same name.
-_SAME = (
-    *("max_tokens", "n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "truncate_prompt_tokens"),
-    *("structured_outputs", "prompt_logprobs", "cache_salt"),
-)
+# Fields that the client's options have under the same name.
+_SAME = (*(name for name in SamplingBody.__struct_fields__ if name in SamplingOptions.__annotations__), "cache_salt")
 
 
 def sampling_options(body: SamplingBody) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from loadtest.soak.cases import BAD_REQUESTS, Answer, Case, answer_of, matches
 __all__ = ["Traffic"]
 
 _END_SECONDS = 60.0  # within which every request must end
-_MAX_PROBLEMS = 5  # of those that begin alike; all are counted
+_MAX_PROBLEMS = 5  # reported of problems that begin alike; all are counted
 _SHED = "the queue is too long for the request's deadline"
 
 # What a client does with its requests, and how often.

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
@@ -54,7 +55,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_request(llm):
     kept = llm.generate(PROMPTS[0], greedy(40, ignore_eos=True, stop=[stop], include_stop_str_in_output=True))
     assert kept[0].outputs[0].text == free[: free.index(stop)] + stop
     assert not llm.core.has_work
-    llm.core.check_integrity()
+    check_core(llm.core)
 
 
 def test_stream_yields_growing_text_and_aborts_when_closed(llm):
@@ -65,7 +66,7 @@ def test_stream_yields_growing_text_and_aborts_when_closed(llm):
     assert other.outputs[0].finish_reason == "length"
     stream.close()
     assert not llm.core.has_work
-    llm.core.check_integrity()
+    check_core(llm.core)
 
 
 def test_n_logprobs_and_defaults(llm):
@@ -110,7 +111,7 @@ def test_an_invalid_request_raises_and_leaves_nothing_behind(llm, prompts, param
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
     assert not llm.core.has_work
-    llm.core.check_integrity()
+    check_core(llm.core)
 
 
 class EngineStub:

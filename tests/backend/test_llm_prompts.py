@@ -16,8 +16,9 @@ from inflight import LLM, SamplingParams
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import RequestParser, WireRequest
+from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.generation_config import generation_defaults
+from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 from inflight.hub import CheckpointFileError, checkpoint_file
 

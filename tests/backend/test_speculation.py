@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from inflight import LLM, SamplingParams
 from inflight.config import ConfigError
 from inflight.engine.drafting.draft_cost import DraftPrices
+from inflight.engine.integrity import check_core, check_draft_model
 from inflight.grammars.spec import GrammarSpec
 from inflight.loading.errors import LoadError
 
@@ -74,7 +75,7 @@ def without() -> list[Any]:
 
 def answers(llm: LLM) -> list[Any]:
     found = llm.generate([prompt for prompt, _ in ALL], [params for _, params in ALL])
-    llm.core.check_integrity()
+    check_core(llm.core)
     return [(result.prompt_logprobs, result.outputs) for result in found]
 
 
@@ -124,8 +125,8 @@ def test_the_answers_are_those_without_drafts(
     else:
         assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
     if "model" in config:
-        forced: Any = llm.core.scheduler.policies.drafter
-        forced._inner._guesser._model.check_integrity()
+        safe: Any = llm.core.scheduler.policies.drafter
+        check_draft_model(safe.inner._inner._guesser._model)
 
 
 def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

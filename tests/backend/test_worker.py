@@ -18,6 +18,8 @@ from engine_rig import Info, make_core
 
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
+from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -33,10 +35,9 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.pulse import Pulse
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
-from inflight.worker import _HANDLERS, _add, _answer, _serve
+from inflight.worker import _HANDLERS, Engine, _add, _answer, serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
@@ -177,7 +178,7 @@ def test_every_question_has_a_handler():
 
 
 def test_a_handler_that_fails_answers_with_the_error(monkeypatch):
-    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda core, question: core.missing)
+    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda engine, question: engine.missing)
     answer = _answer(None, Ask(3, DumpTrace()))  # type: ignore[arg-type]
     assert answer == Answer(3, error=("INTERNAL", "AttributeError: 'NoneType' object has no attribute 'missing'"))
 
@@ -199,7 +200,7 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     frontend = Frontend(0, Pipe())
     inbox.put((frontend, Joined()))
     inbox.put((frontend, AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))))
-    _serve(core, Frontends(core.live_ids, READY), inbox, Pulse(Pulse.create(8), 8))
+    serve(Engine(core, None), Frontends(core.live_ids, READY), inbox, Heartbeat(Heartbeat.create(8), 8))
     assert sent[0] == READY
     assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]
 
@@ -224,5 +225,5 @@ def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):
     ended = set()
     while core.has_work:
         ended |= {delta.request_id for delta in core.step().deltas if delta.finish_reason}
-        core.check_integrity()
+        check_core(core)
     assert ended == {1}

@@ -124,7 +124,7 @@ def engine_processes(server: TritonServer) -> list[int]:
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             engine = Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-engine"
-            if engine or b"keeper.py" in command:
+            if engine or b"shared_engine_daemon.py" in command:
                 found.append(pid)
     return found
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from inflight_tools.workload.slo import SLO
 from loadtest.__main__ import app
 from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
-from loadtest.charts import Series, chart, ticks
+from loadtest.charts import Series, chart
 from loadtest.monitor import gauges
 from loadtest.report import render
 
@@ -38,9 +38,9 @@ class _Page(HTMLParser):
 def test_page_is_self_contained(canned: dict[str, Any]) -> None:
     text = render(canned)
     page = _Page(text)
-    assert page.fetched == []
+    assert all(name.startswith("#") for name in page.fetched)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not re.search(r"https?://|@import|url\(", text)
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
 
 
 def test_page_has_both_colour_schemes_and_every_colour(canned: dict[str, Any]) -> None:
@@ -138,18 +138,12 @@ def test_gauges_are_read_for_the_model_under_load() -> None:
     assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": pytest.approx(0.6)}
 
 
-def test_charts_stay_inside_their_frame() -> None:
-    svg = chart("t", [Series("a", [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)], "inflight", "both")], "x", "y", log_x=True)
-    found = [tuple(map(float, pair.split(","))) for pair in re.findall(r"points='([^']*)'", svg)[0].split()]
-    assert all(0 <= x <= 560 and 0 <= y <= 300 for x, y in found)
+def test_a_chart_shows_its_series_and_no_markup_of_theirs() -> None:
+    points = [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)]
+    svg = chart("t", [Series("$a$", points, "inflight", "both"), Series("b", [], "baseline")], "x", "y", log_x=True)
+    assert "$a$</text>" in svg and "stroke: var(--inflight)" in svg and "--baseline" not in svg and "<style" not in svg
     assert chart("t", [Series("a", [], "inflight")], "x", "y") == ""
     assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "inflight")], "<script>", "y")
-
-
-@pytest.mark.parametrize("high", [0.004, 1.0, 7.3, 250.0, 12345.0])
-def test_ticks_are_round_and_few(high: float) -> None:
-    found = ticks(0, high)
-    assert 3 <= len(found) <= 8 and found[0] == 0 and found[-1] <= high
 
 
 def test_render_writes_the_page_again(canned: dict[str, Any], tmp_path: Path) -> None:

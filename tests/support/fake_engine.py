@@ -38,6 +38,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import (
     AbortRequest,
@@ -54,7 +55,6 @@ from inflight.engine.messages import (
     decode_to_engine,
     encode,
 )
-from inflight.engine.pulse import Pulse
 from inflight.engine.step import NewRow, SchedulerOutput
 
 VOCAB_SIZE = 2560
@@ -125,16 +125,16 @@ class FakeEngine:
 
     Args:
         owner: hears what concerns the process; the frontend, or a keeper.
-        slots: of the pulse, for this frontend's sequences.
+        slots: of the heartbeat, for this frontend's sequences.
     """
 
     def __init__(
-        self, connection: Connection, owner: Connection, slots: range, pulse: Pulse, leads: bool = True
+        self, connection: Connection, owner: Connection, slots: range, heartbeat: Heartbeat, leads: bool = True
     ) -> None:
         self.connection = connection
         self.owner = owner
         self.slots = slots
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.leads = leads
         self.running: list[FakeSequence] = []
 
@@ -183,7 +183,7 @@ class FakeEngine:
 
     def step(self) -> None:
         batch = list(self.running)
-        self.pulse.launched(
+        self.heartbeat.launched(
             SchedulerOutput(
                 num_tokens=len(batch),
                 preempted=list(self.slots),
@@ -219,16 +219,16 @@ class FakeEngine:
 
     def serve(self) -> None:
         while True:
-            self.pulse.beat(len(self.running))
+            self.heartbeat.beat(len(self.running))
             while not self.running or self.connection.poll(0):
                 if not self.connection.poll(1):
-                    self.pulse.beat(len(self.running))
+                    self.heartbeat.beat(len(self.running))
                 elif not self.take(decode_to_engine(self.connection.recv_bytes())):
                     return
             self.step()
 
 
-def serve_all(owner: Connection, ready: EngineReady, slots: int, pulse: Pulse) -> None:
+def serve_all(owner: Connection, ready: EngineReady, slots: int, heartbeat: Heartbeat) -> None:
     """Each frontend that the owner sends, in a thread of its own; the first one leads."""
     count = 0
     with socket.socket(fileno=os.dup(owner.fileno())) as pipe:
@@ -239,7 +239,7 @@ def serve_all(owner: Connection, ready: EngineReady, slots: int, pulse: Pulse) -
             share = slots // _MAX_FRONTENDS
             its_slots = range(count % _MAX_FRONTENDS * share, (count % _MAX_FRONTENDS + 1) * share)
             ready = msgspec.structs.replace(ready, leads=not count)
-            engine = FakeEngine(Connection(descriptors[0]), owner, its_slots, pulse, leads=not count)
+            engine = FakeEngine(Connection(descriptors[0]), owner, its_slots, heartbeat, leads=not count)
             threading.Thread(target=serve_one, args=(engine, ready), daemon=True).start()
             count += 1
 
@@ -253,7 +253,7 @@ def serve_one(engine: FakeEngine, ready: EngineReady) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--pulse-fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
     parser.add_argument("--spare", action="store_true")
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
@@ -275,11 +275,11 @@ def main() -> int:
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
         slots = config.max_num_seqs
-        pulse = Pulse(args.pulse_fd, slots)
+        heartbeat = Heartbeat(args.heartbeat_fd, slots)
         if args.shared:
-            serve_all(connection, ready, slots, pulse)
+            serve_all(connection, ready, slots, heartbeat)
         else:
-            FakeEngine(connection, connection, range(slots), pulse).serve()
+            FakeEngine(connection, connection, range(slots), heartbeat).serve()
     except (EOFError, OSError):
         return 0
     return 0

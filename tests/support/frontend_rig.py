@@ -14,8 +14,8 @@ import numpy as np
 
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.request.contract import ParsedRequest
-from inflight.frontend.request.resume import Ended
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.resume import SequenceEnd
 from inflight.frontend.text.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def make_request(
     prepend_text: str = "",
     timeout: float | None = None,
     cumulative_logprobs: list[float] | None = None,
-    ends: list[Ended | None] | None = None,
+    ends: list[SequenceEnd | None] | None = None,
     cumulative: bool = False,
     separate: bool = False,
     name: str = "",

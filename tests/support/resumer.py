@@ -12,10 +12,12 @@ import numpy as np
 from frontend_rig import RecordingClient, RecordingStats
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, SequenceDelta, StepMessage, StepStats
-from inflight.frontend.output.output_processor import Streams
-from inflight.frontend.request.contract import RequestParser, WireRequest
+from inflight.frontend.output.output_processor import OutputProcessor
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.text.tokenizer import Tokenizer
 
 FLAGS = ("return_token_ids", "return_finish_reason", "return_logprobs", "return_log_probs", "return_num_output_tokens")
@@ -61,7 +63,7 @@ class CoreEngine(SteppedEngine):
 
     def stop(self, request_id: int, index: int | None) -> None:
         self.core.abort(request_id, index)
-        self.core.check_integrity()
+        check_core(self.core)
 
     def step(self) -> StepMessage | None:
         return self.core.step() if self.core.has_work else None
@@ -157,7 +159,7 @@ def receive(
 ) -> None:
     """Send a request and take its responses into `into`; stop listening after `num_steps` steps of the engine."""
     errors: list[str] = []
-    streams = Streams(tokenizer, engine, RecordingStats(), errors.append, interval=interval)
+    streams = OutputProcessor(tokenizer, engine, RecordingStats(), errors.append, interval=interval)
     streams.start()
     client = RecordingClient()
     flags = {name: np.array([True]) for name in FLAGS}

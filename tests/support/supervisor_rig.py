@@ -16,7 +16,7 @@ from inflight.engine.messages import DumpTrace
 from inflight.frontend.engine_client.restart_policy import RestartPolicy
 from inflight.frontend.engine_client.shared_engine import EngineGroup
 from inflight.frontend.engine_client.supervisor import Supervisor
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.output_processor import OutputProcessor
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("the list of names")
@@ -62,8 +62,8 @@ class SupervisorRig:
     def start(self) -> SupervisorRig:
         self.ready = self.supervisor.start()
         number = 0 if self.group is None else self.group.number
-        self.streams = Streams(
-            TOKENIZER, self.supervisor, self.stats, self.lines.append, sweep_seconds=0.01, number=number
+        self.streams = OutputProcessor(
+            TOKENIZER, self.supervisor, self.stats, self.lines.append, check_seconds=0.01, number=number
         )
         self.streams.start()
         self.supervisor.connect(self.streams)

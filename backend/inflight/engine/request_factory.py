@@ -11,8 +11,8 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.rope_scaling import RopeChoice
+from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.grammars.base import Grammars
-from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -85,23 +85,12 @@ def make_sequences(
             cache_salt=salt,
             caches_blocks=caches_prefixes or params.n > 1,
             seed=sequence_seed(params.seed or 0, index),
-            stop_ids=_stop_ids(message, info),
-            max_total_tokens=_max_total_tokens(message, info),
+            stop_ids=stop_ids(message.params, info.eos_token_ids),
+            max_total_tokens=max_total_tokens(message.params, len(message.prompt_token_ids), info.max_model_len),
             status=Status.FINISHED if output is None else Status.WAITING,
         )
         for index, output in enumerate(outputs)
     ]
-
-
-def _stop_ids(message: AddRequest, info: ModelInfo) -> frozenset[int]:
-    params = message.params
-    ignores_eos = params.ignore_eos and params.grammar is None  # with a grammar it is masked while there is a choice
-    return frozenset(params.stop_token_ids).union(() if ignores_eos else info.eos_token_ids)
-
-
-def _max_total_tokens(message: AddRequest, info: ModelInfo) -> int:
-    """Tokens of the prompt and of the longest output, of each of the n sequences."""
-    return min(len(message.prompt_token_ids) + message.params.max_tokens, info.max_model_len)
 
 
 def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
@@ -115,9 +104,9 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
         )
     _check_ids("input_ids", message.prompt_token_ids, info)
     message.params.validate(vocab_size=info.vocab_size)
-    if message.params.grammar is not None:
-        _start_grammar(message.params.grammar, info.grammars)
-    total = _max_total_tokens(message, info)
+    if message.params.grammar is not None and info.grammars is None:
+        raise ValueError("structured output is not supported by this engine")
+    total = max_total_tokens(message.params, num_tokens, info.max_model_len)
     if message.output_token_ids:
         _check_outputs(message, info, total - num_tokens)
     need = pool.blocks_for(total)
@@ -127,13 +116,6 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
             f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
             "or the prompt, or raise kv_cache_memory"
         )
-
-
-def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
-    """Compile it while the request waits; admission asks for the outcome."""
-    if grammars is None:
-        raise ValueError("structured output is not supported by this engine")
-    grammars.start(spec)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:
@@ -159,7 +141,7 @@ def _check_outputs(message: AddRequest, info: ModelInfo, limit: int) -> None:
                 f"output_token_ids: sequence {index} has {len(output)} tokens already, and max_tokens and "
                 f"max_model_len allow {limit}; give null for a sequence that has ended"
             )
-        if output[-1] in _stop_ids(message, info):
+        if output[-1] in stop_ids(message.params, info.eos_token_ids):
             raise ValueError(
                 f"output_token_ids: sequence {index} ended with stop token {output[-1]}; give null for a sequence "
                 "that has ended"

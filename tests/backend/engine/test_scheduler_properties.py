@@ -7,6 +7,7 @@ from engine_rig import Info, add, collect, expected_output, make_core, run_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.integrity import check_core
 from inflight.engine.sampling_params import SamplingParams
 
 prompts = st.lists(st.integers(0, 5), min_size=1, max_size=40)  # few distinct ids: prefixes collide often
@@ -95,7 +96,7 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
     def abort(victim: int, index: int | None) -> None:
         if index is None or (victim, index) in outputs:  # one that has no output yet has no stop string either
             core.abort(victim, index)
-            core.check_integrity()
+            check_core(core)
             aborted.update((victim, one) for one in (range(9) if index is None else [index]))
 
     for request_id, arrival in enumerate(load["arrivals"]):

@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.integrity import check_core
 from inflight_tools.cli import app
 from inflight_tools.simulator.calibrate import calibrate, load_engine
 from inflight_tools.simulator.check import compare
@@ -36,7 +37,7 @@ def test_costs_are_measured_and_predict_a_run(checkpoint):
     profile = calibrate(core, "tiny", 0.0, lines.append)
     assert len(lines) == 3
     assert core.scheduler.policies.budget is budget
-    core.check_integrity()
+    check_core(core)
     assert (profile.name, profile.checkpoint, profile.num_blocks) == ("tiny", "llama", core.info.num_blocks)
     assert profile.options["max_num_seqs"] == 6
     assert profile.fit.batches > 30
@@ -44,7 +45,7 @@ def test_costs_are_measured_and_predict_a_run(checkpoint):
     predicted, measured = compare(core, profile, Load("uniform", requests=8, context=200), users=4)
     assert predicted.tokens == measured.tokens == 8 * 64
     assert min(predicted.seconds, measured.seconds, predicted.itl.p99, measured.ttft.p50) > 0
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_pool_too_small_to_measure_is_rejected(checkpoint):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.frontend.chat.messages import ChatTemplateError
-from inflight.frontend.chat.render_client import TemplateProcess
+from inflight.frontend.chat.chat_messages import ChatTemplateError
+from inflight.frontend.chat.render_client import RenderClient
 from inflight.frontend.text.tokenizer import TokenizerError, read_text
 from inflight.hub import checkpoint_file
 
@@ -44,9 +44,7 @@ class ChatTemplate:
         self._required = required
         self.text = text_with_tools or text
         self._process = (
-            None
-            if text is None
-            else TemplateProcess(text, special_tokens or {}, seconds, text_with_tools=text_with_tools)
+            None if text is None else RenderClient(text, special_tokens or {}, seconds, text_with_tools=text_with_tools)
         )
         if self._process is not None:
             self._process.start()

@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from inflight.frontend.chat.messages import ChatTemplateError
+from inflight.frontend.chat.chat_messages import ChatTemplateError
 from inflight.frontend.chat.render_worker import ERROR, MAX_TEXT_BYTES
 from inflight.frontend.engine_client.engine_process import module_command
 
-__all__ = ["TemplateProcess"]
+__all__ = ["RenderClient"]
 
 _START_SECONDS = 60.0  # for Python to start, on a machine that has other things to do
 _EXIT_SECONDS = 2.0
@@ -31,7 +31,7 @@ _ATTEMPTS = 2
 _HIDDEN = "INFLIGHT_ADMIN_KEY"
 
 
-class TemplateProcess:
+class RenderClient:
     """Starts the process, asks it, and starts another one when it is gone.  Threads may share it; they take turns.
 
     Args:
@@ -83,7 +83,7 @@ class TemplateProcess:
         """Prompt text for the JSON of a chat.
 
         Raises:
-            ChatTemplateError: as `Template.render`, or the template takes too long or needs too much memory.
+            ChatTemplateError: as `TemplateRenderer.render`, or the template takes too long or needs too much memory.
         """
         with self._turn:
             for _ in range(_ATTEMPTS):

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 
-from inflight.frontend.chat.messages import ChatTemplateError
-from inflight.frontend.chat.renderer import Template
+from inflight.frontend.chat.chat_messages import ChatTemplateError
+from inflight.frontend.chat.renderer import TemplateRenderer
 
 __all__ = ["ERROR", "MAX_TEXT_BYTES", "TEXT", "main"]
 
@@ -43,10 +43,10 @@ def main() -> None:
         settings = json.loads(connection.recv_bytes())
         _limit_memory(settings["bytes"])
         limits = _Limits(settings["seconds"], settings["bytes"])
-        made: list[Template] = []
+        made: list[TemplateRenderer] = []
 
         def make() -> bytes:
-            made.append(Template(settings["text"], settings["special_tokens"], settings["text_with_tools"]))
+            made.append(TemplateRenderer(settings["text"], settings["special_tokens"], settings["text_with_tools"]))
             return b""
 
         answer = limits.run(make)

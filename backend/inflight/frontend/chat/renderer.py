@@ -19,9 +19,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from inflight.frontend.chat.messages import Chat, ChatTemplateError, read_chat
+from inflight.frontend.chat.chat_messages import Chat, ChatTemplateError, read_chat
 
-__all__ = ["ChatTemplateError", "Template"]
+__all__ = ["ChatTemplateError", "TemplateRenderer"]
 
 # Names under which messages carry a model's reasoning.  Templates read the first; gpt-oss's read the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -61,7 +61,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class Template:
+class TemplateRenderer:
     """A compiled chat template.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineReady, ToFrontend
-from inflight.engine.pulse import Pulse
 
 __all__ = ["EngineHandle"]
 
@@ -18,7 +18,7 @@ class EngineHandle(Protocol):
     def pid(self) -> int: ...
 
     @property
-    def pulse(self) -> Pulse: ...
+    def heartbeat(self) -> Heartbeat: ...
 
     def wait_ready(self, timeout: float) -> EngineReady:
         """Block until the checkpoint is loaded; raises EngineStartError if it never will be."""

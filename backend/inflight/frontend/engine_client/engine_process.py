@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
@@ -27,7 +28,6 @@ from inflight.engine.messages import (
     decode_to_frontend,
     encode,
 )
-from inflight.engine.pulse import Pulse
 from inflight.frontend.engine_client.engine_handle import EngineHandle
 
 __all__ = [
@@ -112,7 +112,7 @@ class EngineProcess:
 
     Attributes:
         failure: what the engine process reported before it exited, or why it was killed.
-        pulse: in which it shows that it is alive, and what it runs.
+        heartbeat: in which it shows that it is alive, and what it runs.
 
     Raises:
         EngineStartError: the program cannot be run.
@@ -126,11 +126,11 @@ class EngineProcess:
                 f"cannot start the engine process: {command[0]!r} not found; fix python_executable in model.json"
             )
         ours, theirs = socket.socketpair()
-        page = Pulse.create(config.max_num_seqs)
+        page = Heartbeat.create(config.max_num_seqs)
         wrapper = [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*wrapper, *command, "--fd", str(theirs.fileno()), "--pulse-fd", str(page), *["--spare"] * spare],
+                [*wrapper, *command, "--fd", str(theirs.fileno()), "--heartbeat-fd", str(page), *["--spare"] * spare],
                 pass_fds=[theirs.fileno(), page],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
@@ -140,7 +140,7 @@ class EngineProcess:
             raise EngineStartError(f"cannot start the engine process: {error}") from None
         finally:
             theirs.close()
-            self.pulse = Pulse(page, config.max_num_seqs)
+            self.heartbeat = Heartbeat(page, config.max_num_seqs)
             os.close(page)
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))

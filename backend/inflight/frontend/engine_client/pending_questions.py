@@ -11,10 +11,10 @@ from typing import Any
 from inflight.engine.messages import Answer, Ask, Question, encode
 from inflight.frontend.errors import RequestError
 
-__all__ = ["Questions"]
+__all__ = ["PendingQuestions"]
 
 
-class Questions:
+class PendingQuestions:
     """Each question is queued, then sent, then answered; it is forgotten when its future is done.
 
     Any thread may call anything.  Futures are resolved in the calling thread, outside of the lock;

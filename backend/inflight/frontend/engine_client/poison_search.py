@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Suspects"]
+__all__ = ["PoisonSearch"]
 
 
-class Suspects:
+class PoisonSearch:
     """The requests of a frontend that must be replayed, by id.
 
     Args:

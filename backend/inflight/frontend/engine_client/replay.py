@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from inflight.engine.messages import AddRequest, StepMessage
-from inflight.frontend.engine_client.poison_search import Suspects
+from inflight.frontend.engine_client.poison_search import PoisonSearch
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.request_state import OpenStream
+from inflight.frontend.output.request_state import RequestState
 
-__all__ = ["Replay", "Resubmits"]
+__all__ = ["Replay", "Resubmitter"]
 
 
-class Resubmits(Protocol):
+class Resubmitter(Protocol):
     """The supervisor, as far as replays need it."""
 
     def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
@@ -31,13 +31,13 @@ class Replay:
         streams: the open streams by id; owned by the sender thread.
         fail: ends a stream with an error of a kind of `metric_specs.ENDINGS`.
         count: takes the number of requests that are given to another engine.
-        max_replays: see `Suspects`.
+        max_replays: see `PoisonSearch`.
     """
 
     def __init__(
         self,
-        engine: Resubmits,
-        streams: Mapping[int, OpenStream],
+        engine: Resubmitter,
+        streams: Mapping[int, RequestState],
         fail: Callable[[int, RequestError, str], None],
         count: Callable[[int], None],
         max_replays: int,
@@ -47,7 +47,7 @@ class Replay:
         self._fail = fail
         self._count = count
         self._max_replays = max_replays
-        self._suspects = Suspects(max_replays)
+        self._poison_search = PoisonSearch(max_replays)
 
     def engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
         """An engine died; every delta that it had sent has been taken.
@@ -65,7 +65,7 @@ class Replay:
             elif stream.request_id in ran:
                 suspects[stream.request_id] = _running(stream, ran[stream.request_id])
         suspects = {request_id: indices for request_id, indices in suspects.items() if indices}
-        guilty = self._suspects.engine_down([stream.request_id for stream in streams], suspects)
+        guilty = self._poison_search.engine_down([stream.request_id for stream in streams], suspects)
         for request_id, deaths in guilty.items():
             times = "" if deaths == 1 else f", {deaths} times in a row"
             text = (
@@ -77,38 +77,38 @@ class Replay:
 
     def took(self, message: StepMessage) -> None:
         """Tokens came; call it for every step."""
-        if not self._suspects.active:
+        if not self._poison_search.active:
             return
         for delta in message.deltas:
             if delta.token_ids:
-                self._suspects.got_token(delta.request_id, delta.index)
+                self._poison_search.got_token(delta.request_id, delta.index)
         self.submit_due()
 
     def again(self, request: AddRequest) -> None:
         """Give a request to the engine that has dropped it since, for another reason than a death."""
-        self._engine.resubmit([request], self._suspects.holds_new, settled=not self._suspects.active)
+        self._engine.resubmit([request], self._poison_search.holds_new, settled=not self._poison_search.active)
 
     def ended(self, request_id: int) -> None:
         """A stream was closed."""
-        if self._suspects.active:
-            self._suspects.ended(request_id)
+        if self._poison_search.active:
+            self._poison_search.ended(request_id)
             self.submit_due()
 
     def submit_due(self) -> None:
         requests: list[AddRequest] = []
-        while due := self._suspects.due():
+        while due := self._poison_search.due():
             for request_id in due:
                 stream = self._streams.get(request_id)
                 request = stream.rest() if stream is not None and not stream.dropped else None
                 if request is None:  # its end is on the way
-                    self._suspects.ended(request_id)
+                    self._poison_search.ended(request_id)
                 else:
                     requests.append(request)
         self._count(len(requests))
-        self._engine.resubmit(requests, self._suspects.holds_new, settled=not self._suspects.active)
+        self._engine.resubmit(requests, self._poison_search.holds_new, settled=not self._poison_search.active)
 
 
-def _running(stream: OpenStream, indices: set[int]) -> set[int]:
+def _running(stream: RequestState, indices: set[int]) -> set[int]:
     """Those of its sequences that have not ended since; without any, the one that is the first to run."""
     unfinished = stream.unfinished
     return indices.intersection(unfinished) if indices else set(unfinished[:1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RestartPolicy", "Restarts"]
+__all__ = ["RestartHistory", "RestartPolicy"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RestartPolicy:
         return min(self.longest_delay, self.first_delay * 2 ** min(failures - 2, 30)) if failures > 1 else 0.0
 
 
-class Restarts:
+class RestartHistory:
     """What became of the engine processes so far."""
 
     def __init__(self, policy: RestartPolicy) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from inflight.engine.messages import AbortRequest, AddRequest, encode
 
-__all__ = ["Outbox"]
+__all__ = ["SendBuffer"]
 
 
-class Outbox:
+class SendBuffer:
     """Frames for one engine process after another.  Not thread-safe: the supervisor's lock guards it.
 
         add ----> new ------------+

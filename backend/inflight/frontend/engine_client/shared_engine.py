@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
-from inflight.engine.pulse import Pulse
 from inflight.frontend.engine_client import shared_engine_daemon as keeper
 from inflight.frontend.engine_client.device_placement import num_sharing
 from inflight.frontend.engine_client.engine_process import (
@@ -130,7 +130,7 @@ class EngineGroup:
         self._process: subprocess.Popen[bytes] | None = None  # the keeper, if it is our child
         self._changed = threading.Condition()  # guards all below
         self._keeper: socket.socket | None = None
-        self._grant: tuple[int, int, socket.socket, Pulse] | str | None = None
+        self._grant: tuple[int, int, socket.socket, Heartbeat] | str | None = None
         self._turn = True  # at the engine process that was granted last
         self._on_turn: Callable[[bool], None] = lambda ours: None
         self._ended: dict[int, _Ended] = {}
@@ -262,7 +262,7 @@ class EngineGroup:
         self._number = reply["number"]
         with self._changed:
             self._keeper, self._ended = end, {}
-        threading.Thread(target=self._listen, args=(end,), name="keeper", daemon=True).start()
+        threading.Thread(target=self._listen, args=(end,), name="shared-engine", daemon=True).start()
         return True
 
     def _found(self, index: int) -> socket.socket | None:
@@ -281,7 +281,7 @@ class EngineGroup:
                 "command": self._command,
                 "wrapper": [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT],
                 "config": base64.b64encode(encode(self._config)).decode(),
-                "pulse_bytes": Pulse.size(self._config.max_num_seqs),
+                "heartbeat_bytes": Heartbeat.size(self._config.max_num_seqs),
                 "turn_seconds": self._turn_seconds,
             }
             with theirs:
@@ -326,9 +326,9 @@ class EngineGroup:
     def _take(self, packet: dict[str, Any], descriptors: Sequence[int]) -> None:
         if packet["op"] == "engine":
             pipe, page = descriptors
-            pulse = Pulse(page, self._config.max_num_seqs)
+            heartbeat = Heartbeat(page, self._config.max_num_seqs)
             os.close(page)
-            self._grant = packet["engine"], packet["pid"], socket.socket(fileno=pipe), pulse
+            self._grant = packet["engine"], packet["pid"], socket.socket(fileno=pipe), heartbeat
             self._turn = packet["turn"]
         elif packet["op"] == "turn":
             self._turn = packet["turn"]
@@ -349,11 +349,11 @@ class SharedEngine:
         number: of the engine process in its group.
         pid: its process id.
         pipe: to it, for this stub alone.
-        pulse: in which it shows that it is alive, and what it runs.
+        heartbeat: in which it shows that it is alive, and what it runs.
     """
 
-    def __init__(self, group: EngineGroup, number: int, pid: int, pipe: socket.socket, pulse: Pulse) -> None:
-        self._group, self._number, self.pid, self.pulse = group, number, pid, pulse
+    def __init__(self, group: EngineGroup, number: int, pid: int, pipe: socket.socket, heartbeat: Heartbeat) -> None:
+        self._group, self._number, self.pid, self.heartbeat = group, number, pid, heartbeat
         self._socket = pipe
         self._connection = Connection(os.dup(pipe.fileno()))
         self._sending = threading.Lock()  # a closed descriptor's number may be reused
@@ -377,7 +377,7 @@ class SharedEngine:
         ended = None if self._stopped else self._group.wait_ended(self._number, _END_SECONDS)
         if ended is not None and ended.failure is not None:
             raise EngineStartError(ended.failure.message, ended.failure.fatal)
-        if self.pulse.beats or self.pulse.ran():
+        if self.heartbeat.beats or self.heartbeat.ran():
             raise EngineStartError(f"the engine process died ({self.exit_text()})", lost=True)
         raise EngineStartError(f"the engine process exited while loading the model ({self.exit_text()})")
 

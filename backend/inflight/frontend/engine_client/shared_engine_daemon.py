@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MAX_PACKET", "Keeper", "main", "peer_uid"]
+__all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
 
 MAX_PACKET = 150_000
 _EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
@@ -68,7 +68,7 @@ class _Engine:
 
     Attributes:
         number: counts them, from 1.
-        pulse: descriptor of the memory in which it shows that it is alive.
+        heartbeat: descriptor of the memory in which it shows that it is alive.
         loading: it has not said anything yet, and reads nothing.
         last_words: its last frame, if that came whole.
         killed: why the keeper killed it.
@@ -77,7 +77,7 @@ class _Engine:
     number: int
     process: subprocess.Popen[bytes]
     pipe: socket.socket
-    pulse: int
+    heartbeat: int
     loading: bool = True
     last_words: bytes = b""
     killed: str | None = None
@@ -105,7 +105,7 @@ class _Engine:
         self.process.kill()
 
 
-class Keeper:
+class SharedEngineDaemon:
     """Serves the stubs of one group until the last one has left.
 
     Args:
@@ -114,7 +114,7 @@ class Keeper:
         command: of the engine process without `--shared --fd N`.
         wrapper: a command that ties the one behind it to its parent, whose pid goes between them.
         config: the engine's first frame.
-        pulse_bytes: of the memory in which it shows that it is alive (`engine/pulse.py`).
+        heartbeat_bytes: of the memory in which it shows that it is alive (`engine/heartbeat.py`).
         turn_seconds: that a stub has after a death to try its requests again, alone.
     """
 
@@ -125,12 +125,12 @@ class Keeper:
         command: list[str],
         wrapper: list[str],
         config: bytes,
-        pulse_bytes: int,
+        heartbeat_bytes: int,
         turn_seconds: float,
     ) -> None:
         self._listener = listener
         self._command, self._wrapper, self._config = command, wrapper, config
-        self._pulse_bytes = pulse_bytes
+        self._heartbeat_bytes = heartbeat_bytes
         self._selector = selectors.DefaultSelector()
         self._members: list[_Member] = []
         self._instances: set[str] = set()  # names of all that have ever joined
@@ -276,23 +276,23 @@ class Keeper:
                 "pid": engine.process.pid,
                 "turn": self._has_turn(member),
             }
-            self._send(member, packet, theirs.fileno(), engine.pulse)
+            self._send(member, packet, theirs.fileno(), engine.heartbeat)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            pulse = os.memfd_create("inflight-pulse")
-            os.ftruncate(pulse, self._pulse_bytes)
-            options = ["--shared", "--fd", str(theirs.fileno()), "--pulse-fd", str(pulse)]
+            heartbeat = os.memfd_create("inflight-heartbeat")
+            os.ftruncate(heartbeat, self._heartbeat_bytes)
+            options = ["--shared", "--fd", str(theirs.fileno()), "--heartbeat-fd", str(heartbeat)]
             command = [*self._wrapper, str(os.getpid()), *self._command, *options]
             try:
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno(), pulse], stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno(), heartbeat], stdin=subprocess.DEVNULL)
             except OSError:
                 ours.close()
-                os.close(pulse)
+                os.close(heartbeat)
                 raise
         self._num_engines += 1
-        self._engine = _Engine(self._num_engines, process, ours, pulse)
+        self._engine = _Engine(self._num_engines, process, ours, heartbeat)
         self._selector.register(ours, selectors.EVENT_READ, self._listen)
         with contextlib.suppress(OSError):  # it died at once, and `_reap` says how
             ours.sendall(struct.pack("!i", len(self._config)) + self._config)
@@ -324,7 +324,7 @@ class Keeper:
         if engine.pipe in self._selector.get_map():
             self._selector.unregister(engine.pipe)
         engine.pipe.close()
-        os.close(engine.pulse)
+        os.close(engine.heartbeat)
         words = base64.b64encode(engine.last_words).decode() if len(engine.last_words) < MAX_PACKET // 2 else ""
         packet = {
             "op": "ended",
@@ -373,13 +373,13 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # what is ignored would be ignored by the engine process, too
     orders = json.load(sys.stdin)
-    keeper = Keeper(
+    keeper = SharedEngineDaemon(
         socket.socket(fileno=args.listen),
         socket.socket(fileno=args.member),
         orders["command"],
         orders["wrapper"],
         base64.b64decode(orders["config"]),
-        orders["pulse_bytes"],
+        orders["heartbeat_bytes"],
         orders["turn_seconds"],
     )
     keeper.run()

@@ -27,9 +27,9 @@ from inflight.engine.messages import (
 )
 from inflight.frontend.engine_client.engine_handle import EngineHandle
 from inflight.frontend.engine_client.engine_process import EngineLauncher, EngineStartError, engine_command
-from inflight.frontend.engine_client.pending_questions import Questions
-from inflight.frontend.engine_client.restart_policy import RestartPolicy, Restarts
-from inflight.frontend.engine_client.send_buffer import Outbox
+from inflight.frontend.engine_client.pending_questions import PendingQuestions
+from inflight.frontend.engine_client.restart_policy import RestartHistory, RestartPolicy
+from inflight.frontend.engine_client.send_buffer import SendBuffer
 from inflight.frontend.engine_client.watchdog import Watchdog
 from inflight.frontend.errors import RequestError
 
@@ -90,7 +90,7 @@ class Supervisor:
         self._launcher = EngineLauncher(config, command or engine_command(config), env or {}, launch)
         self._ended = threading.Event()  # no process is left that the watch thread started
         self._watchdog = Watchdog(config.engine_timeout)
-        self._restarts = Restarts(restart or RestartPolicy())  # of the supervisor's thread
+        self._restarts = RestartHistory(restart or RestartPolicy())  # of the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
         self._engine_process: EngineHandle | None = None
@@ -101,8 +101,8 @@ class Supervisor:
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
         self._retry_after = 1.0  # seconds, of whoever is refused
-        self._outbox = Outbox()
-        self._questions = Questions()
+        self._send_buffer = SendBuffer()
+        self._questions = PendingQuestions()
         self._threads = [
             threading.Thread(target=self._run, name="supervisor", daemon=True),
             threading.Thread(target=self._write_loop, name="engine-writer", daemon=True),
@@ -143,7 +143,7 @@ class Supervisor:
         """
         with self._changed:
             self._check_open(request.params.n)
-            self._outbox.add(request)
+            self._send_buffer.add(request)
             self._changed.notify_all()
 
     def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
@@ -154,7 +154,7 @@ class Supervisor:
             settled: those that may be the cause have run again, or there was none.
         """
         with self._changed:
-            self._outbox.resubmit(requests, hold_new)
+            self._send_buffer.resubmit(requests, hold_new)
             ends_turn, self._settled = settled and not self._settled, settled
             engine_process = self._engine_process
             self._changed.notify_all()
@@ -189,8 +189,8 @@ class Supervisor:
         if self._refusal is not None:
             raise RequestError("UNAVAILABLE", self._refusal, self._retry_after)
         limit = self._config.max_queue_size
-        queued = self._outbox.num_new + self._questions.num_queued
-        waits = not self._up or self._outbox.holds_new
+        queued = self._send_buffer.num_new + self._questions.num_queued
+        waits = not self._up or self._send_buffer.holds_new
         if limit and waits and queued + count > limit:
             raise RequestError(
                 "UNAVAILABLE",
@@ -200,13 +200,13 @@ class Supervisor:
     def abort(self, request_id: int, index: int | None = None) -> None:
         """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
         with self._changed:
-            self._outbox.abort(request_id, index)
+            self._send_buffer.abort(request_id, index)
             self._changed.notify_all()
 
     def release(self, request_id: int) -> None:
         """Forget a request that ended by itself."""
         with self._changed:
-            self._outbox.in_engine.discard(request_id)
+            self._send_buffer.in_engine.discard(request_id)
 
     @property
     def can_serve(self) -> bool:
@@ -289,7 +289,7 @@ class Supervisor:
 
     def _set_turn(self, ours: bool) -> None:
         with self._changed:
-            self._outbox.paused = not ours
+            self._send_buffer.paused = not ours
             self._changed.notify_all()
 
     def _read(self, engine_process: EngineHandle) -> bool:
@@ -319,7 +319,7 @@ class Supervisor:
         with self._changed:
             self._up = False
             self._engine_process = None
-            victims, in_turn = self._outbox.engine_down(), not self._outbox.paused
+            victims, in_turn = self._send_buffer.engine_down(), not self._send_buffer.paused
             stopping, self._settled = self._stopping, False
         cause = engine_process.exit_text()
         engine_process.close()
@@ -329,9 +329,9 @@ class Supervisor:
         self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
-        self._events.on_engine_down(victims, engine_process.pulse.ran(), cause)
+        self._events.on_engine_down(victims, engine_process.heartbeat.ran(), cause)
         # Else the cause is a request of another frontend, which finds it or ends them.
-        if victims or (in_turn and not engine_process.pulse.num_live):
+        if victims or (in_turn and not engine_process.heartbeat.num_live):
             self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
             self._refuse(self._restarts.refusal(cause))
 
@@ -348,7 +348,7 @@ class Supervisor:
             return
         with self._changed:
             self._refusal, self._retry_after = refusal, max(1.0, self._restarts.delay)
-            self._outbox.clear()
+            self._send_buffer.clear()
         error = RequestError("UNAVAILABLE", refusal, self._retry_after)
         self._questions.fail_all(error)
         assert self._events is not None
@@ -385,11 +385,11 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _has_frames(self) -> bool:
-        return bool(self._questions.num_queued or self._outbox.has_frames)
+        return bool(self._questions.num_queued or self._send_buffer.has_frames)
 
     def _next_frame(self) -> bytes | None:
         frame = self._questions.take_frame()
-        return self._outbox.next_frame() if frame is None else frame
+        return self._send_buffer.next_frame() if frame is None else frame
 
     # -- watch thread ----------------------------------------------------------------------
 
@@ -400,9 +400,9 @@ class Supervisor:
                 if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
                     break
                 engine_process = self._engine_process if self._up else None
-                has_work = bool(self._outbox.in_engine or self._questions.num_sent)
-            pulse = None if engine_process is None else engine_process.pulse
-            beats, num_tokens = (None, 0) if pulse is None else (pulse.beats, pulse.num_tokens)
+                has_work = bool(self._send_buffer.in_engine or self._questions.num_sent)
+            heartbeat = None if engine_process is None else engine_process.heartbeat
+            beats, num_tokens = (None, 0) if heartbeat is None else (heartbeat.beats, heartbeat.num_tokens)
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")

@@ -47,7 +47,7 @@ class Watchdog:
 
         Args:
             now: seconds.
-            beats: of its `Pulse`; None if there is no process, 0 if it has no heart.
+            beats: of its `Heartbeat`; None if there is no process, 0 if it has no heart.
             num_tokens: of the step that it runs.
         """
         passed, self._checked = now - self._checked, now

@@ -26,7 +26,7 @@ class _Streams(Protocol):
     def num_open(self) -> int:
         """Requests that have not ended."""
 
-    def close_intake(self, make_error: Callable[[], RequestError]) -> None:
+    def refuse_new(self, make_error: Callable[[], RequestError]) -> None:
         """Refuse every request from now on."""
 
     def end_all(self, error: RequestError) -> None:
@@ -83,7 +83,7 @@ class Drain:
                 return self._result
             self._result = Future()
             self._deadline = time.monotonic() + self._timeout
-            self._streams.close_intake(self._refusal)
+            self._streams.refuse_new(self._refusal)
             count = self._streams.num_open
             self._thread = threading.Thread(target=self._run, args=(count,), name="drain", daemon=True)
         self._show("draining")

@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["StatePage", "children_of", "states_of"]
+__all__ = ["RegistryEntry", "children_of", "states_of"]
 
 _PREFIX = "inflight-state-"
 _BYTES = 64
 
 
-class StatePage:
+class RegistryEntry:
     """This process's page.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inflight.config import ConfigError, EngineConfig
 
-__all__ = ["TRUST", "check_origin", "repositories"]
+__all__ = ["TRUST", "check_model_json_trust", "repositories"]
 
 TRUST = "INFLIGHT_TRUST_MODEL_JSON"
 
@@ -21,7 +21,7 @@ _OPTIONS = ("--model-repository", "--model-store")
 _SHORTEST = len("--model-r")  # getopt takes any prefix that fits one option only
 
 
-def check_origin(
+def check_model_json_trust(
     config: EngineConfig,
     model_dir: Path,
     name: str,

@@ -19,15 +19,15 @@ import threading
 from collections.abc import Callable
 
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.lifecycle.instance_registry import StatePage
+from inflight.frontend.lifecycle.instance_registry import RegistryEntry
 
-__all__ = ["Departure"]
+__all__ = ["UnloadDetector"]
 
 _PERIOD_SECONDS = 0.5
 _REFUSALS = 3  # in a row: a busy server may reset a connection
 
 
-class Departure:
+class UnloadDetector:
     """A thread that waits for the signs.  Create and stop it in the main thread of the process.
 
     Args:
@@ -41,7 +41,7 @@ class Departure:
     def __init__(
         self,
         drain: Drain,
-        page: StatePage,
+        page: RegistryEntry,
         num_open: Callable[[], int],
         can_serve: Callable[[], bool],
         is_ready: Callable[[], bool | None],
@@ -56,7 +56,7 @@ class Departure:
         self._idle_looks = 0
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self._thread = threading.Thread(target=self._loop, name="departure", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="unload-detector", daemon=True)
 
     def start(self) -> None:
         """Take the signals: Python's C handler writes their numbers to the pipe at once, whatever the threads do."""

@@ -13,8 +13,8 @@ import numpy as np
 from inflight.engine.messages import DumpTrace, Question
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.operator.status import Status
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.operator.status import InstanceStatus
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.request_state import Responder
 from inflight.frontend.request.contract import WireRequest
 
@@ -27,13 +27,13 @@ class Control:
     Args:
         ask_engine: puts a question to the engine.
         drain_others: tells the instances that share the engine to drain, too.
-        text_questions: names of the questions that `TextQuestions` answers.
+        text_questions: names of the questions that `TokenizeApi` answers.
     """
 
     def __init__(
         self,
         ask_engine: Callable[[Question], Future[Any]],
-        status: Status,
+        status: InstanceStatus,
         drain: Drain,
         drain_others: Callable[[], None] = lambda: None,
         text_questions: tuple[str, ...] = (),
@@ -82,19 +82,19 @@ def _drained(drain: Drain, drain_others: Callable[[], None]) -> Future[Any]:
     return answer
 
 
-def relay(answer: Future[Any], streams: Streams, responder: Responder) -> None:
+def relay(answer: Future[Any], output_processor: OutputProcessor, responder: Responder) -> None:
     """Send an answer (text or bytes) to the client, or why there is none.
 
     The thread that resolves `answer` may read the engine's pipe and must not block, so the response is
     left to the streams' sender thread.
     """
-    answer.add_done_callback(lambda done: _send(done, streams, responder))
+    answer.add_done_callback(lambda done: _send(done, output_processor, responder))
 
 
-def _send(done: Future[Any], streams: Streams, responder: Responder) -> None:
+def _send(done: Future[Any], output_processor: OutputProcessor, responder: Responder) -> None:
     try:
         outputs = {"text_output": np.array([done.result()], dtype=np.object_)}
     except RequestError as error:
-        streams.reject(responder, error)
+        output_processor.reject(responder, error)
     else:
-        streams.respond(responder, outputs)
+        output_processor.respond(responder, outputs)

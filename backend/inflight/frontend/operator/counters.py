@@ -8,12 +8,12 @@ from collections.abc import Container
 
 from inflight.engine.messages import EngineReady, StepMessage, StepStats
 from inflight.frontend.output.output_processor import StatsSink
-from inflight.frontend.output.request_state import OpenStream
+from inflight.frontend.output.request_state import RequestState
 
-__all__ = ["Tally"]
+__all__ = ["Counters"]
 
 
-class Tally:
+class Counters:
     """A `StatsSink` that passes everything on to the metrics and remembers the sums.
 
     Attributes:
@@ -49,11 +49,11 @@ class Tally:
         self.replays += count
         self._metrics.resubmitted(count)
 
-    def finished(self, stream: OpenStream) -> None:
+    def finished(self, stream: RequestState) -> None:
         self.requests["finished"] += 1
         self._metrics.finished(stream)
 
-    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None:
+    def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None:
         self.requests[ending] += 1
         self._metrics.unsuccessful(ending, stream)
 

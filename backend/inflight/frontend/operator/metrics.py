@@ -35,7 +35,7 @@ from inflight.frontend.operator.metric_specs import (
 )
 
 if TYPE_CHECKING:
-    from inflight.frontend.output.request_state import OpenStream
+    from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["CreateMetric", "Metrics", "NoMetrics"]
 
@@ -249,14 +249,14 @@ class Metrics:
         with self._lock:
             self._counts["inflight_requests_replayed_total"] += count
 
-    def first_token(self, stream: OpenStream) -> None:
+    def first_token(self, stream: RequestState) -> None:
         """A request got its first token."""
         assert stream.first_token_time is not None
         with self._lock:
             self._counts["vllm:prompt_tokens_total"] += len(stream.request.engine_request.prompt_token_ids)
             self._observations.append(("vllm:time_to_first_token_seconds", stream.first_token_time - stream.arrival))
 
-    def finished(self, stream: OpenStream) -> None:
+    def finished(self, stream: RequestState) -> None:
         """A request ended by itself."""
         assert stream.end_time is not None
         sent = stream.request.engine_request
@@ -274,14 +274,14 @@ class Metrics:
             self._observations += found
             self._count_sequences(stream, None)
 
-    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None:
+    def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None:
         """A request ended with an error, which is one of `ENDINGS`; `stream` is None if it was refused at once."""
         with self._lock:
             self._counts["inflight_requests_unsuccessful_total", ending] += 1
             if stream is not None:
                 self._count_sequences(stream, "abort" if ending in ("cancelled", "timeout") else "error")
 
-    def _count_sequences(self, stream: OpenStream, reason: str | None) -> None:
+    def _count_sequences(self, stream: RequestState, reason: str | None) -> None:
         """How they ended; `reason` for those that had not."""
         for sequence in stream.sequences:
             ended = sequence.finish_reason if sequence.ended else reason
@@ -353,7 +353,7 @@ class NoMetrics:
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def resubmitted(self, count: int) -> None: ...
-    def first_token(self, stream: OpenStream) -> None: ...
-    def finished(self, stream: OpenStream) -> None: ...
-    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
+    def first_token(self, stream: RequestState) -> None: ...
+    def finished(self, stream: RequestState) -> None: ...
+    def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None: ...
     def settle(self) -> None: ...

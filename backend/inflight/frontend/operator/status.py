@@ -22,10 +22,10 @@ import inflight
 from inflight.engine.messages import EngineReady, GetStats, Question
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.drain import Drain
-from inflight.frontend.operator.counters import Tally
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.operator.counters import Counters
+from inflight.frontend.output.output_processor import OutputProcessor
 
-__all__ = ["Identity", "Status"]
+__all__ = ["InstanceIdentity", "InstanceStatus"]
 
 _ENGINE_SECONDS = 0.4  # that the engine has to answer: a client waits for two such turns at most
 
@@ -39,7 +39,7 @@ class _Supervisor(Protocol):
 
 
 @dataclass(frozen=True)
-class Identity:
+class InstanceIdentity:
     """What does not change while the model instance lives; `instance` is Triton's name of it."""
 
     model: str
@@ -48,7 +48,7 @@ class Identity:
     checkpoint: str
 
 
-class Status:
+class InstanceStatus:
     """Answers with JSON, from a thread of its own.
 
     Args:
@@ -58,20 +58,20 @@ class Status:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: InstanceIdentity,
         ready: EngineReady,
         supervisor: _Supervisor,
-        streams: Streams,
+        output_processor: OutputProcessor,
         drain: Drain,
-        tally: Tally,
+        counters: Counters,
         replays: Callable[[], int] = lambda: 0,
     ) -> None:
         self._identity = identity
         self._ready = ready
         self._supervisor = supervisor
-        self._streams = streams
+        self._output_processor = output_processor
         self._drain = drain
-        self._tally = tally
+        self._counters = counters
         self._replays = replays
         self._started = time.monotonic()
         self._asked: SimpleQueue[Future[bytes] | None] = SimpleQueue()
@@ -114,7 +114,7 @@ class Status:
 
     def _snapshot(self) -> dict[str, Any]:
         engine, problem = self._ask_engine()
-        last, ready = self._tally.last_step, self._ready
+        last, ready = self._counters.last_step, self._ready
         return {
             "model": self._identity.model,
             "version": self._identity.version,
@@ -132,13 +132,13 @@ class Status:
             "frontend": {
                 "pid": os.getpid(),
                 "uptime_seconds": time.monotonic() - self._started,
-                "open_requests": self._streams.num_open,
-                "open_sequences": self._streams.num_open_sequences,
-                "requests": dict(self._tally.requests),
-                "engine_deaths": self._tally.deaths,
-                "engine_restarts": self._tally.restarts,
+                "open_requests": self._output_processor.num_open,
+                "open_sequences": self._output_processor.num_open_sequences,
+                "requests": dict(self._counters.requests),
+                "engine_deaths": self._counters.deaths,
+                "engine_restarts": self._counters.restarts,
                 "replays": self._replays(),
-                "seconds_since_step": self._tally.seconds_since_step(),
+                "seconds_since_step": self._counters.seconds_since_step(),
                 "last_step": None if last is None else msgspec.structs.asdict(last),
             },
             "engine": engine,

@@ -17,13 +17,13 @@ from inflight.engine.messages import EngineReady
 from inflight.frontend.chat.chat_template import ChatTemplate, ChatTemplateError
 from inflight.frontend.chat.tool_format import reasoning_tags, tool_format
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import WireRequest, field_of, is_foreign, plain_input
+from inflight.frontend.request.contract import WireRequest, is_foreign, plain_input
 from inflight.frontend.request.limits import LimitError, Limits
 from inflight.frontend.request.prompts import PromptReader
-from inflight.frontend.request.sampling_keys import to_bool
+from inflight.frontend.request.values import field_of, to_bool
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
-__all__ = ["TextQuestions", "facts"]
+__all__ = ["TokenizeApi", "facts"]
 
 # Question -> inputs, of which one must be given, and request parameters.
 _TAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -65,7 +65,7 @@ def _ids_of(tags: tuple[str, str], tokenizer: Tokenizer) -> list[int] | None:
     return [int(ids[0]) for ids in tokens] if all(len(ids) == 1 for ids in tokens) else None
 
 
-class TextQuestions:
+class TokenizeApi:
     """Answers with JSON.  Threads may share it.
 
     Args:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from inflight.engine.messages import AddRequest, GetStats, Question
-from inflight.frontend.output.request_state import OpenStream
+from inflight.frontend.output.request_state import RequestState
 
-__all__ = ["MAX_BACKLOG", "Backlog"]
+__all__ = ["MAX_BACKLOG", "Backpressure"]
 
 # Deltas that a stream may leave in its inbox, its sequences together.
 MAX_BACKLOG = 2048
@@ -24,7 +24,7 @@ class _Engine(Protocol):
         """Put a question to the engine."""
 
 
-class Backlog:
+class Backpressure:
     """What the sender thread does so that no stream's inbox grows without bound.
 
     A stream that is over the limit is aborted in the engine, which takes its blocks.  When its inbox is empty, it is
@@ -51,7 +51,7 @@ class Backlog:
         self._resubmit = resubmit
         self._limit = limit
 
-    def took(self, stream: OpenStream) -> None:
+    def took(self, stream: RequestState) -> None:
         """A delta came for the stream."""
         if len(stream.inbox) > self._limit and not stream.paused and stream.last_act is None:
             stream.paused, stream.stopped = True, False
@@ -59,12 +59,12 @@ class Backlog:
             answer = self._engine.ask(GetStats())
             answer.add_done_callback(lambda _: self._post(partial(self._confirm, stream)))
 
-    def _confirm(self, stream: OpenStream) -> None:
+    def _confirm(self, stream: RequestState) -> None:
         """No delta of the stream is on its way any more; or the engine is gone, with all that was on its way."""
         stream.stopped = True
         self.served(stream)
 
-    def served(self, stream: OpenStream) -> None:
+    def served(self, stream: RequestState) -> None:
         """The stream had its turn."""
         ends = stream.closed or stream.end_time is not None or stream.last_act is not None
         if not stream.paused or not stream.stopped or stream.inbox or ends:

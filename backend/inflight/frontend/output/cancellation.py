@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.request_state import OpenStream
+from inflight.frontend.output.request_state import RequestState
 
-__all__ = ["SWEEP_SECONDS", "Sweep"]
+__all__ = ["CHECK_SECONDS", "CancellationWatcher"]
 
 # Asking Triton takes about 0.15 ms a stream and delays its other messages.  So a sweep starts this
 # long after the previous one, and sweeping takes at most a quarter of the time.
-SWEEP_SECONDS = 0.07
+CHECK_SECONDS = 0.07
 _REST = 3.0
 
 
-class Sweep:
+class CancellationWatcher:
     """A thread that visits the open streams again and again while there are any.
 
     Args:
@@ -28,8 +28,8 @@ class Sweep:
 
     def __init__(
         self,
-        streams: Callable[[], list[OpenStream]],
-        drop: Callable[[OpenStream, str, Callable[[], RequestError]], None],
+        streams: Callable[[], list[RequestState]],
+        drop: Callable[[RequestState, str, Callable[[], RequestError]], None],
         seconds: float,
     ) -> None:
         self._streams = streams
@@ -37,7 +37,7 @@ class Sweep:
         self._seconds = seconds
         self._stopping = threading.Event()
         self._any_open = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="sweep", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="cancellation", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -63,7 +63,7 @@ class Sweep:
                 took = time.monotonic() - start
                 self._stopping.wait(self._pause(max(self._seconds, _REST * took)))
 
-    def _visit(self, stream: OpenStream) -> None:
+    def _visit(self, stream: RequestState) -> None:
         if stream.dropped:
             return
         if stream.deadline is not None and stream.deadline <= time.monotonic():
@@ -82,7 +82,7 @@ def _cancelled() -> RequestError:
     return RequestError("CANCELLED", "Request was cancelled")
 
 
-def _is_cancelled(stream: OpenStream) -> bool:
+def _is_cancelled(stream: RequestState) -> bool:
     try:
         return not stream.closed and stream.responder.is_cancelled()
     except Exception:  # closed meanwhile

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from inflight.frontend.errors import RequestError
 
-__all__ = ["Capacity"]
+__all__ = ["OpenLimit"]
 
 
-class Capacity:
+class OpenLimit:
     """Counts open requests and their sequences, and gives each request its id.  Any thread may call.
 
     Args:

@@ -32,22 +32,22 @@ from inflight.engine.messages import (
     RequestFailed,
     StepMessage,
 )
-from inflight.frontend.engine_client.replay import Replay, Resubmits
+from inflight.frontend.engine_client.replay import Replay, Resubmitter
 from inflight.frontend.errors import RequestError, error_of, refusal_of
-from inflight.frontend.output.backpressure import Backlog
-from inflight.frontend.output.cancellation import SWEEP_SECONDS, Sweep
-from inflight.frontend.output.open_limit import Capacity
+from inflight.frontend.output.backpressure import Backpressure
+from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
+from inflight.frontend.output.open_limit import OpenLimit
 from inflight.frontend.output.pacing import Pacing
-from inflight.frontend.output.request_state import OpenStream, Responder
+from inflight.frontend.output.request_state import RequestState, Responder
 from inflight.frontend.output.response_tensors import response_outputs
 from inflight.frontend.output.send_queue import SLICE, SendQueue
-from inflight.frontend.request.contract import ParsedRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "StatsSink", "Streams"]
+__all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
 
 
-class Engine(Resubmits, Protocol):
+class EngineClient(Resubmitter, Protocol):
     """The supervisor, as far as streams need it.  Calls never block."""
 
     def submit(self, request: AddRequest) -> None:
@@ -70,15 +70,15 @@ class StatsSink(Protocol):
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
     def engine_down(self) -> None: ...
     def resubmitted(self, count: int) -> None: ...
-    def first_token(self, stream: OpenStream) -> None: ...
-    def finished(self, stream: OpenStream) -> None: ...
-    def unsuccessful(self, ending: str, stream: OpenStream | None = None) -> None: ...
+    def first_token(self, stream: RequestState) -> None: ...
+    def finished(self, stream: RequestState) -> None: ...
+    def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None: ...
 
     def settle(self) -> None:
         """Publish what was counted of requests: an answer is about to be sent, and whoever gets it may look."""
 
 
-class Streams:
+class OutputProcessor:
     """All open streams of a model instance.
 
     Args:
@@ -89,19 +89,19 @@ class Streams:
         interval: new tokens that a streaming response waits for, after the first response of its stream.
         pacing: spaces the responses of a stream instead; None: nothing waits.
         number: of this frontend, among those that share the engine.
-        sweep_seconds: from one look for cancelled and late requests to the next.
+        check_seconds: from one look for cancelled and late requests to the next.
         max_replays: deaths of the engine in a row that one request may be the only possible cause of.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        engine: Engine,
+        engine: EngineClient,
         stats: StatsSink,
         log_error: Callable[[str], None],
         max_sequences: int = 0,
         interval: int = 1,
-        sweep_seconds: float = SWEEP_SECONDS,
+        check_seconds: float = CHECK_SECONDS,
         log_info: Callable[[str], None] = lambda line: None,
         pacing: Pacing | None = None,
         number: int = 0,
@@ -112,36 +112,36 @@ class Streams:
         self._stats = stats
         self._log_error = log_error
         self._log_info = log_info
-        self._capacity = Capacity(max_sequences, first_id=number * REQUESTS_PER_FRONTEND + 1)
+        self._open_limit = OpenLimit(max_sequences, first_id=number * REQUESTS_PER_FRONTEND + 1)
         self._interval = interval
         self._pacing = pacing
-        self._streams: dict[int, OpenStream] = {}
+        self._streams: dict[int, RequestState] = {}
         self._queue = SendQueue()
         self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
         # A step comes with the time when it came.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
-        self._backlog = Backlog(engine, self._events.put, self._replay.again)
+        self._backpressure = Backpressure(engine, self._events.put, self._replay.again)
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
         # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
-        self._sweep = Sweep(lambda: list(self._streams.values()), self._drop, sweep_seconds)
+        self._cancellation = CancellationWatcher(lambda: list(self._streams.values()), self._drop, check_seconds)
 
     # -- any thread ------------------------------------------------------------------------
 
     def start(self) -> None:
         self._sender.start()
-        self._sweep.start()
+        self._cancellation.start()
 
     def open(self, request: ParsedRequest, responder: Responder) -> None:
         """Hand a request to the engine; its responses follow through `responder`."""
         count = request.engine_request.params.n
         try:
-            request = request.with_id(self._capacity.take(count))
+            request = request.with_id(self._open_limit.take(count))
         except RequestError as error:
             return self.reject(responder, error)
         try:
-            stream = OpenStream(request, responder, self._tokenizer, self._interval)
+            stream = RequestState(request, responder, self._tokenizer, self._interval)
         except BaseException:  # the caller answers
-            self._capacity.give_back(count)
+            self._open_limit.give_back(count)
             raise
         self._events.put(partial(self._register, stream))
         if stream.finished:  # nothing is missing of the output that it began with
@@ -157,16 +157,16 @@ class Streams:
     @property
     def num_open(self) -> int:
         """Requests that were taken and have not ended."""
-        return self._capacity.num_requests
+        return self._open_limit.num_requests
 
     @property
     def num_open_sequences(self) -> int:
         """Sequences of those requests."""
-        return self._capacity.num_sequences
+        return self._open_limit.num_sequences
 
-    def close_intake(self, make_error: Callable[[], RequestError]) -> None:
+    def refuse_new(self, make_error: Callable[[], RequestError]) -> None:
         """Refuse every request from now on; those that were taken go on."""
-        self._capacity.close(make_error)
+        self._open_limit.close(make_error)
 
     def end_all(self, error: RequestError) -> None:
         """End all open streams with an error."""
@@ -209,13 +209,13 @@ class Streams:
         """Fail what is open with UNAVAILABLE and end the threads."""
         self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
         self._events.put(None)
-        self._sweep.stop()
+        self._cancellation.stop()
         if self._sender.ident is not None:
             self._sender.join()
 
     # -- sweep thread ----------------------------------------------------------------------
 
-    def _drop(self, stream: OpenStream, ending: str, make_error: Callable[[], RequestError]) -> None:
+    def _drop(self, stream: RequestState, ending: str, make_error: Callable[[], RequestError]) -> None:
         stream.dropped = True
         self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
         last_act = lambda: self._cancel(stream, make_error(), ending)  # noqa: E731
@@ -253,7 +253,7 @@ class Streams:
             if stream is None:  # it ended here before the engine heard of it
                 continue
             stream.inbox.append(delta)
-            self._backlog.took(stream)
+            self._backpressure.took(stream)
             if stream.request.stream:
                 streaming.add(stream)
             if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
@@ -263,7 +263,7 @@ class Streams:
         self._replay.took(message)
         self._stats.step(message, received, self._streams)
 
-    def _hold(self, stream: OpenStream, now: float) -> bool:
+    def _hold(self, stream: RequestState, now: float) -> bool:
         """Whether the stream's next response is not due yet; then it gets a turn when it is."""
         due = None if self._pacing is None else self._pacing.due(stream, now)
         if due is not None:
@@ -284,7 +284,7 @@ class Streams:
                 self._queue.charge(next_stream, time.monotonic() - start)
                 if next_stream.inbox:
                     self._queue.add(next_stream)
-                self._backlog.served(next_stream)
+                self._backpressure.served(next_stream)
 
     def _catch_up(self) -> None:
         """Take all deltas that came, and serve until nobody has a turn to take."""
@@ -294,7 +294,7 @@ class Streams:
         while self._queue.is_busy:
             self._serve_next()
 
-    def _guarded(self, action: Callable[[OpenStream], None], stream: OpenStream) -> None:
+    def _guarded(self, action: Callable[[RequestState], None], stream: RequestState) -> None:
         if stream.closed:
             return
         try:
@@ -303,7 +303,7 @@ class Streams:
             self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
             self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
 
-    def _advance(self, stream: OpenStream) -> None:
+    def _advance(self, stream: RequestState) -> None:
         if stream.end_time is not None:
             return self._end(stream) if stream.settled else None
         for index in stream.take_inbox(SLICE):
@@ -319,22 +319,22 @@ class Streams:
         elif not (stream.has_started and self._hold(stream, time.monotonic())):
             self._send_news(stream)
 
-    def _send_news(self, stream: OpenStream) -> None:
+    def _send_news(self, stream: RequestState) -> None:
         if stream.request.stream and stream.has_news:
             self._send(stream, final=False)
 
-    def _finish(self, stream: OpenStream) -> None:
+    def _finish(self, stream: RequestState) -> None:
         stream.end_time = time.monotonic()
         stream.inbox.clear()
         self._queue.finish(stream)
         self._stats.finished(stream)
 
-    def _end(self, stream: OpenStream) -> None:
+    def _end(self, stream: RequestState) -> None:
         self._send(stream, final=True)
         self._close(stream)
         self._engine.release(stream.request_id)
 
-    def _send(self, stream: OpenStream, final: bool) -> None:
+    def _send(self, stream: RequestState, final: bool) -> None:
         start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
@@ -347,21 +347,21 @@ class Streams:
         if self._pacing is not None:
             self._pacing.sent(stream.sent_time - start)
 
-    def _register(self, stream: OpenStream) -> None:
+    def _register(self, stream: RequestState) -> None:
         self._streams[stream.request_id] = stream
         if stream.finished:
             self._queue.add(stream)
         else:
-            self._sweep.wake()
+            self._cancellation.wake()
 
-    def _close(self, stream: OpenStream) -> None:
+    def _close(self, stream: RequestState) -> None:
         stream.closed = True
         self._queue.forget(stream)
         del self._streams[stream.request_id]
         self._replay.ended(stream.request_id)
-        self._capacity.give_back(len(stream.sequences))
+        self._open_limit.give_back(len(stream.sequences))
 
-    def _cancel(self, stream: OpenStream, error: RequestError, ending: str) -> None:
+    def _cancel(self, stream: RequestState, error: RequestError, ending: str) -> None:
         if not stream.closed:
             name = f" {stream.request.name!r}" if stream.request.name else ""
             self._log_info(

@@ -26,7 +26,7 @@ def pacing_for(config: EngineConfig, device: str) -> Pacing | None:
     return Pacing(config.cpu_threads or len(os.sched_getaffinity(0)))
 
 
-class Paced(Protocol):
+class PacedStream(Protocol):
     """A stream, as far as pacing needs it."""
 
     @property
@@ -67,7 +67,7 @@ class Pacing:
         """A response took the sender thread so long."""
         self._cost += (min(seconds, _MOST_COST) - self._cost) * _WEIGHT
 
-    def due(self, stream: Paced, now: float) -> float | None:
+    def due(self, stream: PacedStream, now: float) -> float | None:
         """When the stream should get its next response, in seconds of `time.monotonic()`; None: now."""
         if stream.num_new_tokens >= _MOST_TOKENS or now - stream.sent_time >= _EARLIEST * self.wait:
             return None

@@ -14,11 +14,11 @@ import numpy as np
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.frontend.errors import ErrorCode, RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs, spelling_tokenizer
-from inflight.frontend.request.contract import ParsedRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.text.logprobs_json import entry_texts
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["OpenStream", "Responder"]
+__all__ = ["RequestState", "Responder"]
 
 
 class Responder(Protocol):
@@ -34,7 +34,7 @@ class Responder(Protocol):
         """Whether the client gave up; once true, always true."""
 
 
-class OpenStream:
+class RequestState:
     """A request and its way back.  Owned by the sender thread.
 
     Attributes:
@@ -46,7 +46,7 @@ class OpenStream:
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
         settled: the metrics know of its end, so that its last response may be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
-        paused, stopped: the engine was told to drop it until its inbox is empty (`Backlog`); and has done so.
+        paused, stopped: the engine was told to drop it until its inbox is empty (`Backpressure`); and has done so.
         closed: its FINAL flag was sent.
         dropped: the sweep thread gave it up; its end is on the way.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.

@@ -10,11 +10,12 @@ import numpy as np
 
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import SequenceDelta
-from inflight.frontend.request.contract import ParsedRequest
-from inflight.frontend.request.resume import Ended
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.resume import SequenceEnd
+from inflight.frontend.text.detokenizer import IncrementalDetokenizer
 from inflight.frontend.text.logprobs_json import entry_texts, joined_texts
 from inflight.frontend.text.stop_strings import StopChecker, StopStrings
-from inflight.frontend.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["SequenceOutput", "response_outputs", "sequence_outputs", "spelling_tokenizer"]
 
@@ -85,7 +86,7 @@ class SequenceOutput:
         self.new_token_ids = []
         self.text = request.prepend_text
 
-    def _take_given(self, request_id: int, token_ids: list[int], end: Ended | None) -> None:
+    def _take_given(self, request_id: int, token_ids: list[int], end: SequenceEnd | None) -> None:
         """Go through output from elsewhere, which ended as `end` says.
 
         One token at a time, as most outputs come: what is shown of broken UTF-8 depends on it.  What is long ago does

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from inflight.frontend.output.request_state import OpenStream
-from inflight.frontend.output.stream_scheduler import Turns
+from inflight.frontend.output.request_state import RequestState
+from inflight.frontend.output.stream_scheduler import StreamScheduler
 
 __all__ = ["SLICE", "SendQueue"]
 
@@ -19,54 +19,54 @@ class SendQueue:
     """Streams with news take turns; some wait until a response is due, and ends wait for the metrics."""
 
     def __init__(self) -> None:
-        self._turns: Turns[OpenStream] = Turns()
-        self._held: deque[tuple[float, OpenStream]] = deque()  # when due; waits are alike, so about in order
-        self._ended: list[OpenStream] = []
+        self._scheduler: StreamScheduler[RequestState] = StreamScheduler()
+        self._held: deque[tuple[float, RequestState]] = deque()  # when due; waits are alike, so about in order
+        self._ended: list[RequestState] = []
 
     def idle_seconds(self, now: float) -> float | None:
         """How long nobody needs service; 0.0: somebody does. None: until somebody is added."""
-        if self._turns or self._ended:
+        if self._scheduler or self._ended:
             return 0.0
         return max(0.0, self._held[0][0] - now) if self._held else None
 
     @property
     def is_busy(self) -> bool:
         """Whether somebody needs service now, those aside that are held."""
-        return bool(self._turns or self._ended)
+        return bool(self._scheduler or self._ended)
 
-    def add(self, stream: OpenStream) -> None:
+    def add(self, stream: RequestState) -> None:
         """It has news, or an end."""
-        self._turns.add(stream)
+        self._scheduler.add(stream)
 
-    def hold(self, stream: OpenStream, due: float) -> None:
+    def hold(self, stream: RequestState, due: float) -> None:
         """Its news wait until `due`, unless it is sent something before."""
         if stream.due < due:
             stream.due = due
             self._held.append((due, stream))
 
-    def finish(self, stream: OpenStream) -> None:
+    def finish(self, stream: RequestState) -> None:
         """It ended by its last token: its last response waits until the metrics know."""
         self._ended.append(stream)
 
-    def take_ended(self, now: float) -> list[OpenStream]:
+    def take_ended(self, now: float) -> list[RequestState]:
         """Streams to publish metrics for, after which they are added again; empty while others may join them."""
-        if not self._ended or (self._turns and now < (self._ended[0].end_time or 0.0) + _GATHER_ENDS):
+        if not self._ended or (self._scheduler and now < (self._ended[0].end_time or 0.0) + _GATHER_ENDS):
             return []
         ended, self._ended = self._ended, []
         return ended
 
-    def take(self, now: float) -> OpenStream | None:
+    def take(self, now: float) -> RequestState | None:
         """Whose turn it is."""
         while self._held and self._held[0][0] <= now:
             due, stream = self._held.popleft()
             if stream.due == due and not stream.closed:
-                self._turns.add(stream)
-        return self._turns.take()
+                self._scheduler.add(stream)
+        return self._scheduler.take()
 
-    def charge(self, stream: OpenStream, seconds: float) -> None:
+    def charge(self, stream: RequestState, seconds: float) -> None:
         """Its turn took so long."""
-        self._turns.charge(stream, seconds)
+        self._scheduler.charge(stream, seconds)
 
-    def forget(self, stream: OpenStream) -> None:
+    def forget(self, stream: RequestState) -> None:
         """It has ended."""
-        self._turns.forget(stream)
+        self._scheduler.forget(stream)

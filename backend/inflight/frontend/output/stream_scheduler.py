@@ -6,12 +6,12 @@ from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
+__all__ = ["StreamScheduler"]
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Turns(Generic[Key]):
+class StreamScheduler(Generic[Key]):
     """Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with costs that are known afterwards.
 
     Each key that has work waits with a *start tag*: the virtual time at which its work becomes due.  The smallest is

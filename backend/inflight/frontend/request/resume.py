@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.frontend.errors import RequestError, shown
-from inflight.frontend.request.sampling_keys import to_float, to_int
+from inflight.frontend.request.values import to_float, to_int
 
-__all__ = ["RESUME_INPUTS", "Ended", "Resumed", "read_resumed"]
+__all__ = ["RESUME_INPUTS", "Resumed", "SequenceEnd", "read_resumed"]
 
 RESUME_INPUTS = ("resume_token_ids", "resume_token_counts", "resume_cumulative_logprob")
 _IDS, _COUNTS, _LOGPROBS = RESUME_INPUTS
@@ -20,7 +21,7 @@ _ENDED = -1  # in `resume_token_counts`; null in a list of lists
 _GREEDY_BELOW = 1e-5  # as in `sampling/table.py`, which imports torch
 
 
-class Ended(NamedTuple):
+class SequenceEnd(NamedTuple):
     """How a sequence ended with its last token, as a `SequenceDelta` says it."""
 
     finish_reason: str
@@ -38,7 +39,7 @@ class Resumed:
     """
 
     token_ids: list[list[int] | None] = field(default_factory=list)
-    ends: list[Ended | None] = field(default_factory=list)
+    ends: list[SequenceEnd | None] = field(default_factory=list)
     cumulative_logprobs: list[float] = field(default_factory=list)
 
 
@@ -83,10 +84,9 @@ def read_resumed(
             f"{_IDS} needs the seed of the request that began the output: give a seed with every request that may "
             "have to be resumed, or temperature 0",
         )
-    ignores_eos = params.ignore_eos and params.grammar is None  # as the engine sees it: a grammar ends with EOS
-    stop_ids = set(params.stop_token_ids).union(() if ignores_eos else eos_token_ids)
-    limit = min(params.max_tokens, max_model_len - num_prompt_tokens)
-    ends = [_end(index, output, limit, stop_ids, vocab_size) for index, output in enumerate(outputs)]
+    limit = max_total_tokens(params, num_prompt_tokens, max_model_len) - num_prompt_tokens
+    ending = stop_ids(params, eos_token_ids)
+    ends = [_end(index, output, limit, ending, vocab_size) for index, output in enumerate(outputs)]
     return Resumed(outputs, ends, sums)
 
 
@@ -139,7 +139,9 @@ def _numbers(name: str, values: Any, convert: Callable[[Any], Any], what: str) -
         raise RequestError("INVALID_ARG", f"{name}={shown(values)}: must be a list of {what}") from None
 
 
-def _end(index: int, output: list[int] | None, limit: int, stop_ids: set[int], vocab_size: int) -> Ended | None:
+def _end(
+    index: int, output: list[int] | None, limit: int, ending: frozenset[int], vocab_size: int
+) -> SequenceEnd | None:
     """How the sequence ended with its last token; None if it goes on."""
     if not output:
         return None
@@ -153,13 +155,13 @@ def _end(index: int, output: list[int] | None, limit: int, stop_ids: set[int], v
             f"{_IDS}: sequence {index} has {len(output)} tokens, more than the {limit} that max_tokens and "
             "max_model_len allow in all",
         )
-    ended = next((place for place, token in enumerate(output) if token in stop_ids), None)
+    ended = next((place for place, token in enumerate(output) if token in ending), None)
     if ended is None:
-        return Ended("length") if len(output) == limit else None
+        return SequenceEnd("length") if len(output) == limit else None
     if ended < len(output) - 1:
         raise RequestError(
             "INVALID_ARG",
             f"{_IDS}: sequence {index} ended with stop token {output[ended]}, and {len(output) - 1 - ended} more "
             "tokens follow: give its output up to that token",
         )
-    return Ended("stop", output[-1])
+    return SequenceEnd("stop", output[-1])

@@ -1,22 +1,30 @@
 """Sampling keys as clients write them -> `SamplingParams`.  No torch, no Triton.
 
-vLLM's names are canonical; TensorRT-LLM's and OpenAI's are aliases.  Values may be JSON values,
-strings ("temperature": "0", which vllm_backend accepts too) or elements of typed tensors.
+`SAMPLING_KEYS` is the one table of their names: the wire contract takes its typed inputs from it, and a test compares
+the client's and the gateway's options with it.  vLLM's names are canonical; TensorRT-LLM's and OpenAI's are aliases.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.request.limits import Limits
 from inflight.frontend.request.structured_outputs import guided_by, structured_outputs
+from inflight.frontend.request.values import (
+    to_bool,
+    to_count,
+    to_float,
+    to_ids,
+    to_int,
+    to_logit_bias,
+    to_text,
+    to_texts,
+)
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.grammars.spec import GrammarSpec
 
@@ -25,10 +33,10 @@ __all__ = [
     "FINAL_ONLY",
     "SAMPLING_KEYS",
     "RequestKeys",
+    "SamplingKey",
+    "ValueKind",
     "request_keys",
 ]
-
-_LOGIT_BIAS_LIMIT = 100.0  # vLLM clamps there
 
 # Values of `output_kind`, in the order of vLLM's `RequestOutputKind`.
 CUMULATIVE, DELTA, FINAL_ONLY = _OUTPUT_KINDS = range(3)
@@ -49,144 +57,117 @@ class RequestKeys:
     output_kind: int | None = None
 
 
-def to_int(value: Any) -> int:
-    """An integer from 5, 5.0 or "5"."""
-    if isinstance(value, str):
-        value = float(value) if "." in value or "e" in value.lower() else int(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise ValueError
-    return int(value)
+class ValueKind(NamedTuple):
+    """What the value of a key can be.
+
+    Attributes:
+        convert: from the client's form; raises ValueError, TypeError or OverflowError.
+        allowed: what the value must be, for errors.
+        data_type, dims: of a typed input tensor.
+    """
+
+    convert: Callable[[Any], Any]
+    allowed: str
+    data_type: str = ""
+    dims: tuple[int, ...] = (1,)
 
 
-def to_count(value: Any) -> int | None:
-    """An integer; true is 1, as vllm_backend has it, and false is none: Triton's OpenAI frontend sends it."""
-    return (1 if value else None) if isinstance(value, bool) else to_int(value)
+class SamplingKey(NamedTuple):
+    """A name that clients can write.
+
+    Attributes:
+        typed: it can come as an input tensor, too.
+        alias_of: the canonical key; None if this is one, or has no effect.
+        accepts: of a feature that does not exist here, the values that ask for nothing: only these are accepted.
+        ignored: any value is accepted and has no effect.
+        refusal: the error of any value.
+    """
+
+    kind: ValueKind
+    typed: bool = False
+    alias_of: str | None = None
+    accepts: tuple[Any, ...] = ()
+    ignored: bool = False
+    refusal: str = ""
+
+    @property
+    def has_effect(self) -> bool:
+        return not (self.accepts or self.ignored or self.refusal)
 
 
-def to_float(value: Any) -> float:
-    """A finite number from 1, 0.5 or "0.5"."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(number := float(value)):
-        raise ValueError
-    return number
-
-
-def to_bool(value: Any) -> bool:
-    """True or false from a boolean, 0, 1 or one of these as a string."""
-    known = {"true": True, "false": False, "1": True, "0": False}
-    try:
-        return known[str(value).strip().lower()]
-    except KeyError:
-        raise ValueError from None
-
-
-def to_text(value: Any) -> str:
-    """A string that UTF-8 can encode."""
-    if not isinstance(value, str):
-        raise ValueError
-    value.encode("utf-8")  # JSON can contain unpaired surrogates: UnicodeEncodeError, which is a ValueError
-    return value
-
-
-def to_texts(value: Any) -> list[str]:
-    """Strings without the empty ones; a single string counts as a list of one."""
-    texts = [to_text(entry) for entry in ([value] if isinstance(value, str) else value)]
-    return list(dict.fromkeys(filter(None, texts)))
-
-
-def to_ids(value: Any) -> list[int]:
-    """Distinct token ids from a list, or from a string that is a JSON list."""
-    if isinstance(value, str):
-        value = json.loads(value)
-    return list(dict.fromkeys(to_int(entry) for entry in (value if isinstance(value, list) else [value])))
-
-
-def to_output_kind(value: Any) -> int:
-    """A number of `_OUTPUT_KINDS`."""
+def _to_output_kind(value: Any) -> int:
     kind = to_int(value)
     if kind not in _OUTPUT_KINDS:
         raise ValueError
     return kind
 
 
-def to_logit_bias(value: Any) -> dict[int, float]:
-    """Token id -> bias, clamped to [-100, 100], from an object, or from a string that is a JSON object."""
-    if isinstance(value, str):
-        value = json.loads(value)
-    if not isinstance(value, Mapping):
-        raise ValueError
-    limit = _LOGIT_BIAS_LIMIT
-    return {to_int(key): max(-limit, min(limit, to_float(bias))) for key, bias in value.items()}
-
-
-_TEXTS, _IDS = (to_texts, "a string or a list of strings"), (to_ids, "a list of token ids")
-_INT, _FLOAT, _BOOL = (to_int, "an integer"), (to_float, "a finite number"), (to_bool, "true or false")
-_TEXT = (to_text, "a string")
-_STRUCTURED = (lambda value: value, "an object")  # read by `structured_outputs.py`, whose errors are closer
-
-# Canonical key -> (conversion, what the value must be).
-SAMPLING_KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "n": _INT,
-    "temperature": _FLOAT,
-    "top_k": _INT,
-    "top_p": _FLOAT,
-    "min_p": _FLOAT,
-    "repetition_penalty": _FLOAT,
-    "presence_penalty": _FLOAT,
-    "frequency_penalty": _FLOAT,
-    "logit_bias": (to_logit_bias, "an object that maps token ids to numbers"),
-    "bad_words": _TEXTS,
-    "stop": _TEXTS,
-    "stop_token_ids": _IDS,
-    "allowed_token_ids": _IDS,
-    "end_id": _INT,
-    "include_stop_str_in_output": _BOOL,
-    "ignore_eos": _BOOL,
-    "max_tokens": _INT,
-    "min_tokens": _INT,
-    "logprobs": (to_count, "an integer"),
-    "prompt_logprobs": (to_count, "an integer"),
-    "seed": _INT,
-    "skip_special_tokens": _BOOL,
-    "detokenize": _BOOL,
-    "truncate_prompt_tokens": _INT,
-    "structured_outputs": _STRUCTURED,
-    "guided_decoding": _STRUCTURED,
-    "guided_decoding_guide_type": _TEXT,
-    "guided_decoding_guide": _TEXT,
-    "output_kind": (to_output_kind, "0 (cumulative), 1 (delta) or 2 (final only)"),
-    "flat_logprobs": _BOOL,
-}
+_INT = ValueKind(to_int, "an integer", "TYPE_INT32")
+_SEED, _RANDOM_SEED = _INT._replace(data_type="TYPE_INT64"), _INT._replace(data_type="TYPE_UINT64")
+_COUNT = ValueKind(to_count, "an integer")
+_FLOAT = ValueKind(to_float, "a finite number", "TYPE_FP32")
+_BOOL = ValueKind(to_bool, "true or false", "TYPE_BOOL")
+_TEXT = ValueKind(to_text, "a string", "TYPE_STRING")
+_TEXTS = ValueKind(to_texts, "a string or a list of strings", "TYPE_STRING", (-1,))
+_IDS = ValueKind(to_ids, "a list of token ids", "TYPE_INT64", (-1,))
+_BIAS = ValueKind(to_logit_bias, "an object that maps token ids to numbers")
+_OUTPUT_KIND = ValueKind(_to_output_kind, "0 (cumulative), 1 (delta) or 2 (final only)")
+_STRUCTURED = ValueKind(lambda value: value, "an object")  # `structured_outputs.py` reads it; its errors say more
 
 # A key wins over its alias if both are given, except that `max_completion_tokens` wins over
 # `max_tokens`: LiteLLM adds a default `max_tokens` to requests that give only the former.  Stop
 # strings are joined.
-_ALIASES = {
-    "stop_words": "stop",
-    "random_seed": "seed",
-    "min_length": "min_tokens",
-    "max_completion_tokens": "max_tokens",
-    "num_return_sequences": "n",
+SAMPLING_KEYS: dict[str, SamplingKey] = {
+    "max_tokens": SamplingKey(_INT, typed=True),
+    "max_completion_tokens": SamplingKey(_INT, typed=True, alias_of="max_tokens"),
+    "min_tokens": SamplingKey(_INT, typed=True),
+    "min_length": SamplingKey(_INT, typed=True, alias_of="min_tokens"),
+    "n": SamplingKey(_INT, typed=True),
+    "top_k": SamplingKey(_INT, typed=True),
+    "temperature": SamplingKey(_FLOAT, typed=True),
+    "top_p": SamplingKey(_FLOAT, typed=True),
+    "min_p": SamplingKey(_FLOAT, typed=True),
+    "repetition_penalty": SamplingKey(_FLOAT, typed=True),
+    "presence_penalty": SamplingKey(_FLOAT, typed=True),
+    "frequency_penalty": SamplingKey(_FLOAT, typed=True),
+    "random_seed": SamplingKey(_RANDOM_SEED, typed=True, alias_of="seed"),
+    "seed": SamplingKey(_SEED, typed=True),
+    "stop": SamplingKey(_TEXTS, typed=True),
+    "stop_words": SamplingKey(_TEXTS, typed=True, alias_of="stop"),
+    "bad_words": SamplingKey(_TEXTS, typed=True),
+    "stop_token_ids": SamplingKey(_IDS, typed=True),
+    "ignore_eos": SamplingKey(_BOOL, typed=True),
+    "include_stop_str_in_output": SamplingKey(_BOOL, typed=True),
+    "skip_special_tokens": SamplingKey(_BOOL, typed=True),
+    "guided_decoding_guide_type": SamplingKey(_TEXT, typed=True),
+    "guided_decoding_guide": SamplingKey(_TEXT, typed=True),
+    "end_id": SamplingKey(_INT, typed=True),
+    "pad_id": SamplingKey(_INT, typed=True, ignored=True),  # TensorRT-LLM's padding token: nothing is padded here
+    "beam_width": SamplingKey(_INT, typed=True, accepts=(1,)),
+    "num_return_sequences": SamplingKey(_INT, typed=True, alias_of="n"),
+    "length_penalty": SamplingKey(_FLOAT, typed=True, accepts=(1.0, 0.0)),
+    "return_context_logits": SamplingKey(_BOOL, typed=True, accepts=(False,)),
+    "return_generation_logits": SamplingKey(_BOOL, typed=True, accepts=(False,)),
+    "logit_bias": SamplingKey(_BIAS),
+    "allowed_token_ids": SamplingKey(_IDS),
+    "logprobs": SamplingKey(_COUNT),
+    "prompt_logprobs": SamplingKey(_COUNT),
+    "detokenize": SamplingKey(_BOOL),
+    "truncate_prompt_tokens": SamplingKey(_INT),
+    "structured_outputs": SamplingKey(_STRUCTURED),
+    "guided_decoding": SamplingKey(_STRUCTURED),
+    "output_kind": SamplingKey(_OUTPUT_KIND),
+    "flat_logprobs": SamplingKey(_BOOL),
+    "best_of": SamplingKey(_INT, accepts=(1,)),
+    "use_beam_search": SamplingKey(_BOOL, accepts=(False,)),
+    "early_stopping": SamplingKey(_BOOL, accepts=(False, 0)),
+    "len_penalty": SamplingKey(_FLOAT, accepts=(1.0, 0.0)),
+    "spaces_between_special_tokens": SamplingKey(_BOOL, accepts=(True,)),
+    "skip_clone": SamplingKey(_BOOL, accepts=(False, True)),
+    "skip_reading_prefix_cache": SamplingKey(_BOOL, accepts=(False,)),
+    "return_perf_metrics": SamplingKey(_BOOL, accepts=(False,)),
+    "lora_name": SamplingKey(_TEXT, refusal="LoRA feature is not enabled."),  # vllm_backend's words
 }
-
-# Keys of features that do not exist here, and the values that ask for nothing: only these are accepted.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "beam_width": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False, 0),
-    "length_penalty": (1.0, 0.0),
-    "len_penalty": (1.0, 0.0),
-    "spaces_between_special_tokens": (True,),
-    "skip_clone": (False, True),
-    "skip_reading_prefix_cache": (False,),
-    "return_perf_metrics": (False,),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
-}
-_UNSERVED = {
-    "lora_name": "LoRA feature is not enabled.",  # vllm_backend's words
-}
-_IGNORED = {"pad_id"}  # TensorRT-LLM's padding token: nothing is padded here
 
 
 def request_keys(
@@ -259,49 +240,51 @@ def _canonical(layer: Mapping[str, Any]) -> dict[str, Any]:
     """One layer with canonical keys and converted values."""
     found: dict[str, Any] = {}
     for key in sorted(layer, key=_strength):
-        value, name = layer[key], _ALIASES.get(key, key)
-        if value is None or key in _IGNORED:
+        value, row = layer[key], SAMPLING_KEYS.get(key)
+        if row is None:
+            if value is not None:
+                raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
             continue
-        if key in _NEUTRAL:
-            _check_neutral(key, value)
-        elif key in _UNSERVED:
-            raise RequestError("INVALID_ARG", _UNSERVED[key])
-        elif name not in SAMPLING_KEYS:
-            raise RequestError("INVALID_ARG", f"unknown sampling parameter {shown(key)}; {_nearest(key)}")
-        else:
-            converted = _convert(key, name, value)
-            if converted is None:
-                continue
-            if name == "stop":
-                converted = list(dict.fromkeys([*found.get(name, []), *converted]))
-            found[name] = converted
+        if value is None or row.ignored:
+            continue
+        if row.refusal:
+            raise RequestError("INVALID_ARG", row.refusal)
+        if row.accepts:
+            _check_accepted(key, value, row.accepts)
+            continue
+        converted = _convert(key, row.kind, value)
+        if converted is None:
+            continue
+        name = row.alias_of or key
+        if name == "stop":
+            converted = list(dict.fromkeys([*found.get(name, []), *converted]))
+        found[name] = converted
     return found
 
 
 def _strength(key: str) -> int:
     """Keys of one layer apply in this order, and a later one replaces an earlier one."""
-    return 2 if key == "max_completion_tokens" else 0 if key in _ALIASES else 1
+    row = SAMPLING_KEYS.get(key)
+    return 2 if key == "max_completion_tokens" else 0 if row is not None and row.alias_of else 1
 
 
-def _convert(key: str, name: str, value: Any) -> Any:
-    convert, allowed = SAMPLING_KEYS[name]
+def _convert(key: str, kind: ValueKind, value: Any) -> Any:
     try:
-        return convert(value)
+        return kind.convert(value)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise RequestError("INVALID_ARG", f"{key}={shown(value)}: must be {allowed}") from None
+        raise RequestError("INVALID_ARG", f"{key}={shown(value)}: must be {kind.allowed}") from None
 
 
-def _check_neutral(key: str, value: Any) -> None:
-    allowed = _NEUTRAL[key]
+def _check_accepted(key: str, value: Any, accepts: tuple[Any, ...]) -> None:
     try:
-        given = to_bool(value) if isinstance(allowed[0], bool) else to_float(value)
+        given = to_bool(value) if isinstance(accepts[0], bool) else to_float(value)
     except (ValueError, TypeError, OverflowError):
         given = value
-    if given not in allowed:
-        raise RequestError("INVALID_ARG", f"{key}={shown(value)} is not supported: omit it or set it to {allowed[0]}")
+    if given not in accepts:
+        raise RequestError("INVALID_ARG", f"{key}={shown(value)} is not supported: omit it or set it to {accepts[0]}")
 
 
 def _nearest(key: str) -> str:
-    known = [*SAMPLING_KEYS, *_ALIASES]
+    known = [name for name, row in SAMPLING_KEYS.items() if row.has_effect]
     near = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"

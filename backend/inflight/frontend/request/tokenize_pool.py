@@ -17,11 +17,12 @@ from queue import PriorityQueue
 import numpy as np
 
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.output_processor import Streams
+from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.request_state import Responder
-from inflight.frontend.request.contract import ParsedRequest, WireRequest
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parsed_request import ParsedRequest
 
-__all__ = ["Intake"]
+__all__ = ["TokenizePool"]
 
 DIRECT_BYTES = 8192  # of text: about 2 ms
 _NUM_THREADS = 2
@@ -46,12 +47,12 @@ class _Waiting:
     answer: Answer | None = field(compare=False, default=None)
 
 
-class Intake:
+class TokenizePool:
     """Parses requests and opens their streams.
 
     Args:
         parse: checks and tokenises; raises RequestError. Called by several threads.
-        streams: takes what was parsed, and errors.
+        output_processor: takes what was parsed, and errors.
         log_error: writes one line to the server's log.
         max_waiting_bytes: of text that waits for a thread; beyond that, requests with long texts are refused.
         num_threads: that read long texts; one more reads chats.
@@ -60,13 +61,13 @@ class Intake:
     def __init__(
         self,
         parse: Callable[[WireRequest], ParsedRequest],
-        streams: Streams,
+        output_processor: OutputProcessor,
         log_error: Callable[[str], None],
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         num_threads: int = _NUM_THREADS,
     ) -> None:
         self._parse = parse
-        self._streams = streams
+        self._output_processor = output_processor
         self._log_error = log_error
         self._max_waiting_bytes = max_waiting_bytes
         self._texts: PriorityQueue[_Waiting] = PriorityQueue()
@@ -76,7 +77,7 @@ class Intake:
         self._count = 0
         self._stopping = False
         self._readers = [
-            (queue, threading.Thread(target=self._read_loop, args=(queue,), name=f"intake-{k}", daemon=True))
+            (queue, threading.Thread(target=self._read_loop, args=(queue,), name=f"tokenize-{k}", daemon=True))
             for k, queue in enumerate([self._texts] * num_threads + [self._chats])
         ]
 
@@ -124,13 +125,13 @@ class Intake:
         try:
             yield
         except RequestError as error:
-            self._streams.reject(responder, error)
+            self._output_processor.reject(responder, error)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             message = f"{type(error).__name__}: {error}"
             self._log_error(f"while reading a request: {message}")
-            self._streams.reject(responder, RequestError("INTERNAL", message))
+            self._output_processor.reject(responder, RequestError("INTERNAL", message))
 
     def _read_loop(self, queue: PriorityQueue[_Waiting]) -> None:
         while (waiting := queue.get()).responder is not _NOBODY:
@@ -148,9 +149,9 @@ class Intake:
 
     def _serve(self, wire: WireRequest, responder: Responder, answer: Answer | None) -> None:
         if answer is None:
-            self._streams.open(self._parse(wire), responder)
+            self._output_processor.open(self._parse(wire), responder)
         else:
-            self._streams.respond(responder, answer(wire))
+            self._output_processor.respond(responder, answer(wire))
 
 
 class _Nobody:

@@ -1,4 +1,4 @@
-"""Text of a request: tokenising and incremental detokenisation.  No torch, no Triton.
+"""Text to token ids and back.  No torch, no Triton.
 
 `Tokenizer` reads a checkpoint's `tokenizer.json` with the `tokenizers` library.  A checkpoint
 without one (a slow tokenizer) goes through `transformers.AutoTokenizer`, which is imported only
@@ -10,17 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, Protocol
 
 from inflight.hub import CheckpointFileError, checkpoint_file
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerError", "read_text"]
-
-_REPLACEMENT = "\ufffd"
-_PARTIAL_TOKENS = 3  # an unfinished UTF-8 character has at most three bytes, each at most a token
-_MAX_PENDING = 16  # tokens without text that are kept
+__all__ = ["Tokenizer", "TokenizerError", "read_text"]
 
 
 class TokenizerError(CheckpointFileError):
@@ -176,12 +171,14 @@ class Tokenizer:
         size: entries of the vocabulary, added tokens included.
         longest_token: characters of the longest entry; a text of more than n times as many
             characters has more than n tokens.
+        decode_ids: (ids, skip_special_tokens) -> text; the library's own function, which every output token passes.
         json_texts: token id -> its `token_text` as JSON.
         is_absent: the checkpoint has none: only token ids can be served.
     """
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
+        self.decode_ids = backend.decode
         self.size = backend.size()
         self.longest_token = backend.longest_token()
         self.is_absent = isinstance(backend, _Absent)
@@ -263,71 +260,3 @@ class Tokenizer:
         texts = (text for word in words for text in (word, " " + word.lstrip()))
         found = dict.fromkeys(tuple(self.encode(text, add_special_tokens=False)) for text in texts)
         return [list(ids) for ids in found if ids]
-
-
-class IncrementalDetokenizer:
-    """Text of one output sequence, token by token.
-
-    The chunks, joined, are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
-    ends inside a character: bytes wait until they are complete or `flush()` gives them up.
-    The window scheme is that of `tokenizers.decoders.DecodeStream`, which can neither give up
-    what it holds back nor serve slow tokenizers, and fails for good on an output whose bytes
-    change the text before them ("invalid prefix").
-
-    Args:
-        prompt_token_ids: context for the first chunk, so that its leading space is right.
-        skip_special_tokens: leave special tokens out.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
-        self._decode = tokenizer._backend.decode
-        self._skip = skip_special_tokens
-        self._window, self._prefix = self._context(prompt_token_ids)
-        self._pending: list[int] = []
-
-    def another(self) -> IncrementalDetokenizer:
-        """One for another output of the same prompt; call it before the first `push`."""
-        other = copy(self)
-        other._pending = []
-        return other
-
-    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The shortest useful tail of the prompt and its text."""
-        for length in (6, 32, len(prompt)):
-            tail = list(prompt[-length:]) if length else []
-            text = self._decode(tail, self._skip)
-            # A tail that ends inside a character has no stable text: begin without context.
-            if text.endswith(_REPLACEMENT):
-                break
-            if text or length >= len(prompt):
-                return tail, text
-        return [], ""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens complete; may be empty."""
-        self._pending += token_ids
-        for held in range(min(_PARTIAL_TOKENS, len(self._pending)) + 1):
-            text = self._decode(self._window + self._pending[: len(self._pending) - held], self._skip)
-            if not text.endswith(_REPLACEMENT):
-                break
-        else:
-            if len(self._pending) <= _PARTIAL_TOKENS:
-                return ""  # the window itself ends in U+FFFD
-        return self._emit(text, held)
-
-    def flush(self) -> str:
-        """Text of the bytes still held back; those that are no character become U+FFFD."""
-        return self._emit(self._decode(self._window + self._pending, self._skip), 0)
-
-    def _emit(self, text: str, held: int) -> str:
-        """Show `text`, the text of all but the last `held` tokens."""
-        chunk = text[len(self._prefix) :]
-        if chunk:
-            split = len(self._pending) - held
-            self._window, self._pending = self._pending[:split], self._pending[split:]
-            self._prefix = self._decode(self._window, self._skip)
-        elif len(self._pending) > _MAX_PENDING:  # a run of skipped special tokens
-            self._pending = self._pending[-_PARTIAL_TOKENS:]
-        return chunk

@@ -1,0 +1,49 @@
+"""A checked request: the message for the engine, and what only the frontend needs.  No torch, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from inflight.engine.messages import AddRequest
+from inflight.frontend.request.resume import SequenceEnd
+
+__all__ = ["ParsedRequest"]
+
+
+@dataclass(slots=True)
+class ParsedRequest:
+    """A checked request: the message for the engine, and what only the frontend needs.
+
+    A new field for the engine goes into `AddRequest`, and into the parser that fills it.
+
+    Attributes:
+        engine_request: crosses the pipe as it is; its `request_id` is 0 until `with_id`.
+        stream: one response per new text, else one at the end.
+        prepend_text: what the first text of each sequence begins with ("" or the prompt).
+        returns: names of the `return_*` flags that are set.
+        shows_logprobs: the client requested `logprobs` itself.
+        timeout: seconds from arrival to the deadline; None for none.
+        cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty for 0.
+        ends: how sequences ended with the last of their `output_token_ids`, None for the others; empty: none did.
+        cumulative: each response repeats what the ones before it contained.
+        separate: each response is about one sequence, as TensorRT-LLM's are.
+        name: the client's, for the log; "" for none.
+    """
+
+    engine_request: AddRequest
+    stream: bool = False
+    prepend_text: str = ""
+    returns: frozenset[str] = frozenset()
+    shows_logprobs: bool = False
+    timeout: float | None = None
+    cumulative_logprobs: list[float] = field(default_factory=list)
+    ends: list[SequenceEnd | None] = field(default_factory=list)
+    cumulative: bool = False
+    separate: bool = False
+    name: str = ""
+
+    def with_id(self, request_id: int) -> ParsedRequest:
+        """The same request under an id of the engine's."""
+        return replace(self, engine_request=msgspec.structs.replace(self.engine_request, request_id=request_id))

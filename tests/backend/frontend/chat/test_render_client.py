@@ -1,0 +1,160 @@
+"""Chat templates that loop, grow or kill: each ends within its bounds, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inflight.frontend.chat import render_client as template_process
+from inflight.frontend.chat.render_client import RenderClient
+from inflight.frontend.chat.renderer import ChatTemplateError
+
+SECONDS, SIZE = 0.3, 2**28
+USER = json.dumps([{"role": "user", "content": "hello"}])
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+DOUBLE = "{% set ns = namespace(s='a' * 999) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+
+SLOW = [LOOP, TWICE, "{{ (messages | length + 8) ** (9 ** 9) }}", "{{ range(9999) | map('string') | list * 99999 }}"]
+LARGE = [DOUBLE, "{{ 'a' * 10 ** 10 }}", "{{ messages * 10 ** 9 }}"]
+REJECTED = ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10 ** 9) | length }}", "{{ 1 // 0 }}"]
+AT_COMPILE = "{{ 9 ** (9 ** 9) }}"  # Jinja computes constants when it compiles
+
+
+def process(text: str, seconds: float = SECONDS) -> RenderClient:
+    return RenderClient(text, {}, seconds, SIZE)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RenderClient]:
+    """One process with every bomb: the role of the first message picks it."""
+    bombs = "".join(
+        f"{{% if messages[0].role == '{number}' %}}{bomb}{{% endif %}}"
+        for number, bomb in enumerate([*SLOW, *LARGE, *REJECTED])
+    )
+    renderer = process(bombs + "{{ messages[0].content }}")
+    yield renderer
+    renderer.close()
+
+
+@pytest.mark.parametrize("number", range(len([*SLOW, *LARGE, *REJECTED])))
+def test_a_bomb_ends_and_the_next_request_is_served(shared: RenderClient, number: int) -> None:
+    says = "took more than 0.3 s|needs more than 256 MiB|rejected the messages"
+    with pytest.raises(ChatTemplateError, match=says) as error:
+        shared.render(json.dumps([{"role": str(number), "content": "never"}]))
+    expected = ["took more", "needs more", "rejected"][(number >= len(SLOW)) + (number >= len([*SLOW, *LARGE]))]
+    if "list *" not in [*SLOW, *LARGE, *REJECTED][number]:  # which of its bounds it meets first is up to the machine
+        assert expected in str(error.value)
+    assert shared.render(USER) == "hello"
+
+
+def test_a_bomb_that_goes_off_when_it_is_compiled() -> None:
+    renderer = process(AT_COMPILE)
+    for ask in (renderer.check, lambda: renderer.render(USER)):
+        with pytest.raises(ChatTemplateError, match=r"took more than 0.3 s"):
+            ask()
+    renderer.close()
+
+
+def test_text_without_end_is_refused() -> None:
+    renderer = process("{{ messages[0].content * 9 }}", seconds=9)
+    with pytest.raises(ChatTemplateError, match=r"made 72\d{6} bytes of text"):
+        renderer.render(json.dumps([{"role": "user", "content": "a" * 8_000_000}]))
+    assert renderer.render(USER) == "hello" * 9
+    renderer.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messages=st.text() | st.recursive(st.none() | st.booleans() | st.text(), st.lists).map(json.dumps))
+def test_any_text_is_rendered_or_refused(shared: RenderClient, messages: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        shared.render(messages)
+
+
+@pytest.mark.parametrize("messages", ['[{"role": "user", "content": "\\ud800"}]', "[" * 100_000, "\ud800"])
+def test_what_is_no_text_is_refused(shared: RenderClient, messages: str) -> None:
+    with pytest.raises(ChatTemplateError, match="not valid JSON"):
+        shared.render(messages)
+
+
+# -- the process itself -----------------------------------------------------------------------------
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    renderer = process("{{ messages[0].content }}")
+    assert renderer.render(USER) == "hello"
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        assert renderer._popen is not None
+        os.kill(renderer._popen.pid, number)
+        assert renderer.render(USER) == "hello"
+    renderer.close()
+
+
+def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = process("{{ messages[0].content }}")
+    renderer.check()
+    renderer._patience = 0.2
+    assert renderer._popen is not None
+    os.kill(renderer._popen.pid, signal.SIGSTOP)
+    with pytest.raises(ChatTemplateError, match="took more than"):
+        renderer.render(USER)
+    renderer._patience = 60
+    assert renderer.render(USER) == "hello"
+    renderer.close()
+
+
+def test_closing_ends_a_bomb_and_refuses_the_rest() -> None:
+    renderer = process(LOOP, seconds=3600)
+    renderer.check()
+    failed: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(ChatTemplateError) as error:
+            renderer.render(USER)
+        failed.append(str(error.value))
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    popen = renderer._popen
+    assert popen is not None
+    while float(Path(f"/proc/{popen.pid}/stat").read_text().split()[13]) == 0:
+        time.sleep(0.01)  # it has not begun
+    renderer.close()
+    for thread in asking:
+        thread.join(20)
+    assert failed == ["the model is being unloaded"] * 3
+    assert popen.poll() is not None
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    code = (
+        "import sys, os, signal; from inflight.frontend.chat.render_client import RenderClient\n"
+        "renderer = RenderClient('x', {}, 2.0); renderer.check(); print(renderer._popen.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_process_does_not_see_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(template_process._HIDDEN, "secret")
+    renderer = process("x")
+    renderer.check()
+    assert renderer._popen is not None
+    assert b"secret" not in Path(f"/proc/{renderer._popen.pid}/environ").read_bytes()
+    renderer.close()

@@ -1,0 +1,225 @@
+"""Which requests are replayed after deaths, against engines that simulated poison kills."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.frontend.engine_client.poison_search import PoisonSearch
+
+MAX_REPLAYS = 2
+
+
+@dataclass
+class Job:
+    """A request that kills the engine as it computes output token `kills_at` (None: never)."""
+
+    length: int
+    kills_at: int | None = None
+    sequences: int = 1
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [0] * self.sequences
+
+
+class World:
+    """Requests, an engine with `slots` places, and whatever kills it.
+
+    Attributes:
+        deaths: of engines.
+        failed: requests that were given up.
+        waited: of each request that came while another was under suspicion, the deaths until it ran.
+    """
+
+    def __init__(self, jobs: list[Job], slots: int = 64, max_replays: int = MAX_REPLAYS) -> None:
+        self.jobs = dict(enumerate(jobs))
+        self.slots = slots
+        self.suspects = PoisonSearch(max_replays)
+        self.new: list[int] = list(self.jobs)
+        self.engine: list[int] = []
+        self.failed: list[int] = []
+        self.done: list[int] = []
+        self.deaths = 0
+
+    def add(self, job: Job) -> int:
+        number = len(self.jobs)
+        self.jobs[number] = job
+        self.new.append(number)
+        return number
+
+    def feed(self) -> None:
+        self.engine += self.suspects.due()
+        assert len(set(self.engine)) == len(self.engine), "given twice"
+        if not self.suspects.holds_new:
+            self.engine += self.new
+            self.new = []
+
+    def running(self) -> dict[int, set[int]]:
+        """The sequences in the slots, first come, first served."""
+        found: dict[int, set[int]] = {}
+        places = self.slots
+        for number in self.engine:
+            job = self.jobs[number]
+            for index in range(job.sequences):
+                if places and job.tokens[index] < job.length:
+                    found.setdefault(number, set()).add(index)
+                    places -= 1
+        return found
+
+    def step(self) -> None:
+        """One step, or one death."""
+        self.feed()
+        ran = self.running()
+        if any(self.jobs[k].tokens[i] == self.jobs[k].kills_at for k, indices in ran.items() for i in indices):
+            self.die(ran)
+            return
+        for number, indices in ran.items():
+            for index in sorted(indices):
+                self.jobs[number].tokens[index] += 1
+                self.suspects.got_token(number, index)
+        for number in list(self.engine):
+            if all(count == self.jobs[number].length for count in self.jobs[number].tokens):
+                self.end(number)
+
+    def die(self, ran: dict[int, set[int]]) -> None:
+        self.deaths += 1
+        had, self.engine = self.engine, []
+        for number, deaths in self.suspects.engine_down(had, ran).items():
+            assert deaths > self.suspects._max_replays
+            self.failed.append(number)
+            self.suspects.ended(number)
+
+    def end(self, number: int) -> None:
+        self.engine.remove(number)
+        self.done.append(number)
+        self.suspects.ended(number)
+
+    def run(self, limit: int = 100_000) -> None:
+        while len(self.failed) + len(self.done) < len(self.jobs):
+            self.step()
+            limit -= 1
+            assert limit, "does not end"
+        assert not self.suspects.active
+        assert not (self.suspects._points or self.suspects._deaths or self.suspects._groups)
+
+    @property
+    def poison(self) -> list[int]:
+        return [number for number, job in self.jobs.items() if job.kills_at is not None and job.kills_at < job.length]
+
+
+def most_deaths(n: int, num_poison: int) -> int:
+    """What the docstring of `suspects` promises, with a death more for a poison that shows late."""
+    return num_poison * (math.ceil(math.log2(max(n, 2))) + MAX_REPLAYS + 2)
+
+
+jobs = st.lists(
+    st.builds(
+        Job,
+        length=st.integers(1, 12),
+        kills_at=st.one_of(st.none(), st.none(), st.integers(0, 11)),
+        sequences=st.integers(1, 3),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs=jobs, slots=st.integers(1, 64))
+def test_every_poison_fails_and_everyone_else_completes(jobs: list[Job], slots: int) -> None:
+    world = World([Job(job.length, job.kills_at, job.sequences) for job in jobs], slots)
+    world.run()
+    assert sorted(world.failed) == world.poison
+    assert world.deaths <= most_deaths(len(jobs), len(world.poison))
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 130), data=st.data())
+def test_one_poison_is_found_in_the_logarithm_of_the_requests(n: int, data: st.DataObject) -> None:
+    """Wherever it stands, and whenever it shows."""
+    guilty = data.draw(st.integers(0, n - 1))
+    kills_at = data.draw(st.integers(0, 5))
+    world = World([Job(6, kills_at if k == guilty else None) for k in range(n)], slots=n)
+    world.run()
+    assert world.failed == [guilty]
+    assert world.deaths <= max(MAX_REPLAYS + 1, math.ceil(math.log2(n)) + 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject) -> None:
+    """Each engine lives long enough for a token of each that runs; whoever comes meanwhile runs, too."""
+    world = World([Job(data.draw(st.integers(1, 30)), sequences=data.draw(st.integers(1, 2))) for _ in range(12)])
+    for _ in range(data.draw(st.integers(0, 20))):
+        for _ in range(data.draw(st.integers(0, 6))):
+            world.step()
+        if data.draw(st.booleans()):
+            world.add(Job(5))
+        world.feed()
+        if world.suspects._probe and len(world.running()) == 1:
+            world.step()
+        if ran := world.running():
+            world.die(ran)
+    world.run()
+    assert world.failed == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st.DataObject) -> None:
+    world = World([Job(20) for _ in range(12)])
+    world.step()
+    for _ in range(data.draw(st.integers(1, 2))):
+        world.die(world.running())
+        for number in data.draw(st.lists(st.sampled_from(sorted(world.jobs)), unique=True)):
+            if number not in world.done:
+                world.done.append(number)
+                world.engine = [other for other in world.engine if other != number]
+                world.suspects.ended(number)
+        world.feed()
+        if not world.running():
+            break
+    world.run()
+    assert world.failed == []
+
+
+def test_new_requests_run_beside_a_group_under_suspicion_but_not_beside_a_single_one() -> None:
+    suspects = PoisonSearch(MAX_REPLAYS)
+    assert suspects.engine_down(range(6), {k: {0} for k in range(4)}) == {}
+    assert suspects.due() == [0, 1, 4, 5], "half of those that ran, and those that did not"
+    assert not suspects.holds_new
+    suspects.engine_down([0, 1, 4, 5, 6], {k: {0} for k in (0, 1, 6)})
+    assert suspects.due() == [0]
+    assert suspects.holds_new
+    assert suspects.engine_down([0], {0: {0}}) == {0: 3}
+    assert suspects.due() == [1]
+    suspects.got_token(1, 0)
+    assert not suspects.holds_new
+    assert suspects.due() == [2, 3, 4, 5]
+    assert suspects.due() == []
+    for k in (2, 3):
+        suspects.got_token(k, 0)
+    assert suspects.due() == [6]
+
+
+def test_a_request_has_got_past_the_point_once_each_of_its_sequences_has() -> None:
+    suspects = PoisonSearch(MAX_REPLAYS)
+    suspects.engine_down([1, 2], {1: {0, 2}, 2: {0}})
+    assert suspects.due() == [1]
+    suspects.got_token(1, 0)
+    suspects.got_token(1, 1)
+    assert suspects.due() == []
+    suspects.got_token(1, 2)
+    assert suspects.due() == [2]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_without_replays_whatever_ran_fails(n: int) -> None:
+    suspects = PoisonSearch(0)
+    assert suspects.engine_down(range(5), {k: {0} for k in range(n)}) == dict.fromkeys(range(n), 1)
+    assert suspects.due() == list(range(n, 5))

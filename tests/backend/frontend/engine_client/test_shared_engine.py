@@ -1,0 +1,195 @@
+"""Frontends that share an engine process: what one does or suffers changes nothing for the others' requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_engine import echo
+from frontend_rig import FAKE_ENGINE, RecordingClient
+from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
+
+from inflight.config import EngineConfig
+from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.messages import REQUESTS_PER_FRONTEND
+from inflight.frontend.engine_client.engine_process import EngineStartError
+from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
+
+
+def make_rigs(folder: Path, turn_seconds: float = 30.0, **config: Any) -> list[SupervisorRig]:
+    control, name = folder / "control.json", f"inflight-test-{uuid.uuid4().hex}"
+    env = {"FAKE_ENGINE_CONTROL": str(control)}
+    options = EngineConfig(model="fake", **config)
+    return [
+        SupervisorRig(
+            control, EngineGroup(options, FAKE_ENGINE, env, name, f"m_{k}", turn_seconds=turn_seconds), **config
+        ).start()
+        for k in range(3)
+    ]
+
+
+@pytest.fixture
+def rigs(tmp_path: Path) -> Iterator[list[SupervisorRig]]:
+    rigs = make_rigs(tmp_path)
+    yield rigs
+    for rig in rigs:
+        rig.stop()
+
+
+def kill(rigs: list[SupervisorRig]) -> None:
+    """Kill the engine process, and wait until all use the next one."""
+    pid = rigs[0].supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: all(rig.supervisor.pid not in (None, pid) for rig in rigs))
+    assert len({rig.supervisor.pid for rig in rigs}) == 1
+
+
+def open_all(rigs: list[SupervisorRig], count: int, orders: str = "delay=0.002") -> list[RecordingClient]:
+    return [rig.open(orders=orders, max_tokens=150 + k) for rig in rigs for k in range(count)]
+
+
+def check_all(clients: list[RecordingClient], count: int) -> None:
+    for number, client in enumerate(clients):
+        assert client.wait().error is None
+        assert tokens(client) == echo(PROMPT, 150 + number % count)
+
+
+def test_all_streams_go_on_with_the_next_engine(rigs: list[SupervisorRig]) -> None:
+    clients = open_all(rigs, 4)
+    for _ in range(3):
+        seen = [len(client.responses) for client in clients]
+        wait_for(lambda seen=seen: all(len(c.responses) > s for c, s in zip(clients, seen)))
+        kill(rigs)
+    new = [rig.open(max_tokens=5) for rig in rigs]
+    check_all(clients, 4)
+    assert [tokens(client.wait()) for client in new] == [echo(PROMPT, 5)] * 3
+    assert [rig.stats.deaths for rig in rigs] == [3, 3, 3]
+
+
+def test_ids_say_which_frontend_a_request_came_from(rigs: list[SupervisorRig]) -> None:
+    for number, rig in enumerate(rigs):
+        client = rig.open(orders="delay=0.01", max_tokens=1000)
+        (request_id,) = wait_for(lambda rig=rig: rig.supervisor._send_buffer.in_engine)
+        assert request_id // REQUESTS_PER_FRONTEND == number
+        client.cancelled = True
+        client.wait()
+
+
+@pytest.mark.parametrize("orders", [("crash=20", "", ""), ("crash=20", "crash=30", "crash=25")])
+def test_poison_of_one_frontend_is_held_against_no_request_of_another(
+    rigs: list[SupervisorRig], orders: tuple[str, str, str]
+) -> None:
+    clients = open_all(rigs, 6, "delay=0.001")
+    poison = [rig.open(orders=order, max_tokens=100) for rig, order in zip(rigs, orders) if order]
+    idle = rigs[-1].open(max_tokens=3)
+    for client in poison:
+        error = client.wait().error
+        assert error is not None
+        assert error[1].endswith("(signal 9, SIGKILL); it is not replayed again (max_replays=2)")
+    check_all(clients, 6)
+    assert tokens(idle.wait()) == echo(PROMPT, 3)
+    assert [rig.stats.endings for rig in rigs] == [["poison"] if order else [] for order in orders]
+    assert [tokens(rig.open(max_tokens=5).wait()) for rig in rigs] == [echo(PROMPT, 5)] * 3
+
+
+@pytest.mark.parametrize(("beats", "lost"), [(0, False), (1, True)])
+def test_an_engine_that_was_up_before_it_died_is_lost_and_no_failed_start(beats: int, lost: bool) -> None:
+    """The poison of a quicker frontend killed it."""
+    ours, theirs = socket.socketpair()
+    descriptor = Heartbeat.create(1)
+    heartbeat = Heartbeat(descriptor, 1)
+    os.close(descriptor)
+    for _ in range(beats):
+        heartbeat.beat(1)
+    group = SimpleNamespace(wait_ended=lambda number, seconds: None)
+    engine = SharedEngine(group, 1, 1, ours, heartbeat)  # type: ignore[arg-type]
+    theirs.close()
+    with pytest.raises(EngineStartError) as caught:
+        engine.wait_ready(20)
+    assert caught.value.lost is lost
+    ours.close()
+
+
+def test_after_a_death_one_frontend_sends_at_a_time(rigs: list[SupervisorRig]) -> None:
+    slow = [rig.open(orders="delay=0.5,run=1", max_tokens=4) for rig in rigs]
+    wait_for(lambda: all(client.responses for client in slow))
+    kill(rigs)
+    waiting = [rig.supervisor._send_buffer.paused for rig in rigs]
+    assert sum(waiting) == 2, "each step takes half a second"
+    new = rigs[waiting.index(True)].open(max_tokens=3)
+    assert not new.responses
+    for client in [*slow, new]:
+        assert client.wait().error is None
+    wait_for(lambda: not any(rig.supervisor._send_buffer.paused for rig in rigs))
+
+
+def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[SupervisorRig]) -> None:
+    slow = [rig.open(orders="delay=0.3", max_tokens=4) for rig in rigs]
+    wait_for(lambda: all(client.responses for client in slow))
+    kill(rigs)
+    turn = [rig.supervisor._send_buffer.paused for rig in rigs].index(False)
+    gone = rigs.pop(turn)
+    gone.stop()
+    slow.pop(turn)
+    for client in slow:
+        assert tokens(client.wait()) == echo(PROMPT, 4)
+
+
+def test_a_turn_ends_in_time(tmp_path: Path) -> None:
+    rigs = make_rigs(tmp_path, turn_seconds=0.2)
+    slow = [rig.open(orders="delay=2", max_tokens=2) for rig in rigs[:2]]
+    wait_for(lambda: all(client.responses for client in slow))
+    kill(rigs)
+    assert tokens(rigs[2].open(max_tokens=5).wait()) == echo(PROMPT, 5)
+    assert not any(client.ended.is_set() for client in slow)
+    for rig in rigs:
+        rig.stop()
+
+
+def test_one_that_stops_takes_only_its_own_requests_along(rigs: list[SupervisorRig]) -> None:
+    clients = open_all(rigs, 2)
+    wait_for(lambda: all(client.responses for client in clients))
+    pid = rigs[0].supervisor.pid
+    rigs[0].stop()
+    for client in clients[:2]:
+        error = client.wait().error
+        assert error is not None
+        assert error[0] == "UNAVAILABLE"
+    check_all(clients[2:], 2)
+    assert rigs[1].supervisor.pid == pid
+    assert [rig.stats.deaths for rig in rigs] == [0, 0, 0]
+
+
+def test_a_restart_that_fails_is_known_to_all_and_ends(rigs: list[SupervisorRig]) -> None:
+    rigs[0].order(start="fail")
+    pid = rigs[0].supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for rig in rigs:
+        reason = wait_for(lambda rig=rig: rig.supervisor.refusal)
+        assert reason.endswith("told to fail")
+    rigs[0].order()
+    for rig in rigs:
+        wait_for(lambda rig=rig: rig.supervisor.pid)
+        assert tokens(rig.open(max_tokens=5).wait()) == echo(PROMPT, 5)
+
+
+def test_a_hang_under_one_frontends_request_is_seen_and_all_go_on(tmp_path: Path) -> None:
+    rigs = make_rigs(tmp_path, engine_timeout=0.5)
+    clients = open_all(rigs, 2, "delay=0.01")
+    wait_for(lambda: all(client.responses for client in clients))
+    pid = rigs[0].supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    check_all(clients, 2)
+    assert any("did not finish a step" in line for line in rigs[1].lines)
+    for rig in rigs:
+        rig.stop()

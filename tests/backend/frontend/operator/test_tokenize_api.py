@@ -1,0 +1,325 @@
+"""`control` "model", "tokenize" and "detokenize": answers without an engine, for everybody."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from chat_templates import HERMES, TEMPLATES
+from frontend_rig import CHECKPOINT, RecordingClient, demo_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import inflight
+from inflight.config import EngineConfig
+from inflight.engine.messages import EngineReady
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.chat.tool_format import reasoning_tags, tool_format
+from inflight.frontend.errors import RequestError
+from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
+from inflight.frontend.operator.admin_key import AdminKey
+from inflight.frontend.operator.control import Control
+from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
+from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.request.parser import RequestParser
+from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, TokenizePool
+from inflight.frontend.text.tokenizer import Tokenizer
+
+TOKENIZER = demo_tokenizer()
+MAX_LEN = 64
+READY = EngineReady(MAX_LEN, 2560, [0], 8, 16, "float32", "cpu", "cpu", 0.1)
+
+
+def make(chat: ChatTemplate, tokenizer: Tokenizer = TOKENIZER, max_model_len: int = MAX_LEN) -> TokenizeApi:
+    parser = RequestParser(EngineConfig(model="m"), tokenizer, chat, max_model_len, 2560)
+    return TokenizeApi(facts("c0ffee", READY, chat, tokenizer), tokenizer, parser.prompts, parser.limits)
+
+
+QUESTIONS = make(ChatTemplate.load(str(CHECKPOINT)))
+
+
+def wire(control: str, parameters: dict[str, Any] | None = None, **inputs: Any) -> WireRequest:
+    arrays = {
+        name: np.array(
+            value if isinstance(value, list) else [value.encode()], dtype=object if name != "input_ids" else int
+        )
+        for name, value in inputs.items()
+    }
+    return WireRequest(arrays, {"control": control, **(parameters or {})})
+
+
+def ask(control: str, parameters: dict[str, Any] | None = None, of: TokenizeApi = QUESTIONS, **inputs: Any) -> Any:
+    outputs = of.answer(wire(control, parameters, **inputs))
+    assert list(outputs) == ["text_output"] and outputs["text_output"].shape == (1,)
+    return json.loads(outputs["text_output"][0])
+
+
+def refused(*args: Any, **inputs: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        ask(*args, **inputs)
+    assert caught.value.code == "INVALID_ARG"
+    return caught.value.message
+
+
+# -- tokenize and detokenize --------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
+def test_a_texts_tokens_are_those_of_a_prompt(text: str, special: bool) -> None:
+    answer = ask("tokenize", {"add_special_tokens": special}, text_input=text)
+    ids = TOKENIZER.encode(text, add_special_tokens=special)
+    assert answer == {"count": len(ids), "max_model_len": MAX_LEN, "tokens": ids}
+    assert ask("detokenize", input_ids=ids) == {"prompt": TOKENIZER.decode(ids, skip_special_tokens=False)}
+    assert ask("detokenize", input_ids=ids)["prompt"].removeprefix("<|endoftext|>" if special else "") == text
+
+
+def test_the_tokens_as_the_vocabulary_has_them() -> None:
+    answer = ask("tokenize", {"return_token_strs": "true"}, text_input="the list<|im_end|>")
+    assert answer["token_strs"][-2:] == ["Ġlist", "<|im_end|>"]
+    assert len(answer["token_strs"]) == answer["count"]
+
+
+def test_a_chats_tokens_are_those_of_its_prompt() -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    said = "<|endoftext|><|im_start|>user\nhi<|im_end|>\n"
+    assert ask("tokenize", messages=json.dumps(chat))["tokens"] == TOKENIZER.encode(said, add_special_tokens=False)
+    assert "add_generation_prompt is a str" in refused(
+        "tokenize", messages=json.dumps({**chat, "add_generation_prompt": "x"})
+    )
+
+
+def test_special_tokens_are_added_as_for_a_request_for_text() -> None:
+    """The demo's tokenizer begins every text with a token, as Llama's does."""
+    chat = json.dumps({"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"bos_token": ""}})
+    firsts = [
+        ask("tokenize", {} if adds is None else {"add_special_tokens": adds}, **prompt)["tokens"][0] == 0
+        for prompt in ({"text_input": "hi"}, {"messages": chat})
+        for adds in (None, True, False)
+    ]
+    assert firsts == [True, True, False, False, True, False]
+
+
+def test_a_text_may_be_longer_than_the_context() -> None:
+    assert ask("tokenize", text_input="a b " * 100)["count"] > MAX_LEN
+    assert "must be more than 63 tokens" in refused("tokenize", text_input="a" * 1_000_000)
+
+
+def test_no_tokens_are_no_error() -> None:
+    assert ask("tokenize", {"add_special_tokens": False}, text_input="")["count"] == 0
+    assert ask("detokenize", input_ids=[]) == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("control", "parameters", "inputs", "says"),
+    [
+        ("tokenize", {}, {}, "give text_input or messages as an input; got none"),
+        ("tokenize", {}, {"text_input": "a", "messages": "[]"}, "give text_input or messages as an input; got text_"),
+        ("tokenize", {}, {"input_ids": [5]}, "control='tokenize' takes text_input, messages, add_special_tokens, retu"),
+        ("tokenize", {"add_special_token": True}, {"text_input": "a"}, "got 'add_special_token'"),
+        (
+            "tokenize",
+            {"add_special_tokens": "maybe"},
+            {"text_input": "a"},
+            "add_special_tokens='maybe': must be true or",
+        ),
+        ("tokenize", {}, {"text_input": [b"\xff"]}, "text_input is not valid UTF-8"),
+        ("tokenize", {}, {"text_input": [b"a", b"b"]}, "text_input has 2 elements"),
+        ("tokenize", {}, {"messages": "[]"}, "messages: got an empty list"),
+        ("tokenize", {}, {"text_input": "a" * (8 * 2**20 + 1)}, "max_input_bytes in model.json"),
+        ("detokenize", {}, {}, "give input_ids as an input; got none"),
+        ("detokenize", {}, {"input_ids": [5, 2560]}, "token id 2560 is not in the vocabulary [0, 2559]"),
+        ("model", {"x": 1}, {}, "control='model' takes nothing else; got 'x'"),
+    ],
+)
+def test_what_is_wrong_is_named(control: str, parameters: dict[str, Any], inputs: dict[str, Any], says: str) -> None:
+    assert says in refused(control, parameters, **inputs)
+
+
+def test_what_triton_and_proxies_add_is_no_mistake() -> None:
+    ask("tokenize", {"triton_enable_empty_final_response": True, "x-tenant": "a", "admin_key": "k"}, text_input="a")
+
+
+def test_a_checkpoint_without_tokenizer_says_so(tmp_path: Path) -> None:
+    questions = make(ChatTemplate(None), Tokenizer.load(str(tmp_path), required=False))
+    assert "has no tokenizer" in refused("tokenize", of=questions, text_input="a")
+    assert "has no tokenizer" in refused("detokenize", of=questions, input_ids=[5])
+    assert ask("model", of=questions)["special_tokens"] == {}
+
+
+# -- the facts ----------------------------------------------------------------------------------
+
+
+def test_the_facts() -> None:
+    assert ask("model") == {
+        "checkpoint_id": "c0ffee",
+        "version": inflight.__version__,
+        "max_model_len": MAX_LEN,
+        "vocab_size": 2560,
+        "has_chat_template": True,
+        "tool_format": None,
+        "reasoning_tags": None,
+        "reasoning_opened": False,
+        "reasoning_token_ids": None,
+        "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+    }
+    told = ask("model", of=make(ChatTemplate(HERMES)))
+    assert (told["tool_format"], told["reasoning_tags"]) == ("hermes", ["<think>", "</think>"])
+    assert told["reasoning_opened"] is False
+    assert told["reasoning_token_ids"] is None, "this vocabulary spells the tags"
+    told = ask("model", of=make(ChatTemplate(None)))
+    assert (told["has_chat_template"], told["tool_format"], told["reasoning_tags"]) == (False, None, None)
+
+
+def test_tags_that_are_tokens(tmp_path: Path) -> None:
+    vocabulary = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    vocabulary.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    told = ask("model", of=make(ChatTemplate(HERMES), Tokenizer.load(str(tmp_path), required=True)))
+    assert told["reasoning_token_ids"] == [vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")]
+
+
+@pytest.mark.parametrize(
+    ("end", "opened"),
+    [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False), ("{{ raise_exception('no') }}", False)],
+)
+def test_a_template_may_open_the_reasoning_itself(end: str, opened: bool) -> None:
+    template = "{{ messages[0].content.split('</think>')[-1] }}{% if add_generation_prompt %}" + end + "{% endif %}"
+    assert ask("model", of=make(ChatTemplate(template)))["reasoning_opened"] is opened
+
+
+def test_the_format_of_tool_calls_shows_in_the_template() -> None:
+    assert {name: tool_format(text) for name, text in TEMPLATES.items()} == {name: name for name in TEMPLATES}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages }}", None),
+        ("<|start_header_id|>{{ tool }}", None),
+        ("'<|python_tag|>' + tool_call.name", "llama3"),
+        ('<|start_header_id|>system [func_name1(params_name1=params_value1)] "parameters":', "pythonic"),
+        ("<tool_call>{{ name }}\n<arg_key>", None),
+        ("<tool_calls><tool_call>", None),
+        ("<|tool_calls_section_begin|>", None),
+        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
+    ],
+)
+def test_formats_of_other_templates(template: str, expected: str | None) -> None:
+    assert tool_format(template) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% set content = content.split('</think>')[-1] %}", ("<think>", "</think>")),
+        ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
+        ("I think", None),
+    ],
+)
+def test_tags_of_reasoning(template: str, expected: Any) -> None:
+    assert reasoning_tags(template) == expected
+
+
+def test_the_id_is_that_of_the_content(tmp_path: Path) -> None:
+    def write(name: str, weights: bytes, config: str = "{}", shard: str = "model.safetensors") -> str | None:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        (folder / shard).write_bytes(weights)
+        (folder / "README.md").write_text(name)
+        return checkpoint_id(str(folder))
+
+    weights = bytes(range(256)) * 400
+    first = write("a", weights)
+    assert first is not None and len(first) == 16 and int(first, 16) >= 0
+    assert write("b", weights) == first
+    changed = [
+        write("c", weights[:-1] + b"\0"),
+        write("d", b"\1" + weights[1:]),
+        write("e", weights + b"\0"),
+        write("f", weights, config='{"a": 1}'),
+        write("g", weights, shard="model-00001-of-00001.safetensors"),
+        write("h", b""),
+    ]
+    assert len({first, *changed}) == len(changed) + 1
+    assert checkpoint_id(str(tmp_path / "none")) is None
+
+
+# -- where they are answered --------------------------------------------------------------------
+
+
+def test_everybody_may_ask() -> None:
+    for key in (None, "0123456789abcdef"):
+        for control in TokenizeApi.names:
+            AdminKey(key).check(WireRequest({}, {"control": control}))
+
+
+def test_the_names_are_known_to_control() -> None:
+    nobody: Any = SimpleNamespace(ask=Future)
+    control = Control(nobody.ask, nobody, nobody, text_questions=TokenizeApi.names)
+    assert control.answer(wire("tokenize", text_input="a")) is None
+    with pytest.raises(RequestError, match='or "drain" or "tokenize" or "detokenize" or "model"'):
+        control.answer(wire("tokenise"))
+
+
+class OutputProcessor:
+    """Sends at once what it is given; opens nothing."""
+
+    def respond(self, responder: RecordingClient, outputs: dict[str, np.ndarray]) -> None:
+        responder.send(outputs, True)
+
+    def reject(self, responder: RecordingClient, error: RequestError) -> None:
+        responder.fail(error.code, error.message)
+
+
+@pytest.fixture
+def intake() -> Any:
+    intake = TokenizePool(None, OutputProcessor(), print)  # type: ignore[arg-type]
+    yield intake
+    intake.stop()
+
+
+LARGE = make(ChatTemplate.load(str(CHECKPOINT)), max_model_len=4096)
+
+
+def taken(intake: TokenizePool, request: WireRequest) -> RecordingClient:
+    client = RecordingClient()
+    with intake.errors_to(client):
+        intake.take(request, client, LARGE.answer)
+    return client
+
+
+def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(intake: TokenizePool) -> None:
+    chat = json.dumps([{"role": "user", "content": "hi"}])
+    long = [
+        wire("tokenize", text_input="a " * DIRECT_BYTES),
+        wire("tokenize", messages=chat),
+        wire("detokenize", input_ids=[5] * DIRECT_BYTES),
+    ]
+    for request in (wire("tokenize", text_input="a"), wire("detokenize", input_ids=[5]), wire("model")):
+        assert taken(intake, request).responses, "answered before `take` returned"
+    waiting = [taken(intake, request) for request in long]
+    assert not any(client.finals for client in waiting)
+    intake.start()
+    assert all(client.wait().responses for client in waiting)
+
+
+def test_a_thread_sends_errors_too(intake: TokenizePool) -> None:
+    intake.start()
+    assert "max_input_bytes" in str(taken(intake, wire("tokenize", text_input="a" * 2**24)).wait().error)
+
+
+def test_a_resumed_request_that_is_no_question_counts_its_output() -> None:
+    from inflight.frontend.request.tokenize_pool import _num_text_bytes
+
+    ids = np.array([5] * 10)
+    assert _num_text_bytes(WireRequest({"resume_token_ids": ids, "input_ids": ids})) == 160
+    assert _num_text_bytes(WireRequest({"input_ids": ids})) == 0
+    assert _num_text_bytes(WireRequest({"input_ids": ids}, {"control": "detokenize"})) == 160
