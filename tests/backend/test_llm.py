@@ -95,9 +95,8 @@ def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
     assert all(len(entry) == 2 for entry in plain.outputs[0].logprobs), "a neighbour gets what it asked for"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
+def test_an_invalid_request_raises_and_leaves_nothing_behind(llm):
+    for prompts, params, message in [
         ([[]], greedy(), "the prompt is empty"),
         (["x", [10**6]], greedy(), "token id 1000000 is not in the vocabulary"),
         (["x", "y"], [greedy()], "2 prompts, but 1 params"),
@@ -105,17 +104,15 @@ def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
         (["x", "y"], [greedy(), greedy(n=129)], r"n=129: at most 128 are allowed \(max_n in model.json\)"),
         (["x"], greedy(logprobs=2561), "logprobs=2561: at most 2560 are allowed"),
         (["x"], greedy(prompt_logprobs=2561), "prompt_logprobs=2561: at most 2560 are allowed"),
-    ],
-)
-def test_an_invalid_request_raises_and_leaves_nothing_behind(llm, prompts, params, message):
-    with pytest.raises(ValueError, match=message):
-        llm.generate(prompts, params)
-    assert not llm.core.has_work
-    check_core(llm.core)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, params)
+        assert not llm.core.has_work
+        check_core(llm.core)
 
 
 class EngineStub:
-    """Stands in for the core: plays back the messages of its steps."""
+    """Replaces the core: plays back the messages of its steps."""
 
     only_holds = False
 

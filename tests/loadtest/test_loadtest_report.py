@@ -43,23 +43,6 @@ def test_page_is_self_contained(canned: dict[str, Any]) -> None:
     assert not re.search(r"https?://|@import|url\((?!#)", text)
 
 
-def test_page_has_both_colour_schemes_and_every_colour(canned: dict[str, Any]) -> None:
-    text = render(canned)
-    assert "prefers-color-scheme: dark" in text
-    light, dark = (
-        re.findall(r"(--[a-z]+): *#", part) for part in text.split("@media (prefers-color-scheme: dark)")[:2]
-    )
-    assert set(light) == set(dark) >= set(re.findall(r"var\((--[a-z]+)\)", text))
-
-
-def test_the_ratio_table_comes_first(canned: dict[str, Any]) -> None:
-    text = render(canned)
-    assert text.index("Inflight is better by") < text.index("Latency by prompt class") < text.index("<svg")
-    assert _Page(text).tags.index("table") < _Page(text).tags.index("h2")
-    body = text[text.index("<tbody>") : text.index("</tbody>")]
-    assert re.search(r"time to first text, p95.*?200&nbsp;ms.*?4\.00&nbsp;s.*?20\.00×", body)
-
-
 def test_external_text_is_escaped(canned: dict[str, Any]) -> None:
     assert "A note &lt;b&gt;from&lt;/b&gt;" in render(canned)
 
@@ -94,12 +77,14 @@ def test_lost_requests_are_counted_and_do_not_meet_the_slo() -> None:
     assert phase.attainment(SLO()) == 0.25
 
 
-@pytest.mark.parametrize(
-    ("arrivals", "met"),
-    [([(0.5, 1), (0.6, 1)], True), ([(1.5, 1), (1.6, 1)], False), ([(0.5, 1), (0.9, 1)], False), ([(0.5, 9)], True)],
-)
-def test_slo_holds_for_first_text_and_for_the_rest(arrivals: list[tuple[float, int]], met: bool) -> None:
-    assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
+def test_slo_holds_for_first_text_and_for_the_rest() -> None:
+    for arrivals, met in [
+        ([(0.5, 1), (0.6, 1)], True),
+        ([(1.5, 1), (1.6, 1)], False),
+        ([(0.5, 1), (0.9, 1)], False),
+        ([(0.5, 9)], True),
+    ]:
+        assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
 
 
 def test_knee_is_where_the_lines_cross() -> None:

@@ -27,7 +27,7 @@ needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton 
 
 
 class RecordingServer:
-    """Stands in for TritonServer where only its arguments matter."""
+    """Replaces TritonServer where only its arguments matter."""
 
     made: ClassVar[list[RecordingServer]] = []
 
@@ -65,9 +65,10 @@ def test_the_command_line_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_usage_is_one_line_and_status_2(
+    servers: list[RecordingServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, message in [
         ([], "give --model, or --model-repository"),
         (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory"),
         (["--model", "two words"], "model='two words': no such directory, and not a hub id"),
@@ -88,17 +89,13 @@ def test_the_command_line_loads_no_torch() -> None:
             ["--model-repository", ".", "--max-num-seqs", "4"],
             "--max-num-seqs cannot be combined with --model-repository",
         ),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(
-    arguments: list[str], message: str, servers: list[RecordingServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.app, ["serve", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert servers == []
+    ]:
+        monkeypatch.chdir(tmp_path)
+        result = CliRunner().invoke(cli.app, ["serve", *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert servers == []
 
 
 def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, servers: list[RecordingServer]) -> None:
@@ -169,12 +166,14 @@ def test_without_the_launchers_packages_the_command_line_says_what_to_install(tm
     assert done.stderr == said
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"), ("/models/my model/", "my-model"), ("gpt2", "gpt2"), ("/", "model")],
-)
-def test_default_name(model: str, name: str) -> None:
-    assert default_name(model) == name
+def test_default_name() -> None:
+    for model, name in [
+        ("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"),
+        ("/models/my model/", "my-model"),
+        ("gpt2", "gpt2"),
+        ("/", "model"),
+    ]:
+        assert default_name(model) == name
 
 
 def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -251,7 +250,10 @@ def _foreground(tmp_path: Path, model: str, with_gateway: bool = False) -> subpr
 
 
 @needs_server
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.nightly) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
     with _foreground(tmp_path, "idle") as process:
         assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""The gateway as a process of its own: it starts, is noticed when it dies, shares its metrics and ends."""
+"""The gateway as a process of its own: it starts, its death is noticed, its workers share metrics, and it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.installation import LauncherError, ServerDied
 from inflight_tools.ports import pick_ports
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 
 
 def get(url: str, path: str, context: ssl.SSLContext | None = None) -> tuple[int, str]:
@@ -42,7 +42,7 @@ def wait_for(condition, seconds: float = 30.0):
 def test_a_gateway_that_dies_is_noticed() -> None:
     (port,) = pick_ports(1)
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port))
-    gateway.start(NOBODY)
+    gateway.start(NO_SERVER)
     try:
         process = gateway._process
         assert process is not None and get(gateway.url, "/health")[0] == 200
@@ -62,7 +62,7 @@ def test_a_gateway_that_dies_is_noticed() -> None:
 def test_a_gateway_that_cannot_listen_says_so() -> None:
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(host="192.0.2.1", port=9000))
     with pytest.raises(LauncherError, match="ended while it started"):
-        gateway.start(NOBODY)
+        gateway.start(NO_SERVER)
     gateway.stop()
 
 

@@ -1,8 +1,6 @@
-"""What is read from a tritonserver's log."""
+"""Reasons found in a tritonserver's log."""
 
 from __future__ import annotations
-
-import pytest
 
 from inflight_tools.server_log import end_reason
 
@@ -14,9 +12,8 @@ I1122 16:38:02.630371 30476 model_lifecycle.cc:472] "loading: demo:1"
 """
 
 
-@pytest.mark.parametrize(
-    ("log", "says"),
-    [
+def test_why_the_server_ended() -> None:
+    for log, says in [
         (START, 'I1122 16:38:02.630371 30476 model_lifecycle.cc:472] "loading: demo:1"'),
         ('E1122 16:38:03.1 7 http_server.cc:1] "Address already in use"\n', "Address already in use"),
         ("error: creating server: Internal\n", "creating server: Internal"),
@@ -29,9 +26,9 @@ I1122 16:38:02.630371 30476 model_lifecycle.cc:472] "loading: demo:1"
         ("free(): invalid pointer\nSignal (6) received.\n 0# 0x1 in bin/tritonserver\n", "free(): invalid pointer"),
         ("double free or corruption (!prev)\nSignal (6) received.\n", "double free or corruption (!prev)"),
         ("", "(the log is empty)"),
-    ],
-)
-def test_why_the_server_ended(log: str, says: str) -> None:
-    assert end_reason(log) == says
-    if log != START:
-        assert end_reason(START + log) == (says if log else end_reason(START)), "each start without a GPU logs these"
+    ]:
+        assert end_reason(log) == says
+        if log != START:
+            assert end_reason(START + log) == (says if log else end_reason(START)), (
+                "each start without a GPU logs these"
+            )

@@ -1,4 +1,4 @@
-"""What a watch notices, and what it takes for an ordinary unload."""
+"""A watch notices deaths and hangs, and recognises an ordinary unload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for line in sys.stdin:
 
 
 class Server:
-    """What a watch sees of a TritonServer; its stubs are `sleep` under the stub's name."""
+    """The part of a TritonServer that a watch reads; its stubs are `sleep` under the stub's name."""
 
     def __init__(self, folder: Path) -> None:
         self._stub = folder / "triton_python_backend_stub"
@@ -110,14 +110,14 @@ def test_a_stop_signal_that_comes_in_a_finaliser_is_not_lost(
     assert capsys.readouterr().err == "stopped\n"
 
 
-def test_the_second_stop_signal_insists_and_more_change_nothing() -> None:
+def test_the_second_stop_signal_forces_the_end_and_later_ones_change_nothing() -> None:
     with stop_signals() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         stop.check_again()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # whoever ends everything is not disturbed
+        signal.raise_signal(signal.SIGINT)  # a stop signal is not swallowed
         with pytest.raises(KeyboardInterrupt):
             stop.check_again()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drafters import KINDS, HashDrafter
 from engine_rig import VOCAB, Info, PagedHashRunner, add, expected_output, make_core
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
@@ -143,7 +143,6 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     loads,
     st.lists(arrivals, min_size=1, max_size=8),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drafters import KINDS, HashDrafter
 from engine_rig import Info, PagedHashRunner, add, expected_output, make_core
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
@@ -199,7 +199,6 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     loads,
     st.lists(arrivals, min_size=1, max_size=10),

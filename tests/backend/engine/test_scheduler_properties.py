@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drafters import KINDS, HashDrafter, add_gate
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.integrity import check_core
@@ -78,7 +78,6 @@ def workloads(draw):
     }
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_request_ends_once_with_exactly_its_tokens(load):
     info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
@@ -132,7 +131,6 @@ def test_every_request_ends_once_with_exactly_its_tokens(load):
         assert reasons[key] == reason
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(prompts, st.integers(1, 24)), min_size=2, max_size=10),
     st.sampled_from([1, 4, 16]),

@@ -18,7 +18,7 @@ from engine_rig import (
     repeating_model,
     run_until_idle,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.core import EngineCore
@@ -64,7 +64,6 @@ def model_of(core: EngineCore) -> DraftModel:
     return guesser._model
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*METHODS, MODEL]),
     st.tuples(st.integers(1, 12), st.sampled_from([20, 128])),  # the draft model's blocks of 16 tokens, and its length

@@ -85,16 +85,13 @@ def test_a_checkpoint_that_cannot_be_loaded_fails_with_its_reason(tmp_path):
     assert not (tmp_path / "p.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "status"),
-    [
+def test_wrong_input_is_named_before_anything_is_loaded():
+    for arguments, message, status in [
         (["-o", "profile.json"], "give --model CHECKPOINT, or --config model.json", 2),
         (["-o", "profile.txt", "--model", "x"], "profile.txt: must be a .json file", 2),
         (["-o", "profile.json", "--model", "./nowhere"], "no such directory", 2),
         (["-o", "profile.json", "--model", "x", "--set", "max_num_seq=3"], "unknown key 'max_num_seq'", 2),
-    ],
-)
-def test_wrong_input_is_named_before_anything_is_loaded(arguments, message, status):
-    result = CliRunner().invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == status
-    assert message in result.output
+    ]:
+        result = CliRunner().invoke(app, ["calibrate", *arguments])
+        assert result.exit_code == status
+        assert message in result.output

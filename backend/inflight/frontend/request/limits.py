@@ -1,6 +1,7 @@
 """How much one request may ask for: the `max_*` keys of `model.json` that are about a request.  No torch, no Triton.
 
-What a request costs is bounded by these, or it takes its turn with the others; docs/operations/fair-shares.md says which.
+These bound the cost of a request, or it takes its turn with the others;
+docs/operations/fair-shares.md says which.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight.engine.drafting import lookup_drafter as copying
@@ -20,7 +20,6 @@ from inflight.speculative import SpeculativeConfig
 texts = st.lists(st.integers(0, 3), max_size=200)
 
 
-@settings(deadline=None)
 @example([1, 2, 3] * 40, [10, 90], 2, 9)  # one by one first, then at once
 @given(texts, st.lists(st.integers(0, 90), max_size=4), st.integers(1, 4), st.integers(1, 9))
 def test_the_places_behind_equal_runs(text: list[int], pieces: list[int], width: int, limit: int) -> None:
@@ -157,7 +156,6 @@ def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pyte
     assert not drafts._own and not drafts._sources
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=90), min_size=1, max_size=5), st.integers(1, 20))
 def test_what_is_guessed_stood_somewhere_behind_what_matches(outputs: list[list[int]], limit: int) -> None:
     drafts = suffix(suffix_decoding_min_token_prob=0.0)

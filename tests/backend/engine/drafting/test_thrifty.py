@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
@@ -31,7 +31,6 @@ def computes(num_sequences: int, num_drafts: int) -> float:
     return 0.001 * (num_sequences + num_drafts)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 64),
     st.floats(1e-4, 1.0),

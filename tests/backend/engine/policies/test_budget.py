@@ -8,7 +8,7 @@ import time
 
 import pytest
 from engine_rig import Info, PagedHashRunner, add, collect, done_step, expected_output, make_core, run_until_idle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slots import SeenStep, SlotOwners
 
@@ -225,7 +225,6 @@ def test_a_target_that_cannot_be_met_yields_to_progress():
     assert not any(a and b for a, b in itertools.pairwise(asked)), "the steps in between are decodes only"
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     fixed=st.floats(0.001, 0.02),
     jump=st.sampled_from([0.0, 0.3]),
@@ -263,7 +262,6 @@ def test_steps_stay_within_the_target_whatever_a_step_costs(
     assert max(waits) <= target * (1.25 if noise else 1.0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=10),
     target=st.sampled_from([None, 1e-4, 1.0, 1000.0]),
@@ -290,7 +288,6 @@ def test_whatever_the_budget_every_request_gets_its_tokens(arrivals, target, par
     assert {key: (outputs[key], reasons[key]) for key in expected} == expected
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     prompts=st.lists(st.integers(2, 400), min_size=1, max_size=8),
     every=st.integers(1, 30),
@@ -321,7 +318,6 @@ def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, stream
     raise AssertionError("a prompt was never computed")
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     prompt=st.integers(2, 500),
     target=st.floats(3.0, 20.0),

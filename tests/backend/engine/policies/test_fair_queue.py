@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from virtual_clock import Clocked
 
@@ -126,7 +126,6 @@ def loads(draw):
     }
 
 
-@settings(max_examples=150, deadline=None)
 @given(loads())
 def test_shares_differ_by_no_more_than_the_bound_and_caps_hold(load):
     tenants = load["tenants"]
@@ -226,7 +225,6 @@ def test_a_name_has_its_own_account_only_if_it_cannot_be_made_up_or_the_operator
     assert len(rig.scheduler.running) == (3 if own else 1)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     num_names=st.integers(1, 60),
     weights=st.tuples(st.sampled_from([0.5, 1, 3]), st.sampled_from([0.5, 1, 3])),
