@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from inflight.config import EngineConfig
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -51,3 +53,10 @@ def test_named_files_exist() -> None:
         named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|md|json|toml)|[\w.-]+/(?:[\w.-]+/)*)`", prose(page)))
         missing = {name for name in named if not any((folder / name).exists() for folder in FOLDERS)}
         assert not missing, f"{page.relative_to(ROOT)} names files that do not exist"
+
+
+def test_the_page_on_options_lists_every_key_once() -> None:
+    page = (ROOT / "docs" / "operations" / "configure.md").read_text(encoding="utf-8")
+    section = page.split("\n## All keys\n")[1].split("\n## ")[0]
+    keys = [key for row in section.splitlines()[3:] for key in re.findall(r"`(\w+)`", row.split(" | ")[1])]
+    assert sorted(keys) == sorted(EngineConfig.__struct_fields__)

@@ -111,7 +111,7 @@ def test_no_folder_has_more_crooked_phrases_than_it_had() -> None:
     [
         ("Whoever comes first.", ["whoever"]),
         ("Tokens, of\nwhich two are new; those that wait in vain.", ["in vain", "of which", "those that"]),
-        ('"""What a step costs."""', ["what-clause"]),
+        ('"""What a step costs."""', ["what-summary"]),
         ("It ends. What is late fails.", ["what-clause"]),
         ("What is late? It fails.", []),
         ("a standard, stand-alone tool that stands for itself", []),

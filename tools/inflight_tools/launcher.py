@@ -69,8 +69,8 @@ class TritonServer:
         exit_timeout: seconds that open requests have to finish when the server is stopped; None: the longest
             `drain_timeout` of the repository's models.
         http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
-            the streams of that thread can stall for good (docs/operations/drain-and-reload.md): more threads, fewer
-            streams on each.
+            the streams of that thread can stall forever (docs/operations/drain-and-reload.md):
+            more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
         temporary: folders to remove if this process is killed; what else the server leaves is removed in any case.
