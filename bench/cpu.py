@@ -106,14 +106,15 @@ class Comparison:
         self.rates = cpu_floor.Rates(0.0, 0.0)
         self.steps: list[cpu_floor.Step] = []  # of our first run, as are the outputs
         self.outputs: list[list[int]] = []
+        requests = self.task["requests"]
         self.record: dict[str, Any] = {
             "command": args.command,
             "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
             "machine": common.machine(),
             "threads": args.threads,
-            "requests": len(self.task["requests"]),
-            "prompt_tokens": sum(len(request["prompt"]) for request in self.task["requests"]),
-            "output_tokens": sum(request["out"] for request in self.task["requests"]),
+            "requests": len(requests),
+            "prompt_tokens": sum(len(request["prompt"]) for request in requests),
+            "output_tokens": sum(request["out"] for request in requests),
         }
 
     def find(self, names: list[str]) -> dict[str, tuple[str, str]]:
@@ -141,7 +142,7 @@ class Comparison:
 
     @property
     def floor(self) -> float | None:
-        """Seconds that the machine needs at least for our steps; None before our first run."""
+        """Least seconds that the machine needs for our steps; None before our first run."""
         if not self.steps:
             return None
         shape = cpu_floor.ModelShape.from_checkpoint(self.folder)
@@ -150,19 +151,22 @@ class Comparison:
     def run_rounds(self, engines: dict[str, tuple[str, str]]) -> None:
         """Run all rounds of all engines within the budget; the record is stored after each run."""
         for number in range(1, self.args.rounds + 1):
-            for name, (python, path) in engines.items():
-                if name in self.left_out or number > self.budget.rounds[name]:
+            for name in engines:
+                if number > self.budget.rounds[name]:
                     continue
-                task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {})}
-                result = self._run(name, python, task, f"round {number}")
+                result = self._run(name, engines, f"round {number}")
                 if result is not None:
                     self._take(name, result)
                     rate = result["tokens_per_second"]
                     print(f"round {number}/{self.args.rounds}  {name:<16}{rate:>9.1f} tokens/s", flush=True)
                     self.store()
 
-    def _run(self, name: str, python: str, task: dict[str, Any], what: str) -> dict[str, Any] | None:
-        """A run within the budget; None if it failed, which excludes the engine from here on."""
+    def _run(self, name: str, engines: dict[str, tuple[str, str]], what: str, **more: Any) -> common.Run | None:
+        """A run within the budget; None if it failed, now or earlier: one failure excludes the engine."""
+        if name not in engines or name in self.left_out:
+            return None
+        python, path = engines[name]
+        task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), **more}
         start = time.monotonic()
         limit = self.budget.limit(name, start)
         if not self.budget.fits(name, start):
@@ -189,13 +193,8 @@ class Comparison:
 
     def explain(self, engines: dict[str, tuple[str, str]]) -> None:
         """Record where the time of our steps goes, over the first quarter of the requests."""
-        name = cpu_report.OURS
-        if name not in engines or name in self.left_out:
-            return
-        python, path = engines[name]
         requests = self.task["requests"][: max(8, len(self.task["requests"]) // 4)]
-        task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), "requests": requests}
-        result = self._run(name, python, {**task, "profile": True}, "breakdown of our time")
+        result = self._run(cpu_report.OURS, engines, "breakdown of our time", requests=requests, profile=True)
         if result is not None:
             self.record["breakdown"] = result["breakdown"]
         self.store()

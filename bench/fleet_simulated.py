@@ -11,7 +11,6 @@ not count.  Virtual time depends on nothing that the machine does: the figures r
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 from fleet_picture import draw
 
@@ -34,7 +34,6 @@ from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job, Scenario, SharedPrefixes, find_scenario
 from inflight_tools.workload.slo import SLO
 
-ROOT = Path(__file__).parents[1]
 PROFILE = find_profile("llama-60m-cpu")
 OPTIONS = {"num_gpu_blocks_override": 4096, "max_queue_size": 100_000}
 SLO_ = SLO(ttft=1.0, tpot=0.05, attainment=0.95)
@@ -221,13 +220,14 @@ def quantile(values: Any, q: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "fleet-simulated.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "fleet-simulated.png")
-    parser.add_argument("--parts", default="", help="only these parts, comma-separated; others stay as recorded")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are recorded, and run the others")
-    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
-    args = parser.parse_args()
+    args = common.options(
+        __doc__,
+        output=dict(type=Path, default=common.HERE / "results" / "fleet-simulated.json"),
+        picture=dict(type=Path, default=common.ROOT / "docs" / "images" / "fleet-simulated.png"),
+        parts=dict(default="", help="only these parts, comma-separated; others stay as recorded"),
+        resume=dict(action="store_true", help="keep the cells that are recorded, and run the others"),
+        draw=dict(action="store_true", help="only draw what is recorded"),
+    )
     record = json.loads(args.output.read_text()) if args.output.exists() else {}
     wanted = set(filter(None, args.parts.split(",")))
     cells = [] if args.draw else [(part, cell) for part, cell in study() if not wanted or part in wanted]

@@ -57,7 +57,7 @@ class TextPrompts:
             if missing == 0:
                 return text
             longer = (text + filler for filler in _FILLERS)
-            # A filler may merge with the text before it: take the first one that adds exactly one token.
+            # A filler can merge with the text before it: take the first one that adds exactly one token.
             found = next((some for some in longer if self.count(some) == wanted - missing + 1), None)
             if found is None:
                 break

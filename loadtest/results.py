@@ -42,7 +42,7 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
     cores = len(os.sched_getaffinity(0))
     last = {name: results.rounds[model][-1] for name, model in names.items()}
-    # The offered load of a step depends on its few requests, so steps may change places.
+    # The offered load of a step depends on its few requests, so steps can change places.
     sweep = {
         name: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[model]), key=lambda p: p["offered"])
         for name, model in names.items()

@@ -17,7 +17,7 @@ from loadtest.monitor import gauges
 __all__ = ["Held", "Idle", "leaks", "measure"]
 
 _MIB = 2**20
-# What may differ between two idle moments: allocators and thread pools grow for a while.
+# Allowed differences between two idle moments: allocators and thread pools grow for a while.
 _MAX_GROWTH = {"rss": (0.15, 48 * _MIB), "fds": (0.0, 8), "threads": (0.0, 8)}
 
 

@@ -1,4 +1,4 @@
-"""Writes a model repository entry, `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`; reads the settings of other entries."""
+"""Writes a model repository entry, `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`; reads those of others."""
 
 from __future__ import annotations
 
