@@ -122,21 +122,12 @@ def test_plot_draws_each_comparison(tmp_path):
     assert (tmp_path / "cpu.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_slow_engine_leaves_time_for_the_engines_before_it():
-    budget = cpu.Budget(100.0, {"fast": 3, "slow": 3}, started=0.0)
-    budget.ran("fast", 10.0)
-    assert budget.limit("slow", now=10.0) == 70.0  # 90 are left, two rounds of "fast" are to come
+def test_a_run_as_long_as_the_longest_must_fit_into_the_budget():
+    budget = cpu.Budget(100.0, started=0.0)
+    assert budget.fits("slow", now=95.0) and not budget.fits("slow", now=96.0)
     budget.ran("slow", 65.0)
-    assert budget.fits("fast", now=75.0)
-    budget.ran("fast", 10.0)
-    assert not budget.fits("slow", now=85.0)
-    assert budget.fits("fast", now=85.0)
-
-
-def test_an_engine_that_has_run_reserves_nothing():
-    budget = cpu.Budget(100.0, {"slow": 1, "fast": 3}, started=0.0)
-    budget.ran("slow", 60.0)
-    assert budget.limit("fast", now=60.0) == 40.0
+    assert budget.limit(now=30.0) == 70.0
+    assert budget.fits("slow", now=30.0) and not budget.fits("slow", now=40.0)
 
 
 def test_kv_follows_the_weights_and_the_command_has_no_paths():
