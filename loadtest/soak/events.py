@@ -26,7 +26,7 @@ _WORKER = "inflight.worker"  # in the command line of an engine process
 
 
 class Events:
-    """The disturbances, each of which returns when the server has recovered.
+    """The disturbances; each method returns when the server has recovered.
 
     Models are loaded and unloaded over gRPC: over HTTP a load occupies a thread that streams need.
 
