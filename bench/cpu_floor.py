@@ -28,7 +28,7 @@ Step = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a dense decoder with gated MLP (llama, Qwen3) costs time."""
+    """The sizes of a dense decoder with gated MLP (llama, Qwen3) that determine its time."""
 
     layers: int
     hidden: int

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What routing is worth: fleets of 8 to 512 replicas on the simulator's clock.
+"""The value of routing: fleets of 8 to 512 replicas on the simulator's clock.
 
     python bench/fleet_simulated.py [--resume] [--parts size,load] [--draw]
 
@@ -173,7 +173,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def seen(requests: list[Served]) -> dict[str, float]:
-    """What the users of these requests saw; all were answered, or the simulation had stopped."""
+    """Latencies and attainment of these requests, all of which were answered."""
     assert all(request.error is None for request in requests)
     ttft = [request.ttft for request in requests]
     good = sum(SLO_.met(request.ttft, request.tpot) for request in requests)
@@ -209,7 +209,7 @@ def of_incident(outcome: Outcome) -> dict[str, Any]:
 
 
 def spread(outcome: Outcome, replicas: int) -> float:
-    """How unevenly the work fell: the busiest replica's requests over the mean."""
+    """Imbalance: the busiest replica's requests over the mean."""
     counts = np.bincount([request.replica for request in outcome.requests], minlength=replicas)
     return float(counts.max() / counts.mean())
 

@@ -1,4 +1,4 @@
-"""Models with random weights on the device, engines and runners on them, and what one step must read and multiply."""
+"""Models with random weights on the device, engines and runners on them, and the least work of a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def words(config: PreTrainedConfig) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What the steps of a decoder of the llama family cost at least.
+    """The least work of the steps of a decoder of the llama family.
 
     Attributes:
         itemsize: bytes of a weight and of a number of KV.
@@ -86,13 +86,13 @@ class Work:
         return 2 * rows * self.weights + rows * context * self._flops_per_pair
 
     def prefill_flops(self, tokens: int) -> int:
-        """Of a prompt in one step, causal, with the logits of the last token only."""
+        """FLOPs of a prompt in one step, causal, with the logits of the last token only."""
         pairs = tokens * (tokens + 1) // 2
         return 2 * tokens * (self.weights - self._head) + 2 * self._head + pairs * self._flops_per_pair
 
     @property
     def _flops_per_pair(self) -> int:
-        """Of a query and a key, over all layers and heads."""
+        """FLOPs of a query and a key, over all layers and heads."""
         return 4 * self.config.num_hidden_layers * self.config.num_attention_heads * self.config.head_dim
 
 

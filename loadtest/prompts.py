@@ -69,7 +69,7 @@ class TextPrompts:
         return [_WORDS[at] for at in rng.integers(0, len(_WORDS), int(HASH_BLOCK / self._per_word))]
 
     def _fitting_words(self, words: list[str], wanted: int) -> int:
-        """How many of the first words fit into `wanted` tokens."""
+        """Number of the first words that fit into `wanted` tokens."""
         low, high = 0, min(len(words), int(wanted / self._per_word * 1.5) + 8)
         while low < high:
             middle = (low + high + 1) // 2

@@ -141,7 +141,7 @@ def _ratios(models: dict[str, Any], targets: dict[str, float]) -> list[dict[str,
 
 
 def _remarks(models: dict[str, Any], cores: int) -> list[str]:
-    """What a reader should know to judge the table."""
+    """Notes that a reader needs to judge the table."""
     remarks = []
     for name, model in models.items():
         who = "Inflight" if name == "inflight" else "The baseline"

@@ -1,4 +1,4 @@
-"""What happens to the server during a soak: engines are killed, models loaded again and unloaded."""
+"""Disturbances of the server during a soak: engines are killed, models are reloaded and unloaded."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class GatewayProcess:
 
     @property
     def url(self) -> str:
-        """What clients take as `base_url`."""
+        """The `base_url` for clients."""
         host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
         return f"http://{host}:{self._server.port}/v1"
 

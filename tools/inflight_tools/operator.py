@@ -110,7 +110,7 @@ def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _last_rows(frontend: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the engine said last, where it says nothing now."""
+    """The engine's last report, if it does not answer now."""
     if frontend["last_step"] is None:
         return []
     age = _duration(frontend["seconds_since_step"])

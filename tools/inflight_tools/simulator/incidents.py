@@ -1,4 +1,4 @@
-"""What happens to replicas while they serve: kills and rolling restarts, as data."""
+"""Incidents of replicas while they serve: kills and rolling restarts, as data."""
 
 from __future__ import annotations
 
