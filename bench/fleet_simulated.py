@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The value of routing: fleets of 8 to 512 replicas on the simulator's clock.
 
-    python bench/fleet_simulated.py [--resume] [--parts size,load] [--draw]
+    python bench/fleet_simulated.py [--resume]
 
 Routers under the same requests at the same times, on replicas of the profile `llama-60m-cpu` with a KV pool of 65,536
 tokens: prompts that share prefixes, and the ramp of month-end without any; undisturbed, with an eighth of the
@@ -224,17 +224,11 @@ def main() -> None:
         __doc__,
         output=dict(type=Path, default=common.HERE / "results" / "fleet-simulated.json"),
         picture=dict(type=Path, default=common.ROOT / "docs" / "images" / "fleet-simulated.png"),
-        parts=dict(default="", help="only these parts, comma-separated; others stay as recorded"),
         resume=dict(action="store_true", help="keep the cells that are recorded, and run the others"),
-        draw=dict(action="store_true", help="only draw what is recorded"),
     )
-    record = json.loads(args.output.read_text()) if args.output.exists() else {}
-    wanted = set(filter(None, args.parts.split(",")))
-    cells = [] if args.draw else [(part, cell) for part, cell in study() if not wanted or part in wanted]
-    recorded = record.get("cells", [])
-    rows = recorded if args.draw or args.resume else [row for row in recorded if wanted and row["part"] not in wanted]
+    rows = json.loads(args.output.read_text())["cells"] if args.resume and args.output.exists() else []
     known = {(row["part"], *(row[name] for name in vars(Cell()))) for row in rows}
-    for part, cell in cells:
+    for part, cell in study():
         if (part, *vars(cell).values()) in known:
             continue
         figures = run(cell)
