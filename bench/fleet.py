@@ -122,6 +122,8 @@ def load(port: int, servers: list[TritonServer], users: int, seconds: float, see
         if status or not requests or any(row["error"] for row in requests):
             raise RuntimeError(f"a request failed: {log.read()[-2000:]}")
     looked_up, found = (now - then for now, then in zip(after, before))
+    if not looked_up:
+        raise RuntimeError("no request began in the last two thirds of the run: give it more --seconds")
     return {"hit_rate": found / looked_up, **summary([row for row in requests if row["start"] >= seconds / 3])}
 
 
