@@ -26,7 +26,7 @@ def metadata_of(
     block_size: int,
     device: str | torch.device = "cpu",
 ) -> AttentionMetadata:
-    """Requests of `seq_lens` tokens, the last `query_lens` of which are new, in the blocks of `table`."""
+    """Requests of `seq_lens` tokens in the blocks of `table`; the last `query_lens` tokens are new."""
     query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     slots = []
     for row, (length, count) in enumerate(zip(seq_lens, query_lens)):

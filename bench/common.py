@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, checkpoint, workload, engines, alternating runs in fresh processes, records."""
+"""Shared by the benchmarks: options, checkpoint, workload, engines, alternating runs in fresh processes, records."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def median_ratio(ours: list[Run], theirs: list[Run], figure: str = "tokens_per_s
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Of sorted values, the one below which `percent` of them lie."""
+    """The value of a sorted list below which `percent` of the values lie."""
     return values[len(values) * percent // 100]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What one valid request can do to another: a short canary beside expensive requests and beside plain ones.
+"""The effect of one valid request on another: a short canary beside expensive requests and beside plain ones.
 
     python bench/fairness.py [--rounds 3] [--only logprobs --only n] [--list] [--output FILE]
 
@@ -253,7 +253,7 @@ class Bench:
         return result
 
     def _settle(self) -> None:
-        """Until what was cancelled is gone: three canaries in a row take about what they take alone."""
+        """Wait until the cancelled requests are gone: three canaries in a row take about as long as alone."""
         quiet, end = 0, time.monotonic() + 30
         while quiet < 3 and time.monotonic() < end:
             quiet = quiet + 1 if self.canary() < 1.5 * self._usual else 0

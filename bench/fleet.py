@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Three real tritonservers under prompts that share prefixes: what the choice of a server is worth.
+"""Three real tritonservers under prompts that share prefixes: the value of choosing a server.
 
     python bench/fleet.py [--rounds 5] [--seconds 18] [--users 6] [--output FILE]
 
@@ -99,7 +99,7 @@ def prefix_tokens(servers: list[TritonServer]) -> tuple[float, float]:
 
 
 def load(port: int, servers: list[TritonServer], users: int, seconds: float, seed: int, record: Path) -> dict[str, Any]:
-    """What Locust's users see in one run, and what the servers count.
+    """The figures of Locust's users in one run, and the counts of the servers.
 
     Raises:
         RuntimeError: a request failed.
@@ -122,6 +122,8 @@ def load(port: int, servers: list[TritonServer], users: int, seconds: float, see
         if status or not requests or any(row["error"] for row in requests):
             raise RuntimeError(f"a request failed: {log.read()[-2000:]}")
     looked_up, found = (now - then for now, then in zip(after, before))
+    if not looked_up:
+        raise RuntimeError("no request began in the last two thirds of the run: give it more --seconds")
     return {"hit_rate": found / looked_up, **summary([row for row in requests if row["start"] >= seconds / 3])}
 
 

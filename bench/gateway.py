@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the gateway adds to a stream: time to first token, gaps and CPU time; and how much one worker passes on.
+"""The gateway's cost per stream: time to first token, gaps and CPU time; and the throughput of one worker.
 
     python bench/gateway.py [--streams 32] [--rounds 6] [--seconds 9] [--output FILE]
 
@@ -68,7 +68,7 @@ def child(command: list[str], cores: set[int] | None = None) -> Iterator[subproc
 
 
 def wait_for(url: str) -> None:
-    """Until it answers with status 200.  Raises RuntimeError after a minute."""
+    """Wait until it answers with status 200.  Raises RuntimeError after a minute."""
     import httpx2
 
     for _ in range(600):
@@ -114,7 +114,7 @@ async def over_grpc(address: str) -> AsyncIterator[Send]:
 
 
 def stream_request() -> bytes:
-    """What the gateway sends for such a completion."""
+    """The request that the gateway sends for such a completion."""
     from inflight_client.request import GenerationRequest
     from inflight_client.wire import grpc_request
 
@@ -222,7 +222,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 
 def recorded(address: str) -> dict[str, Any]:
-    """What the server answers to the questions of a gateway, and to a request; as hexadecimal text."""
+    """The server's answers to the questions of a gateway and to a request, as hexadecimal text."""
     import grpc
     from tritonclient.grpc import service_pb2 as pb
 

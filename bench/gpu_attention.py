@@ -294,7 +294,7 @@ def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> list[di
 
 
 def compile_shipped() -> list[dict[str, Any]]:
-    """What each shipped shape takes, for cards that need not be present."""
+    """Registers, stack and shared memory of each shipped shape; the cards need not be present."""
     from gpu_target import card, target
 
     def layer(size: int, **features: Any) -> LayerSpec:

@@ -1,4 +1,4 @@
-"""Models with random weights on the device, engines and runners on them, and what one step must read and multiply."""
+"""Models with random weights on the device, engines and runners on them, and the least work of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cpu_floor import ModelShape
 from gpu_rows import Run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -53,7 +54,7 @@ def words(config: PreTrainedConfig) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What the steps of a decoder of the llama family cost at least.
+    """The least work of the steps of a decoder of the llama family.
 
     Attributes:
         itemsize: bytes of a weight and of a number of KV.
@@ -63,38 +64,31 @@ class Work:
     itemsize: int
 
     @property
-    def weights(self) -> int:
-        """Weights that every token is multiplied with: linear layers and output head."""
-        c = self.config
-        attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-        return c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + self._head
+    def _shape(self) -> ModelShape:
+        return ModelShape.of(self.config)
 
     @property
-    def _head(self) -> int:
-        return self.config.vocab_size * self.config.hidden_size
+    def weights(self) -> int:
+        """Weights that every token is multiplied with: linear layers and output head."""
+        return self._shape.layer_parameters + self._shape.head_parameters
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV per token."""
-        c = self.config
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.itemsize
+        return self._shape.kv_elements(1) * self.itemsize
 
     def decode_bytes(self, rows: int, context: int) -> int:
         """Bytes that a decode step reads: each weight once, and the KV of every row."""
         return self.weights * self.itemsize + rows * context * self.kv_bytes
 
     def decode_flops(self, rows: int, context: int) -> int:
-        return 2 * rows * self.weights + rows * context * self._flops_per_pair
+        return 2 * rows * self.weights + self._shape.attention_flops(rows * context)
 
     def prefill_flops(self, tokens: int) -> int:
-        """Of a prompt in one step, causal, with the logits of the last token only."""
-        pairs = tokens * (tokens + 1) // 2
-        return 2 * tokens * (self.weights - self._head) + 2 * self._head + pairs * self._flops_per_pair
-
-    @property
-    def _flops_per_pair(self) -> int:
-        """Of a query and a key, over all layers and heads."""
-        return 4 * self.config.num_hidden_layers * self.config.num_attention_heads * self.config.head_dim
+        """FLOPs of a prompt in one step, causal, with the logits of the last token only."""
+        shape = self._shape
+        products = 2 * tokens * shape.layer_parameters + 2 * shape.head_parameters
+        return products + shape.attention_flops(tokens * (tokens + 1) // 2)
 
 
 @torch.no_grad()

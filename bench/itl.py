@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a long prompt does to running streams: the gaps between their tokens with and without `itl_target_ms`.
+"""The effect of a long prompt on running streams: the gaps between their tokens with and without `itl_target_ms`.
 
     python bench/itl.py [--target-ms 40] [--streams 8] [--prompt 12000] [--rounds 3] [--output FILE]
 

@@ -72,7 +72,7 @@ def log_probabilities(model: LoadedModel, ids: list[int]) -> Tensor:
 
 
 def compare(prompts: list[list[int]], exact: list[Tensor], found: list[Tensor]) -> dict[str, float]:
-    """Of the distributions `found` for `prompts`, relative to the `exact` ones; divergences are in nats per token."""
+    """Compares the distributions `found` for `prompts` with the `exact` ones; divergences are in nats per token."""
     count = sum(map(len, exact))
     loss = changed = divergence = same = 0.0
     for ids, right, other in zip(prompts, exact, found):

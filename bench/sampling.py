@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it takes to choose the tokens of a step on a CPU: the compiled kernel, and the same with torch's operations.
+"""The time to choose the tokens of a step on a CPU: by the compiled kernel, and by torch's operations.
 
     python bench/sampling.py [--rows 1 32] [--vocab 32000 151936] [--spread 3] [--rounds 9] [--output FILE]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step costs outside the device: `schedule()` and `update()` with many requests running.
+"""The cost of a step outside the device: `schedule()` and `update()` with many requests running.
 
     python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400] [--pool 1.0 0.25]
                               [--order fcfs priority sjf edf tenants] [--output FILE]

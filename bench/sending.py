@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a streamed response costs: CPU time of stub, server, engine process and client, and the gaps that a client sees.
+"""The cost of a streamed response: CPU time of stub, server, engine process and client, and the gaps at a client.
 
     python bench/sending.py [--streams 32] [--tokens 300] [--step-ms 10] [--rounds 3] [--output FILE]
     python bench/sending.py --frontends 1 2 4     against the number of stubs that share an engine process

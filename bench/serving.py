@@ -72,7 +72,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def kind_of(pid: int) -> str:
-    """What a process of a server is: "server", "stub", "keeper" (of a shared engine), "engine" or "spare"."""
+    """The role of a process of a server: "server", "stub", "keeper" (of a shared engine), "engine" or "spare"."""
     if Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-spare":
         return "spare"  # a second engine process, which serves nothing yet
     command = Path(f"/proc/{pid}/cmdline").read_text()
@@ -93,7 +93,7 @@ def cpu_by_kind(server: TritonServer) -> dict[str, float]:
 
 
 def wait_for_rest(server: TritonServer) -> None:
-    """Until the server's processes, the spare engine among them, compute for less than a tenth of a second."""
+    """Wait until the server's processes, the spare engine included, use less than 0.1 s of CPU time in a second."""
     for _ in range(60):
         before = cpu_by_kind(server)
         time.sleep(1.0)
@@ -163,7 +163,7 @@ class Streams:
         return answer
 
     def wait(self, count: int = 1) -> None:
-        """Until so many more requests have ended.  Raises what tritonclient reports of one that failed."""
+        """Wait until `count` more requests have ended.  Raises the error of a request that failed."""
         for _ in range(count):
             self._ended.acquire()
             if self._failure is not None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured output costs: throughput, masks, and the first token of a new schema.
+"""The cost of structured output: throughput, masks, and the first token of a new schema.
 
     python bench/structured.py [--model demo|60m] [--rows 32] [--tokens 128] [--rounds 5] [--output FILE]
 

@@ -36,7 +36,7 @@ def run_traced(arguments: dict[str, Any]) -> common.Run:
 
 
 def share(runs: dict[str, list[common.Run]]) -> dict[str, Any]:
-    """Of the run, within the trace itself."""
+    """The share of the run within the trace itself."""
     return {"in_trace": statistics.median(one["in_trace"] for one in runs["on"])}
 
 

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do.
+    """The plan of a soak.
 
     Attributes:
         seconds: of load, with the warm-up.
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass
 class Verdict:
-    """What happened.  `problems` are the first ones, in words."""
+    """The outcome.  `problems` are the first ones, in words."""
 
     seconds: float
     counts: Counter[str]

@@ -52,7 +52,7 @@ class Traffic:
     # -- events ----------------------------------------------------------------------------
 
     def model_away(self, seconds: float = float("inf")) -> None:
-        """New requests may be refused from now on, for so many seconds."""
+        """From now on, for so many seconds, a refused request is no problem."""
         self._away_until = time.monotonic() + seconds
 
     def unloading(self, now: bool) -> None:

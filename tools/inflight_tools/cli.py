@@ -61,7 +61,7 @@ _AdminKey = Annotated[
     typer.Option(envvar=admin.ENVIRONMENT, help="Key for the management endpoints; by default a random one, printed."),
 ]
 _Unrestricted = Annotated[
-    bool, typer.Option("--unrestricted", help="Let everybody who reaches the ports manage models: no admin key.")
+    bool, typer.Option("--unrestricted", help="Let every client that reaches the ports manage models: no admin key.")
 ]
 
 
@@ -88,8 +88,7 @@ def serve(
     load_model: Annotated[
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
-    log_file: Annotated[Path | None, typer.Option(help="Also write the server's log to this file.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that models may take to load.")] = _LOAD_TIMEOUT_SECONDS,
+    timeout: Annotated[float, typer.Option(help="Time limit for loading models, seconds.")] = _LOAD_TIMEOUT_SECONDS,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
     openai_port: Annotated[
@@ -138,7 +137,6 @@ def serve(
             metrics_port=metrics_port,
             model_control_mode="explicit" if load_model else "none",
             load_models=load_model or (),
-            log_file=log_file,
             temporary=[temporary],
             admin_key=_chosen_key(admin_key, unrestricted),
         )

@@ -22,7 +22,7 @@ from inflight_tools.processes import how_it_ended
 __all__ = ["GatewayProcess"]
 
 _START_SECONDS = 60.0
-_STOP_SECONDS = 5.0  # beyond what open requests may take
+_STOP_SECONDS = 5.0  # beyond the time that open requests have
 _POLL_SECONDS = 0.05
 
 
@@ -43,7 +43,7 @@ class GatewayProcess:
 
     @property
     def url(self) -> str:
-        """What clients take as `base_url`."""
+        """The `base_url` for clients."""
         host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
         return f"http://{host}:{self._server.port}/v1"
 
@@ -51,7 +51,7 @@ class GatewayProcess:
         """Start it in front of `triton` (host:port) and wait until it answers.
 
         Args:
-            check: called while waiting; may raise.
+            check: called while waiting; an exception that it raises ends the wait.
 
         Raises:
             LauncherError: it ended, or does not answer.
@@ -74,7 +74,7 @@ class GatewayProcess:
             raise ServerDied(f"the gateway died ({how_it_ended(self._process.returncode)})")
 
     def stop(self) -> None:
-        """End it: open requests may finish for a while, unless that is interrupted.  Safe to repeat."""
+        """End it: open requests have `exit_timeout` to finish, unless that is interrupted.  Safe to repeat."""
         process = self._process
         if process is None:
             return

@@ -41,6 +41,9 @@ __all__ = ["LauncherError", "TritonServer"]
 
 _BACKEND = Path(inflight.__file__).resolve().parent
 _POLL_SECONDS = 0.1
+# A model that is loaded over HTTP occupies a thread of the service, and the streams of that thread can stall forever
+# (docs/operations.md): more threads, fewer streams on each.
+_HTTP_THREADS = 64
 _GRACE_SECONDS = 5.0  # for a stub to notice that it is to drain, and for processes that outlive the server
 
 # Runs in the child before it becomes tritonserver: prctl(PR_SET_PDEATHSIG, SIGTERM) survives execve.
@@ -68,9 +71,6 @@ class TritonServer:
         log_file: receives the server's output; None keeps it in the temporary directory.
         exit_timeout: seconds that open requests have to finish when the server is stopped; None: the longest
             `drain_timeout` of the repository's models.
-        http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
-            the streams of that thread can stall forever (docs/operations/drain-and-reload.md):
-            more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
         temporary: folders to remove if this process is killed; what else the server leaves is removed in any case.
@@ -95,7 +95,6 @@ class TritonServer:
         env: Mapping[str, str] | None = None,
         log_file: str | Path | None = None,
         exit_timeout: float | None = None,
-        http_threads: int = 64,
         backend_dir: str | Path | None = None,
         backend_name: str = "inflight",
         temporary: Sequence[str | Path] = (),
@@ -119,7 +118,6 @@ class TritonServer:
         self._log_path = Path(log_file) if log_file else None
         self._given_exit_timeout = exit_timeout
         self._exit_timeout = 0.0
-        self._http_threads = http_threads
         self._backend_dir = Path(backend_dir or _BACKEND).resolve()
         self._backend_name = backend_name
         self._temporary = list(temporary)
@@ -312,7 +310,7 @@ class TritonServer:
             f"--model-control-mode={self._control_mode}",
             f"--http-address={self.host}",
             f"--http-port={self.ports['HTTP']}",
-            f"--http-thread-count={self._http_threads}",
+            f"--http-thread-count={_HTTP_THREADS}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports['GRPC']}",
             f"--exit-timeout-secs={math.ceil(self._exit_timeout)}",

@@ -1,4 +1,4 @@
-"""Processes of a server: which it has left, which have died and how."""
+"""Processes of a server: its children, and how they died."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _child_pids(parent: int) -> list[int]:
 
 
 def end_of(pid: int) -> int | None:
-    """How a dead process ended that its parent has not reaped, as `waitpid` reports it; None if it runs or is gone."""
+    """The wait status of a zombie, as `waitpid` reports it; None if the process runs or is gone."""
     with contextlib.suppress(OSError):
         _, fields = _stat(pid)
         if fields[_STATE] == "Z":

@@ -1,4 +1,4 @@
-"""What a tritonserver's log says about why it failed."""
+"""Finds the reason of a failure in a tritonserver's log."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["StopRequest", "echo_file", "fail", "one_line_errors", "stop_signals"
 
 
 class StopRequest:
-    """How often a stop signal has come: once to stop in order, twice to end at once.
+    """Counts stop signals: one to stop in order, a second one to end at once.
 
     Its handler raises KeyboardInterrupt wherever the main thread is.  In a finaliser that the garbage collector
     runs Python drops the exception, so code that waits in a loop calls `check` or `check_again`, too.  Further

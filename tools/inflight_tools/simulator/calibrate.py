@@ -137,7 +137,7 @@ def calibrate(
 
 
 def describe_machine(device: str) -> str:
-    """The GPU, or the CPU with the number of cores that this process may use."""
+    """The GPU, or the CPU with the number of cores that this process can use."""
     if device.startswith("cuda"):
         import torch
 

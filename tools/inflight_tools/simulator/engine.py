@@ -28,15 +28,15 @@ _SEED = 1  # decides which drafts are accepted
 
 
 class Cost(Protocol):
-    """What a step takes."""
+    """The duration of a step."""
 
     def seconds(self, load: StepLoad) -> float:
-        """Of a step with this load."""
+        """The duration of a step with this load."""
 
 
 @dataclass
 class SimulatedInfo:
-    """What the core asks of a loaded checkpoint."""
+    """The properties of a loaded checkpoint that the core needs."""
 
     max_model_len: int
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What happens to replicas while they serve: kills and rolling restarts, as data."""
+"""Incidents of replicas while they serve: kills and rolling restarts, as data."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Rollout:
     Attributes:
         at: virtual seconds at which it begins.
         max_unavailable: a replica is taken out only if then at most this many, killed ones included, are not ready.
-        grace: seconds in which a replica that gets no new requests may end those it has; then it is stopped, and the
-            rest go on elsewhere.
+        grace: seconds in which a replica that gets no new requests can finish its open ones; then it is stopped, and
+            the rest go on elsewhere.
     """
 
     at: float

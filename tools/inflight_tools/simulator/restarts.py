@@ -49,7 +49,7 @@ class Restarts:
             at(incidents.rollout.at, self._roll_out)
 
     def disturbed_since(self, now: float) -> float:
-        """What began before this overlaps a window: infinite within one, the end of the last one after it."""
+        """Anything that began before this time overlaps a window: infinite within one, else the end of the last."""
         return self.windows[-1][1] if self.windows else -math.inf
 
     def drained(self, replica: Replica, now: float) -> None:
