@@ -31,7 +31,7 @@ _SCALE_BYTES = {torch.int8: SCALE_BYTES}
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What an attention layer requires of a kernel, found by probing the loaded model.
+    """The features that an attention layer requires of a kernel, found by probing the loaded model.
 
     Attributes:
         num_heads: query heads.
@@ -67,11 +67,11 @@ class KVCache:
     """One layer's paged keys and values.
 
     Attributes:
-        key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout.  A backend may
-            use another layout after the first dimension: only its `write` and `attend` read it.
+        key: [num_blocks, block_size, num_kv_heads, key_head_size] in the reference layout.  A backend can
+            use another layout after the first dimension: only its own `write` and `attend` read the tensor.
         value: the same with value_head_size.
         key_scale, value_scale: float32 [num_kv_heads] if the pool is fp8: stored = actual / scale.  Set when the
-            pool is allocated, and the same ever after.
+            pool is allocated, and constant from then on.
     """
 
     key: Tensor
@@ -86,10 +86,10 @@ class AttentionMetadata:
 
     Attributes:
         query_start_loc: int32 [R + 1]; request r has tokens query_start_loc[r] .. query_start_loc[r + 1].
-        seq_lens: int32 [R]; number of tokens of each request whose KV is in the pool once this step's is written.
+        seq_lens: int32 [R]; tokens of each request that have KV in the pool once this step's KV is written.
         block_table: int32 [R, max blocks per request]; entries past a request's end are undefined.
         slot_mapping: int64 [T]; slot = block * block_size + offset in the block; -1 for padding.
-        query_start_loc_cpu, seq_lens_cpu: copies of the first two on the host, so that no kernel waits for
+        query_start_loc_cpu, seq_lens_cpu: copies of the first two on the host, so that no launch waits for
             the device.
         max_query_len, max_seq_len: maxima, known on the host.
         block_size: tokens per block.
@@ -113,7 +113,7 @@ class AttentionBackend(Protocol):
     passes the result to `write` and `attend`.
 
     Attributes:
-        capturable: whether what these launch depends on sizes alone, so that a CUDA graph may replay it.
+        capturable: whether the launches depend on sizes alone, so that a CUDA graph can replay them.
     """
 
     name: str
@@ -176,7 +176,7 @@ class forward_context:
 
 
 def current_batch() -> Any:
-    """What the backend's `prepare` returned for the running step.
+    """The result of the backend's `prepare` for the running step.
 
     Raises:
         RuntimeError: outside of `forward_context`.

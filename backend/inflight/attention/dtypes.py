@@ -1,4 +1,4 @@
-"""Dtypes of attention: what the pool may store, and how a kernel says that it lacks one."""
+"""Dtypes of attention: of the pool, and the reasons that a kernel gives for not supporting one."""
 
 from __future__ import annotations
 

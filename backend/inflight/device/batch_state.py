@@ -2,7 +2,7 @@
 
 The scheduler says what changed; a step's tensors come out of these arrays by indexing, with no Python per
 token.  Positions come from the schedule, never from tokens that arrived: block tables change when a step
-is prepared, which may be while the step before it runs, tokens only while a step is executed.
+is prepared, possibly while the step before it runs, tokens only while a step is executed.
 
     slot   token_ids                      block_table
     0      [ 12  7  7 31  .  .  . ]       [ 4  9  .  . ]      . = void
@@ -45,7 +45,7 @@ class StepInputs:
 
 
 class BatchState:
-    """What the runner keeps of the requests that hold a slot.
+    """The tokens and block tables of the requests that hold a slot.
 
     Attributes:
         token_ids: int32 [max_num_seqs, max_model_len]; prompt and output, then drafts, void behind them.
@@ -84,7 +84,7 @@ class BatchState:
             self.token_ids[out.slots[index], end - len(drafts) : end] = drafts
 
     def put_tokens(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write sampled tokens; all arrays are [N].  What stands behind a refused draft is void."""
+        """Write sampled tokens; all arrays are [N].  Tokens behind a refused draft are void."""
         self.token_ids[slots, positions] = token_ids
 
     def step_inputs(self, out: SchedulerOutput) -> StepInputs:

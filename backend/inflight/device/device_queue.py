@@ -32,11 +32,11 @@ class DeviceQueue(Protocol):
     """One device's work, in order.
 
     `work` launches kernels and copies, reads no device tensor on the host, and changes nothing but device tensors,
-    pinned buffers and what its caller gave it.  It may run at any time until an event behind it is waited for.
+    pinned buffers and what its caller gave it.  It runs at any time until an event behind it is waited for.
     """
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue `work`; an error while it is launched may be raised here."""
+        """Queue `work`; an error while it is launched can be raised here."""
 
     def event(self) -> DeviceEvent:
         """A new event, not recorded."""

@@ -42,7 +42,7 @@ class HostCache:
         self._host = [torch.empty(num_blocks, *pool.shape[1:], dtype=pool.dtype) for pool in self._device]
 
     def swap(self, out: SchedulerOutput) -> None:
-        """Make a step's copies, out before in: a block may be freed and given to a request that comes back at once."""
+        """Make a step's copies, out before in: one step can free a block and give it to a request that returns."""
         if out.swap_out:
             self.swap_out(out.swap_out)
         if out.swap_in:

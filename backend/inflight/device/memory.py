@@ -1,4 +1,4 @@
-"""Memory: what is available, what a GPU's is used for, and what happens when it runs out."""
+"""Memory: how much is available, how much a step takes on a GPU, and how a step that runs out of it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# What an attempt returned and "", or None and why it ran out of memory.
+# The result of an attempt and "", or None and why it ran out of memory.
 Outcome = Union[tuple[_T, str], tuple[None, str]]
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -46,7 +46,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC
 
 
 def out_of_memory(error: BaseException, device: torch.device) -> str | None:
-    """What to tell the clients of a step that failed for lack of memory; None if it failed for another reason."""
+    """The message for the clients of a step that failed for lack of memory; None if it failed for another reason."""
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
         text in str(error) for text in _OUT_OF_MEMORY
     ):
@@ -95,7 +95,7 @@ class DeviceMeter:
         return total - free
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """What torch's allocator holds at most while `run` runs, besides what it holds afterwards.
+        """The most that torch's allocator holds while `run` runs, minus what it holds afterwards.
 
         These are whole segments, so that the gaps which the run leaves in them count.
         """

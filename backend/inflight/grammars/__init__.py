@@ -1,1 +1,1 @@
-"""What a sequence may still write: grammars, compiled beside the steps, and masks of tokens for rows.  No torch."""
+"""Grammars, compiled beside the steps, and masks of the tokens with which a sequence can go on.  No torch."""

@@ -1,6 +1,6 @@
 """The Protocols between engine, sampler and a grammar library.  No torch.
 
-What a request asks for is a `GrammarSpec`, plain data that crosses processes.
+A request asks for a `GrammarSpec`, plain data that crosses processes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Grammar(Protocol):
     def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
         """Whether a mask would allow each of `token_ids`, chosen behind 0, 1, 2 ... of the drafts.
 
-        What comes behind the first that is not the draft at its place does not count.  False if there is an `error`,
+        Tokens behind the first that differs from its draft do not count.  False if there is an `error`,
         or if only the mask tells, as behind the end.
         """
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may follow, up to the first that may not."""
+        """How many of these tokens can follow, up to the first that cannot."""
 
     def forced(self, limit: int) -> list[int]:
         """Up to `limit` tokens that spell what must come next, as the tokenizer would; [] if there is a choice."""
@@ -58,7 +58,7 @@ class MaskJob(NamedTuple):
 
     Attributes:
         row: of the first mask; one more for each draft follows.
-        draft_token_ids: tokens that may follow; the sequence stays where it is.
+        draft_token_ids: tokens that can follow; the sequence does not advance.
     """
 
     grammar: Grammar

@@ -12,7 +12,7 @@ from inflight.grammars.structural_tag import literal, structural_tag_grammar
 
 __all__ = ["guidance_grammar"]
 
-# Between the tokens of JSON.  Any whitespace is valid, and a model that once began it may never end it: so there is a
+# Between the tokens of JSON.  Any whitespace is valid, and a model that once began it might never end it: so there is a
 # bound, far above what indentation takes.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 

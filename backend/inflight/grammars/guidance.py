@@ -230,7 +230,7 @@ class _Sequence:
 
 
 class _Wrapped:
-    """What llguidance asks of a tokenizer, for V tokens; those that the tokenizer does not know are never allowed."""
+    """The tokenizer that llguidance requires, for V tokens; tokens unknown to `tokenizers` are never allowed."""
 
     bos_token_id = None
 
@@ -277,5 +277,5 @@ def _matcher(job: MaskJob) -> Any:
 
 
 def _shown(error: str) -> str:
-    """What the library says, without the state of its parser."""
+    """The library's message, without the state of its parser."""
     return " ".join(error.partition("\n<state>")[0].split())[:500] or "unknown error"

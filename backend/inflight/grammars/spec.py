@@ -1,4 +1,4 @@
-"""What an output must be, as data: made by the frontend, compiled in the engine process.  No torch."""
+"""The constraint on an output, as data: made by the frontend, compiled in the engine process.  No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
         text: a JSON Schema, a regular expression that the whole output matches, a JSON list of strings of which the
             output is one, a grammar (Lark as llguidance reads it, GBNF or EBNF), or a structural tag as JSON: free
             text with constrained parts.
-        whitespace: regular expression of what may stand between the tokens of JSON; "" is nothing, None a default.
+        whitespace: regular expression of the text between the tokens of JSON; "" is nothing, None a default.
         additional_properties: whether objects may have properties that their schema does not name, where it does not
             say.
     """

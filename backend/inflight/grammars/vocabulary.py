@@ -12,7 +12,7 @@ __all__ = ["Vocabulary", "read_vocabulary"]
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# Decoders that give a token the same bytes wherever it stands, the start of a text excepted.
+# Decoders that give a token the same bytes at every place but the start of a text.
 _WITH_SPACES = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 
 
@@ -97,7 +97,7 @@ def _bytes_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters of byte-level vocabularies: printable bytes stand for themselves, others begin at U+0100."""
+    """The letters of byte-level vocabularies: printable bytes are themselves, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""What goes wrong while loading."""
+"""Errors of loading."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def checkpoint_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: Se
 
 
 def _tokenizer_json(config: EngineConfig) -> str:
-    """What the library `tokenizers` writes of the tokenizer.
+    """The tokenizer as the library `tokenizers` serialises it.
 
     Raises:
         ValueError: there is none that it reads.

@@ -53,8 +53,8 @@ __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
 
 _log = logging.getLogger(__name__)
 
-# The longest sequence of the check at load, and how many weights it may read, token by token, to be longer than a few
-# tokens: a fifth of a second on a CPU core.
+# The longest sequence of the check at load, in tokens; and the number of weights that the check can read, token by
+# token, before its sequences are cut to a few tokens: a fifth of a second on a CPU core.
 _CHECKED_TOKENS = 512
 _CHECKED_WEIGHTS = 4_000_000_000
 
@@ -68,13 +68,13 @@ class CheckpointInfo:
         vocab_size: logits per token.
         eos_token_ids: ids that end a request unless it ignores them.
         load_seconds: time that loading took.
-        num_blocks: KV blocks in the pool; this and what follows is 0 until it is allocated.
+        num_blocks: KV blocks in the pool; this field and the sizes below are 0 until the pool is allocated.
         kv_bytes: size of the pool.
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
         choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
-        graph_bytes: what captured CUDA graphs take.
+        graph_bytes: bytes that captured CUDA graphs take.
     """
 
     max_model_len: int
@@ -95,14 +95,14 @@ class CheckpointInfo:
 
 @dataclass
 class _Sizing:
-    """What a GPU's pool is sized with, once a step can be run.
+    """The measurements that size a GPU's pool, once a step can be run.
 
     Attributes:
         meter: of the device.
-        used_before: bytes in use before the weights came.
+        used_before: bytes in use before the weights were loaded.
         weights: bytes of parameters and buffers.
         num_blocks: of the pool that steps are measured with.
-        check: to repeat with the real pool.
+        check: is repeated with the real pool.
     """
 
     meter: DeviceMeter
@@ -113,7 +113,7 @@ class _Sizing:
 
 
 class StepGraphs(Protocol):
-    """What the runner captures of its steps, if anything."""
+    """The CUDA graphs of a runner's steps, if it captures any."""
 
     def measure(self, meter: DeviceMeter) -> int:
         """Bytes that `capture` will take; leaves nothing of it allocated.  On a pool of any size."""
@@ -130,7 +130,7 @@ class LoadedModel:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
         host_cache: host memory for swapped requests, if any.
-        hooks: what must be told of each step before its forward pass.
+        hooks: are called before the forward pass of each step.
     """
 
     config: EngineConfig
@@ -253,7 +253,7 @@ def load(config: EngineConfig) -> LoadedModel:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that the option `device` stands for.
+    """The device that the option `device` names.
 
     Raises:
         LoadError: there is no such device.
@@ -266,7 +266,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers; those that are views of one another count once."""
+    """Bytes of parameters and buffers; tensors that are views of one another count once."""
     storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers()))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -134,7 +134,7 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
 
 
 def graph_bytes(measured: Sequence[int], count: int) -> int:
-    """What `count` captured graphs take, of which the largest take `measured`, in order of their capture.
+    """Bytes that `count` captured graphs take.  `measured` has those of the largest, in order of their capture.
 
     The first fills a memory pool that the others find their tensors' memory in.  They add what a graph itself takes,
     its kernels with their arguments, which hardly depends on the number of rows.

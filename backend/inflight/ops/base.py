@@ -35,7 +35,7 @@ class QuantizedRows:
     scales: Tensor
 
 
-# Of a layer's input: [T, H] in the model's dtype, or quantized.
+# The input of a layer: [T, H] in the model's dtype, or quantized.
 Rows = Union[Tensor, QuantizedRows]
 
 
@@ -55,7 +55,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """By what query and key of a step's tokens are rotated.
+    """The angles by which query and key of a step's tokens are rotated.
 
     Attributes:
         cos, sin: [P, R], in the model's dtype; or [P, R / 2] where both elements of a pair turn by the same angle.
@@ -85,7 +85,7 @@ class Angles:
 class FusedOps(Protocol):
     """An implementation of the small operations.  T tokens, H hidden size, D head size, I MLP width.
 
-    Rows may be strided (slices of a merged projection); the last dimension is contiguous.  With `quantized`, the result
+    Rows can be strided (slices of a merged projection); the last dimension is contiguous.  With `quantized`, the result
     is rounded to the dtype and then becomes `quantize_rows` of that.
     """
 
@@ -109,7 +109,7 @@ class FusedOps(Protocol):
     def rotate_and_write(
         self, qkv: Tensor, layer: LayerAttention, batch: Any, norms: HeadNorms | None, angles: Angles | None
     ) -> Tensor:
-        """What lies between a layer's merged projection and its attention.
+        """The operations between a layer's merged projection and its attention.
 
         Normalises and rotates query and key, and stores key and value as `layer.backend.write` does.  Each step is
         rounded to the dtype.  Tokens of slot -1 are not stored.

@@ -1,4 +1,4 @@
-"""What all runners have: a loaded checkpoint, the rows that hold a slot, and what samples for them."""
+"""The parts that all runners share: a loaded checkpoint, the state of the slots, and the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["BaseRunner", "load_on_threads"]
 
 
 def load_on_threads(config: EngineConfig) -> LoadedModel:
-    """`loader.load`, with as many threads as this process may use."""
+    """`loader.load`, with as many threads as this process can use."""
     torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
     return load(config)
 

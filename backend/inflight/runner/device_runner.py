@@ -1,6 +1,6 @@
 """Steps for which the host waits nowhere: sampled tokens stay on the device, and a pinned ring brings them back.
 
-    launch    host     take the step in; write rows, new blocks and sampling parameters to a pinned buffer
+    launch    host     update the state; write rows, new blocks and sampling parameters to a pinned buffer
               device   copy | make_inputs -> forward -> sample -> put_tokens | tokens to the ring, event
     collect   host     wait for the event; tokens to the batch state and into a `StepOutput`
 
@@ -44,7 +44,7 @@ _RING = 2  # steps that are launched and not collected
 
 @dataclass(slots=True)
 class DeviceStep:
-    """What the device needs of a step: tensors that have their contents once `upload.copy()` has run, and host ints.
+    """A step as the device needs it: tensors that have their contents once `upload.copy()` has run, and host ints.
 
     Steps of one `size` have these tensors at the same addresses, except for `asked_indices`, `next_token_ids` and
     those of `sampling.edits`, which only some steps have, and for `new_blocks` and what follows it if there are more
@@ -167,7 +167,7 @@ class DeviceRunner(BaseRunner):
         host_cache = self.host_cache
         if host_cache is not None:
             self.queue.submit(lambda: host_cache.swap(out))
-        self._take_in(out)
+        self._update_state(out)
         rows = StepRows.of(out)
         if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
             self.num_collected_first += 1
@@ -219,15 +219,15 @@ class DeviceRunner(BaseRunner):
         return sampled
 
     def _outputs(self, step: DeviceStep) -> tuple[Tensor, Tensor]:
-        """What a graph contains: logits [size.logits, V], and a token for each as its column says."""
+        """The outputs of a graph: logits [size.logits, V], and a token for each as its column says."""
         logits, _ = self.forward_step(step)
         return logits, self.finish_step(step, logits).token_ids
 
     def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], SamplerOutput | None] | None:
         """The step by its graph, if it has one: what `forward_step` returns, and what was sampled.
 
-        What changes logits, and what returns them, differs from step to step and is in no graph.  Such a step is
-        sampled anew, from the graph's logits, and the token that the graph put is overwritten.
+        Masks, edits and log probabilities differ from step to step and are in no graph.  A step that has them is
+        sampled again, from the graph's logits, and the tokens that the graph put are overwritten.
         """
         outputs = self.graphs.replay(step.graph_key)
         if outputs is None:
@@ -238,7 +238,7 @@ class DeviceRunner(BaseRunner):
 
     # -- launch --------------------------------------------------------------------------------
 
-    def _take_in(self, out: SchedulerOutput) -> None:
+    def _update_state(self, out: SchedulerOutput) -> None:
         self.state.apply(out)
         self.rows.apply(out)
         self.fill_rows(out)
@@ -249,7 +249,7 @@ class DeviceRunner(BaseRunner):
         out, rows = ticket.out, ticket.rows
         try:
             step = self._stage(out, rows, self.size_of(rows), ticket.buffers.upload)
-        except BaseException:  # a rule's, perhaps
+        except BaseException:  # possibly raised by a rule
             slots, positions, history = rows.slot_of_logits, rows.position_of_logits + 1, self.device_state.token_ids
             if not self.faults.find(slots, positions, self.state.token_ids, history):
                 raise
@@ -318,7 +318,7 @@ class DeviceRunner(BaseRunner):
         return _Buffers(self.queue.host_buffer(num_bytes), token_ids)
 
     def _next_buffers(self) -> _Buffers:
-        """The place of the ring whose turn it is; the device has passed the step that it was used for."""
+        """The next place of the ring; the device has ended the step that used it before."""
         buffers = self._ring[self._num_launched % len(self._ring)]
         self._num_launched += 1
         if buffers.owner is not None:
@@ -332,7 +332,7 @@ class DeviceRunner(BaseRunner):
             self._read(ticket)
 
     def _read(self, ticket: _Ticket) -> None:
-        """Wait for a step and take its tokens in; once."""
+        """Wait for a step and store its tokens; once."""
         if ticket.result is not None:
             return
         started, ended = self._wait(ticket)
@@ -362,7 +362,7 @@ class DeviceRunner(BaseRunner):
         ticket.ended.synchronize()
         ended = time.monotonic()
         seconds = 0.0 if ticket.failure else ticket.started.elapsed_time(ticket.ended) / 1e3
-        if was_over:  # nobody saw it end
+        if was_over:  # it ended before the host looked
             ended = min(ended, max(self._last_end, ticket.launched) + seconds)
         self._last_end = ended
         return ended - seconds, ended

@@ -78,7 +78,7 @@ class Graph(Protocol):
     """A captured step.
 
     Attributes:
-        outputs: what the step returned.  Each replay overwrites them, and so may the replay of another graph.
+        outputs: what the step returned.  Each replay overwrites them, and the replay of another graph can.
     """
 
     outputs: tuple[Tensor, ...]
@@ -282,7 +282,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def capturer_of(device: torch.device) -> Capturer | None:
-    """What captures on `device`; None for a CPU."""
+    """The capturer of `device`; None for a CPU."""
     return CudaCapturer(device) if device.type == "cuda" else None
 
 

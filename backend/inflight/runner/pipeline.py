@@ -1,4 +1,4 @@
-"""Who runs the steps, and on which threads."""
+"""The choice of a runner, and of the threads that it runs on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TwoPartRunner(Protocol):
     info: Any
 
     def prepare(self, out: SchedulerOutput) -> Any:
-        """What needs no token of the step before; goes to `execute`."""
+        """Do the part that needs no token of the step before; `execute` takes the result."""
 
     def execute(self, out: SchedulerOutput, inputs: Any) -> StepOutput:
-        """The rest; steps come in order, always in one thread."""
+        """Do the rest; steps come in order, always in one thread."""
 
 
 class ThreadedRunner:

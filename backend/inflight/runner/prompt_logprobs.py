@@ -49,7 +49,7 @@ class AskedPositions:
 
 @dataclass(slots=True)
 class PendingPromptLogprobs:
-    """Those of all rows on their way to the host, in parts; `AskedPositions.counts` says whose they are."""
+    """Those of all rows on their way to the host, in parts; `AskedPositions.counts` assigns them to rows."""
 
     counts: dict[int, int]
     parts: list[PendingLogprobs]
@@ -66,10 +66,10 @@ class PromptLogprobs:
     def __init__(self, state: BatchState) -> None:
         self._state = state
         self._tops: dict[int, int] = {}  # slot -> top entries
-        self._complete: list[int] = []  # slots whose prompt the step completes: a step may be made again
+        self._complete: list[int] = []  # slots whose prompt the step completes: a step can be made again
 
     def fill_rows(self, out: SchedulerOutput) -> None:
-        """Take the wishes of the rows that enter; once a step."""
+        """Remember which of the rows that enter ask; once a step."""
         for slot in self._complete:
             self._tops.pop(slot, None)
         self._complete.clear()
@@ -95,7 +95,7 @@ class PromptLogprobs:
             if end >= num_prompt_tokens:
                 self._complete.append(slot)
             if first >= num_prompt_tokens:
-                continue  # it came back with all of its prompt computed
+                continue  # it was resumed with all of its prompt computed
             count = min(end, num_prompt_tokens - 1) - first
             asked.counts[row] = count
             asked.tops += [top] * count

@@ -1,7 +1,7 @@
 """An exception that one request causes in a step ends that request, and neither the step nor the engine.
 
 Parameters that a rule cannot take are found when the request enters its slot.  Any other exception in a step on the
-host is looked for by halves: a step may be run again, whole or in parts, and gives the same tokens.
+host is looked for by halves: a step can be run again, whole or in parts, and gives the same tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["RowFaults", "fail_rows", "run_without_faulty_rows"]
 
 _log = logging.getLogger(__name__)
 
-_OF_THE_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")  # after one of these nothing runs there any more
+_OF_THE_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")  # after one of these the device runs nothing any more
 
 
 def _is_of_a_row(error: BaseException) -> bool:
-    """Whether one request may be the cause; Rust panics are no Exceptions."""
+    """Whether one request can be the cause; Rust panics are no Exceptions."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return False
     return not any(text in str(error) for text in _OF_THE_DEVICE)
@@ -115,7 +115,7 @@ def run_without_faulty_rows(
     """Run a step.  If it raises, run its halves, and theirs: a row that raises alone fails.
 
     Args:
-        run: may be called again for any of the rows: it writes the same KV and samples the same tokens.
+        run: can be called again for any of the rows: it writes the same KV and samples the same tokens.
 
     Raises:
         RuntimeError, MemoryError: out of memory or an error of the device, which are no row's fault.

@@ -69,7 +69,7 @@ class StepSize:
 
 @dataclass(slots=True)
 class DeviceState:
-    """What the device keeps of the requests that hold a slot.  The last slot is void: padding reads and writes it.
+    """The device's copy of the requests that hold a slot.  The last slot is void: padding reads and writes it.
 
     Attributes:
         token_ids: int32 [max_num_seqs + 1, max_model_len]; prompt and output, then drafts, void behind them.

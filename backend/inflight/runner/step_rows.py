@@ -1,4 +1,4 @@
-"""What the host says of a step's rows, in the form that `make_inputs` takes."""
+"""A step's rows on the host, in the form that `make_inputs` takes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class RowWriter:
         return tensor
 
     def sent(self, rows: StepRows) -> None:
-        """What was written is on its way to the device; without this call the next step brings it again."""
+        """The written rows are on their way to the device; without this call the next step sends them again."""
         self._num_sent[rows.slots] = self._state.num_blocks[rows.slots]
 
 

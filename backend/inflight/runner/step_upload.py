@@ -42,7 +42,7 @@ class StepUpload:
     """The arrays of one step.
 
     Args:
-        host: uint8 [capacity], pinned; nobody else writes it until `copy` has run on the device.
+        host: uint8 [capacity], pinned; must not be written by others until `copy` has run on the device.
         device: uint8 [capacity], shared by all steps: the device's queue runs a step's copy after the step before.
     """
 

@@ -1,4 +1,4 @@
-"""What can be done for a checkpoint before its weights are read."""
+"""Work for a checkpoint that needs no weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["warm_up"]
 
 
 def warm_up(config: EngineConfig) -> None:
-    """Import what `make_runner` needs for this checkpoint, while nobody else wants the core.
+    """Import what `make_runner` needs for this checkpoint, while the core is idle.
 
     Allocates no weights and touches no device.  Runs in a thread of its own, since a process cannot raise its
-    priority again.  Does nothing about what cannot be imported: loading will say so.
+    priority again.  Ignores failed imports: loading reports them.
     """
     thread = threading.Thread(target=_import, args=(config,), name="warm-up")
     thread.start()

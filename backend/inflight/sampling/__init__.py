@@ -21,8 +21,8 @@ The caller (the model runner) owns one `SamplingTable`, with a row per slot, and
 - `token_ids[slot]` holds that slot's tokens, prompt first, valid up to the position; the runner
   passes its int32[max_num_seqs, max_model_len] array.  Only rows with bad words or penalties read it.
 - A slot with k draft tokens takes k + 1 consecutive rows at increasing positions, and its drafts
-  are in `token_ids`.  Row i is sampled after `token_ids[slot, :positions[i]]`.  What the table
-  remembers of a slot ends before the first of its positions, so refused drafts leave no trace.
+  are in `token_ids`.  Row i is sampled after `token_ids[slot, :positions[i]]`.  The table
+  remembers of a slot only what comes before the first of its positions, so refused drafts leave no trace.
 - `select` returns at once if all rows are plain greedy, and the sampler then does one argmax.
 - A slot that becomes free needs no call.
 - The table does not validate parameters: the engine does, when it takes the request.  `set_row`

@@ -37,7 +37,7 @@ def _rows(logits: Tensor, group: RandomGroup, part: slice) -> Tensor:
 
 
 def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
-    """Unnormalised probabilities: 1 for the most likely token, 0 for those that min_p drops.
+    """Unnormalised probabilities: 1 for the most likely token, 0 for tokens that min_p drops.
 
     In a fully masked row all are 0, and so is its token.  Overwrites `scaled`.
     """
@@ -48,7 +48,7 @@ def _weights(scaled: Tensor, largest: Tensor, min_p: Tensor | None) -> Tensor:
 
 
 def _draw_from_candidates(logits: Tensor, group: RandomGroup) -> tuple[Tensor, Tensor]:
-    """Race the top_k most likely tokens, without those that min_p and top_p drop."""
+    """Race the top_k most likely tokens, without the tokens that min_p and top_p drop."""
     rows = _rows(logits, group, slice(0, len(group.rows)))
     values, ids = top_candidates(rows, group.max_top_k)
     tops = values[:, 0].clone() if rows.is_cpu else rows.amax(-1)  # off a CPU some NaN rank last

@@ -1,4 +1,4 @@
-"""On a CPU, tokens are chosen first, and masks made only for the rows whose token they do not allow."""
+"""On a CPU, tokens are chosen first, and masks are made only for rows that chose a token that is not allowed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mask_where_needed(
 def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarray:
     """bool[R]: rows that get the same token with a mask as without, if it allows that token.
 
-    The greedy ones, and those that race in the whole vocabulary: it is still the winner.
+    The greedy rows, and rows that race in the whole vocabulary: the winner without the mask still wins.
     """
     certain = np.ones(metadata.num_rows, dtype=bool)
     if columns is not None:

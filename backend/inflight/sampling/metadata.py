@@ -1,4 +1,4 @@
-"""What one sampling call needs, assembled on the host and uploaded once, and what it returns."""
+"""The inputs of one sampling call, assembled on the host and uploaded once, and its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kind(IntEnum):
     GREEDY = 0
     RANDOM = 1  # from the whole vocabulary
     NARROWED = 2  # by top_p or min_p
-    TOP_K = 3  # and perhaps top_p and min_p as well
+    TOP_K = 3  # with or without top_p and min_p
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class SamplerOutput:
     token_ids: int64[R] on the device of the logits; every entry is in [0, V), or `unusable.NO_TOKEN` where the
         row's logits are not finite.
     logprobs_rows: rows whose params ask for log probabilities, increasing.
-    failures: row -> why its token means nothing, where a mask knows.
+    failures: row -> why its token is void, where a mask knows the reason.
     """
 
     __slots__ = ("_pending", "failures", "logprobs_rows", "token_ids")
@@ -114,7 +114,7 @@ class SamplingMetadata:
 
     Attributes:
         num_rows: R.
-        ops: what the device computes it with.
+        ops: the operations of the device.
         vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
         greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where `ops.choose`
             draws all of them.

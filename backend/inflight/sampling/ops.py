@@ -1,4 +1,4 @@
-"""Operations on the logits of a step that a device may have kernels for: their arguments, and their Protocol."""
+"""Operations on the logits of a step that a device can have kernels for: their arguments, and their Protocol."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CountedRow:
         count_row: line of the counts.
         clears: 1 if the count row belonged to another request.
         start: first token to count, up to `first_position`.
-        num_prompt_tokens: those before it are the prompt's.
+        num_prompt_tokens: tokens before it are the prompt's.
         first_position: tokens from there on are drafts.
         position: how many tokens there are before the one to sample.
     """
@@ -97,7 +97,7 @@ class CountedRows:
 
     Attributes:
         ops: of the device.
-        table: whose rows are brought up to date first.
+        table: its rows are brought up to date first.
         num_rows: count rows in use.
         history: int32 [slots, n] on the device.
         rows, device_rows: int32 [8, r], see `CountedRow`, on the host and on the device.
@@ -142,7 +142,7 @@ class WordRow:
         slot: line of the history.
         first_word, num_words: its part of the words.
         first_token: its first one among the words' tokens.
-        num_prompt_tokens: heads are matched against what is behind these.
+        num_prompt_tokens: heads are matched against the tokens behind these.
         position: how many tokens there are before the one to sample.
     """
 
@@ -185,7 +185,7 @@ class MatchedWords:
 
 
 class SamplingOps(Protocol):
-    """What a kernel can do of a sampling call.  `ReferenceSampling` defines the results.
+    """The operations of a sampling call that a device can have kernels for.  `ReferenceSampling` defines the results.
 
     All but `choose` change float32 logits[R, V], contiguous, in place.
 
@@ -203,9 +203,9 @@ class SamplingOps(Protocol):
         """int64[R]: one token per row of `logits[R, V]`, left unchanged, on the same device; only if `draws`.
 
         Args:
-            columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; names each row at most once.  What rows
-                get that no column names is undefined.
-            marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks may have made
+            columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; names each row at most once.  The
+                result of a row that no column names is undefined.
+            marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks can have made
                 it so.
             bitmask: only if `draws_masked`: int32[C, mask_words(V)] on the host, each column's allowed tokens, the
                 first in the lowest bit.  A row that it leaves without a token gets token 0.

@@ -11,7 +11,7 @@ from inflight.sampling.ops import CountedRow, CountedRows, MatchedWords, Penalis
 __all__ = ["REFERENCE", "ReferenceSampling", "penalised"]
 
 _CHUNK = 2**18  # logits masked at once on a CPU, which stay in its cache
-# What a byte of a mask allows: eight values, plus infinity for a bit that is 1, minus infinity for 0.
+# The limits that a byte of a mask sets: eight values, plus infinity for a bit that is 1, minus infinity for 0.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _LIMITS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 

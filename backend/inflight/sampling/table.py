@@ -22,7 +22,7 @@ __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 # Below this a request is greedy.
 GREEDY_TEMPERATURE = 1e-5
 
-# What a slot needs besides an argmax: these, then one bit per rule.  0 is plain greedy.
+# Flags of a slot that needs more than an argmax: these, then one bit per rule.  0 is plain greedy.
 _RANDOM, _LOGPROBS, _FIRST_RULE = 1, 2, 4
 
 # How a random slot is drawn: from the whole vocabulary, plain or narrowed by top_p or min_p, or
@@ -46,7 +46,7 @@ class SamplingTable:
         vocab_size: V, the last dimension of the logits.
         device: where the logits are.
         rules: kinds of logits rules, in order of application.
-        ops: what the device computes with.
+        ops: the operations of the device.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class SamplingTable:
             token_ids: int[max_num_seqs, n], the tokens of each slot, drafts included; read up to
                 the position, and only for rows with a rule that reads tokens.  Tokens before
                 the slot's first position in this call must stay as they are until its next
-                `set_row`; those after it are drafts and may be others in the next call.
+                `set_row`; later ones are drafts and can differ in the next call.
             put: brings arrays to the device; by default each at once.
             history: int32 [slots, n], the slots' tokens on the device, for rules that read them there.
             columns: int64[COLUMN_LINES, C] on the device, where the caller puts what `fill_columns` makes; the
-                logits have C rows, of which only the first R belong to a slot.
+                logits have C rows; only the first R belong to a slot.
 
         Raises:
             ValueError: `token_ids` is None but a row needs it.

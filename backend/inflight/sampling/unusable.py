@@ -1,7 +1,7 @@
 """Rows that no token can be chosen for: the model's logits are not numbers.
 
 The largest logit of a row tells: it is NaN if any logit is, +inf if any is, and -inf if all are.  It is found on
-the way to the token in any case.  Masks are no reason: a row that they leave without a token still gets one.
+the way to the token in any case.  Masks do not make a row unusable: one that they leave without a token still gets one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fail_unusable_rows(
 ) -> None:
     """Move the rows without a token from the sampled ones of `step` to its `row_failures`.
 
-    A row with drafts fails only if its own run of tokens ends there; what follows a refused draft is nobody's.
+    A row with drafts fails only if its own run of tokens ends there; tokens behind a refused draft are void.
 
     Args:
         sampled: int64[N], token ids on the host.

@@ -186,7 +186,7 @@ def test_masks_of_drafts_are_those_of_the_same_tokens_taken_one_by_one(
         sequence.advance(taken)
         one.advance(taken)
         masks = allowed(grammars, MaskJob(sequence, 1, drafts), rows=len(drafts) + 2, in_background=seconds is None)
-        assert len(masks[0]) == VOCAB, "a row that is nobody's allows all"
+        assert len(masks[0]) == VOCAB, "a row without a job allows all"
         everything = set(range(VOCAB))
         for row, draft in enumerate([*drafts, None], 1):
             expected = everything if one.error else allowed(grammars, MaskJob(one, 0, []))[0]

@@ -1,4 +1,4 @@
-"""On a CPU a mask is made only where a token was chosen that it does not allow, and nobody can tell."""
+"""On a CPU a mask is made only where a token was chosen that it does not allow, and no result differs."""
 
 from __future__ import annotations
 

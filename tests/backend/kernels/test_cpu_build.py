@@ -1,6 +1,6 @@
 """Building the CPU kernels: with a compiler, with an old one, and without any.
 
-The compiler here is a stand-in that records its arguments; the real one has built the library that the
+The compiler here is a fake that records its arguments; the real one has built the library that the
 other tests use.
 """
 
@@ -93,7 +93,7 @@ def test_without_a_compiler_the_install_succeeds(tree: Path, missing: str | None
 
 
 def linked_units(library: Path) -> dict[str, set[str]]:
-    """Instruction sets of each source in the stand-in's library; none for sources compiled once."""
+    """Instruction sets of each source in the fake's library; none for sources compiled once."""
     units: dict[str, set[str]] = {}
     for line in library.read_text().splitlines():
         source, _, isa = line.split()[0].partition(".")

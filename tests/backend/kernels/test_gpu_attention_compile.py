@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_kernels import compiled
 
 pytest.importorskip("triton")
 
@@ -51,19 +49,26 @@ print(json.dumps([at_load, len(compiled), [kernel.report(arch) for kernel in com
 """
 
 
-def compiled(tmp_path: Path, arch: int, size: int, dtype: str, batches: bool = False) -> list[Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", SCRIPT, json.dumps([arch, size, dtype, batches])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+SOURCES = [
+    "backend/inflight/attention/base.py",
+    "backend/inflight/attention/dtypes.py",
+    "backend/inflight/kernels/gpu",
+    "tests/support/attention_cases.py",
+    "tests/support/gpu_target.py",
+    "tests/support/paged_case.py",
+]
 
 
-def test_on_hopper_everything_is_compiled_at_load(tmp_path: Path) -> None:
+@pytest.fixture
+def compiled_for(tmp_path: Path, cache: pytest.Cache) -> Callable[..., Any]:
+    """(arch, head size, dtype, with batches) -> kernels compiled at load, in all, and a report of each."""
+    return lambda *argument: compiled(cache, tmp_path, "attention", SCRIPT, argument, SOURCES)
+
+
+def test_on_hopper_everything_is_compiled_at_load(compiled_for: Callable[..., Any]) -> None:
     """Decodes, prompts, mixes, split keys, any layout of queries: nothing is compiled later, and no launch
     waits for the device."""
-    at_load, after_steps, kernels = compiled(tmp_path, 90, 128, "bfloat16", batches=True)
+    at_load, after_steps, kernels = compiled_for(90, 128, "bfloat16", True)
     assert at_load == after_steps == 6, "write, plan; attention and reduction, for decodes and for mixes"
     for kernel in kernels:
         assert kernel["shared_bytes"] <= kernel["shared_limit"]
@@ -77,8 +82,9 @@ def test_on_hopper_everything_is_compiled_at_load(tmp_path: Path) -> None:
     assert decode["shared_bytes"] <= decode["shared_limit"] // 2
 
 
-def test_float32_is_not_rounded_to_tf32(tmp_path: Path) -> None:
-    *_, kernels = compiled(tmp_path, 90, 16, "float32")
+@pytest.mark.nightly
+def test_float32_is_not_rounded_to_tf32(compiled_for: Callable[..., Any]) -> None:
+    *_, kernels = compiled_for(90, 16, "float32", False)
     assert len(kernels) == 6
     for kernel in kernels:
         assert not kernel["tf32"]
@@ -86,13 +92,14 @@ def test_float32_is_not_rounded_to_tf32(tmp_path: Path) -> None:
         assert kernel["stack_bytes"] <= FEW_SPILLS
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arch", "size", "instruction", "spills"),
     [(80, 64, "mma.sync", FEW_SPILLS), (100, 128, "tcgen05.mma", 0)],
 )
-def test_other_cards(tmp_path: Path, arch: int, size: int, instruction: str, spills: int) -> None:
+def test_other_cards(compiled_for: Callable[..., Any], arch: int, size: int, instruction: str, spills: int) -> None:
     """An A100, and a Blackwell card for data centres."""
-    *_, kernels = compiled(tmp_path, arch, size, "bfloat16")
+    *_, kernels = compiled_for(arch, size, "bfloat16", False)
     for kernel in kernels:
         assert kernel["shared_bytes"] <= kernel["shared_limit"]
         assert kernel["stack_bytes"] <= (spills if kernel.get("block_m") else 0)

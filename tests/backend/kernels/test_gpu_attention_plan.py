@@ -121,7 +121,7 @@ class TestDecodes:
         assert estimate(works, DECODES_AT_ONCE) <= 1.3 * busy + 5
 
     def test_one_long_context_among_short_ones_gets_its_parts(self) -> None:
-        """128K tokens beside 255 requests of 1K, wherever it stands.
+        """128K tokens beside 255 requests of 1K, at any place.
 
         With scratch for 16 rows of every request it got two parts, and the card waited for programs of 1,024 tiles.
         """

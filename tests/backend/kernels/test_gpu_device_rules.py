@@ -1,4 +1,4 @@
-"""Rules over a history that is on the device: in torch and by the kernels, equal to those that read it on the host."""
+"""Rules over a history that is on the device: in torch and by the kernels, equal to rules that read the host's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FlashAttention-3 backend, with a stand-in that computes what `flash_attn_with_kvcache` documents.
+"""The FlashAttention-3 backend, with a fake that computes what `flash_attn_with_kvcache` documents.
 
 tests/gpu runs the real one if it is installed.
 """

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_kernels import compiled
 
 pytest.importorskip("triton")
 
@@ -22,7 +19,8 @@ from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu import gpu_kv_cache, gpu_penalties, gpu_sampler
 from inflight.ops.base import Angles, HeadNorms
 from inflight.sampling.metadata import COLUMN_LINES
-from inflight.sampling.rules.penalties import PenalisedTokens
+from inflight.sampling.ops import PenalisedTokens
+from inflight.sampling.reference import REFERENCE
 
 def layer_and_batch(tokens, kv_dtype):
     spec = LayerSpec(16, 8, 128, 128, 1.0, kv_cache_dtype=kv_dtype)
@@ -58,7 +56,7 @@ with target(arch) as compiled:
         for part in (columns, columns[:, :tokens], columns[:, 1 : tokens + 1]):
             gpu_sampler.choose(torch.empty(tokens, vocab_size, dtype=dtype), part)
         index, of_row = (torch.empty(7 * tokens, dtype=torch.int64) for _ in range(2))
-        penalised = PenalisedTokens(index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
+        penalised = PenalisedTokens(REFERENCE, index, torch.empty(7 * tokens), of_row, torch.empty(3, tokens))
         gpu_penalties.penalise(torch.empty(tokens, vocab_size), penalised)
 print(json.dumps([kernel.report(arch) for kernel in compiled]))
 """
@@ -80,17 +78,28 @@ QUANTIZING = [
 ]
 
 
+SOURCES = [
+    "backend/inflight/attention/base.py",
+    "backend/inflight/kernels/gpu",
+    "backend/inflight/ops/base.py",
+    "backend/inflight/sampling/metadata.py",
+    "backend/inflight/sampling/noise.py",
+    "tests/support/gpu_target.py",
+]
+
+
 @pytest.mark.parametrize(
-    ("arch", "dtype", "vocab_size"), [(80, "float16", 50257), (90, "bfloat16", 151936), (100, "bfloat16", 128256)]
+    ("arch", "dtype", "vocab_size"),
+    [
+        (90, "bfloat16", 151936),
+        pytest.param(80, "float16", 50257, marks=pytest.mark.nightly),
+        pytest.param(100, "bfloat16", 128256, marks=pytest.mark.nightly),
+    ],
 )
-def test_one_variant_for_all_batches(tmp_path: Path, arch: int, dtype: str, vocab_size: int) -> None:
-    """rms_norm has two shapes in a model.  The first step compiles everything."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", SCRIPT, json.dumps([arch, dtype, vocab_size])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    kernels: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+def test_one_variant_for_all_batches(
+    tmp_path: Path, cache: pytest.Cache, arch: int, dtype: str, vocab_size: int
+) -> None:
+    kernels: list[dict[str, Any]] = compiled(cache, tmp_path, "ops", SCRIPT, [arch, dtype, vocab_size], SOURCES)
     quantizing = QUANTIZING if arch >= 89 else []
     assert sorted(kernel["kernel"] for kernel in kernels) == sorted(
         [*ONCE, "rms_norm_kernel", "rms_norm_kernel", *quantizing]

@@ -232,7 +232,7 @@ def test_experts_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_layers_that_the_models_class_ignores_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those that predict further tokens."""
+    """Such as layers that predict further tokens."""
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     compress(path, "per channel")
     rewrite(path, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32).to(E4M3)}))

@@ -13,6 +13,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from fake_cuda import FakeCuda
 from fp8_twins import fp8_twins
 from graph_rig import graph_core, pretend_a_card
+from nightly import ARCHITECTURES_IN_SHORT, nightly_but
 from offline import make_core, run, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -268,7 +269,7 @@ class TestLoading:
 PROMPTS = [[7, 3, 9, 100, 5] * 12, [1, 2, 3], [50] * 33, [7, 3, 9, 100, 5] * 8]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("model_type", nightly_but(["llama"], ["llama", "qwen3_moe", "gemma2"]))
 def test_a_whole_engine_by_the_twin(model_type: str, on_cpu: None, tmp_path: Path) -> None:
     """Any batch and chunks, preemption, n > 1: the same tokens, and hardly those of the plain weights."""
     path = make_checkpoint(model_type, tmp_path)
@@ -287,7 +288,7 @@ def test_a_whole_engine_by_the_twin(model_type: str, on_cpu: None, tmp_path: Pat
     assert outputs[0] != {key: tokens(value) for key, value in plain.items()}
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", nightly_but(ARCHITECTURES_IN_SHORT, ARCHITECTURES))
 def test_every_architecture_passes_the_check_at_load(model_type: str, on_cpu: None, tmp_path: Path) -> None:
     path = make_checkpoint(model_type, tmp_path)
     if model_type == "gpt2":

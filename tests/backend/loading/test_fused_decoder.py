@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB, greedy_reference, make_checkpoint
+from nightly import ARCHITECTURES_IN_SHORT, nightly_but
 from offline import make_core, run, tokens
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -51,7 +52,7 @@ def unaccelerated(model_type: str, folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", nightly_but(ARCHITECTURES_IN_SHORT, ARCHITECTURES))
 def test_greedy_output_equals_generate(model_type: str, tmp_path: Path) -> None:
     """Chunks, mixes and decodes, with a preemption; float32."""
     path, rng = make_checkpoint(model_type, tmp_path), random.Random(model_type)
@@ -195,7 +196,7 @@ def test_what_a_base_model_computes_besides_its_layers(
     else:
         with pytest.raises(NotRecognised, match=reason):
             decoder_of(model)
-    assert not any("forward" in vars(layer) for layer in base.layers), "stand-ins are gone"
+    assert not any("forward" in vars(layer) for layer in base.layers), "substitutes are gone"
 
 
 def test_head_norms_that_differ_in_eps(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -48,8 +49,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(loader, "loader_of", lambda *found: lambda *args: fake.count_weights(loader_of(*found)(*args)))
     monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(memory_plan, "HEADROOM", 0)
+    gc.freeze()  # the meter collects garbage a dozen times, and need not look through what imports have left
     with fake:
         yield fake
+    gc.unfreeze()
 
 
 def gpu_core(path: str, **options: Any) -> Any:
@@ -66,7 +69,7 @@ def busy_params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=8, ignore_eos=True, seed=index, **kinds[index % 3])
 
 
-@pytest.mark.parametrize(("utilization", "quantization"), [(0.5, None), (0.55, None), (0.55, "fp8")])
+@pytest.mark.parametrize(("utilization", "quantization"), [(0.5, None), (0.55, "fp8")])
 def test_no_load_takes_more_than_the_utilization(
     checkpoint: str, card: FakeCuda, utilization: float, quantization: str | None
 ) -> None:
@@ -117,6 +120,7 @@ def test_the_output_is_that_of_the_merged_model_on_the_real_pool(
     assert [tokens(deltas[index, 0]) for index in range(3)] == greedy_reference(checkpoint, prompts, [12] * 3)
 
 
+@pytest.mark.nightly
 def test_with_the_gpu_kernels_in_the_interpreter(
     checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

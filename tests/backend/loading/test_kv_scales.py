@@ -12,6 +12,7 @@ import torch
 from checkpoints import VOCAB, make_checkpoint
 from fp8_checkpoints import compress, compressed_tensors, set_quantization
 from fp8_twins import fp8_twins
+from nightly import nightly_but
 from offline import make_core, run, tokens
 from paged_case import PagedCase
 from safetensors.torch import load_file, save_file
@@ -138,7 +139,7 @@ def test_a_useless_scale_is_refused_by_name(folder: str, scale: Any, message: st
         core_of(folder)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("quantization", nightly_but(["fp8"], [None, "fp8"]))
 def test_a_whole_engine_by_the_twin(folder: str, quantization: str | None) -> None:
     """Any batch, chunks, preemption by recompute and by swap, n > 1: the same tokens, and not those of a plain pool."""
     prompts = [[7, 3, 9, 100, 5] * 6, [1, 2, 3], [50] * 33]

@@ -11,6 +11,7 @@ import torch
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from engine_rig import Info
 from graph_rig import captured_by, graph_core, pretend_a_card
+from nightly import nightly_but
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.config import ConfigError, EngineConfig
@@ -66,7 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", nightly_but(["small chunks"], SETTINGS))
 def test_every_request_makes_the_choice_of_generate(path: str, setting: str) -> None:
     prompts, counts = prompts_of(SHAPES), [count for _, count in SHAPES]
     core = make_core(path, **SETTINGS[setting])

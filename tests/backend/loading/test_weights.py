@@ -164,7 +164,7 @@ def test_four_bit_floats_are_unpacked(tmp_path):
     generator = torch.Generator().manual_seed(0)
 
     def quantize(tensors):
-        """Replace the experts by random codes, and remember the numbers that they stand for."""
+        """Replace the experts by random codes, and remember the numbers that they encode."""
         for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
             experts, inputs, outputs = tensors[name].shape
             codes = torch.randint(0, 16, (experts, outputs, inputs), generator=generator)

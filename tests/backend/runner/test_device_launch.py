@@ -62,7 +62,7 @@ class MetaSampling(ReferenceSampling):
 
 @pytest.fixture
 def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
-    """An engine whose device is meta, with a stand-in for the sampling kernel."""
+    """An engine whose device is meta, with a fake sampling kernel."""
     torch.set_num_threads(1)
     path = make_checkpoint("llama", tmp_path)
     options = dict(native_forward=False, attention_backend="reference", block_size=4, max_num_seqs=8)

@@ -134,7 +134,7 @@ def test_the_step_behind_a_failed_one_writes_to_its_own_blocks(
 def test_the_model_is_whole_again_after_its_head_ran_out_of_memory(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompt logprobs call it with a stand-in for its decoder; the head raises in the second chunk."""
+    """Prompt logprobs call it with a fake in place of its decoder; the head raises in the second chunk."""
     core = make_core(checkpoint, native_forward=False)
     core.runner.forward.max_rows = 4
     head, calls = core.runner.model.lm_head, iter(range(10**6))

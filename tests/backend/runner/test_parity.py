@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB, greedy_reference, make_checkpoint
+from nightly import ARCHITECTURES_IN_SHORT
 from offline import make_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
@@ -36,8 +37,16 @@ def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[lis
     return path, prompts, counts, greedy_reference(path, prompts, counts)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("model_type", "setting"),
+    [
+        (model_type, setting)
+        if setting == "small chunks" or model_type in ARCHITECTURES_IN_SHORT
+        else pytest.param(model_type, setting, marks=pytest.mark.nightly)
+        for model_type in ARCHITECTURES
+        for setting in SETTINGS
+    ],
+)
 def test_greedy_output_equals_generate(model_type, setting):
     path, prompts, counts, reference = prepared(model_type)
     core = make_core(path, **SETTINGS[setting])

@@ -209,7 +209,7 @@ def test_any_of_them_may_be_to_blame(small_core: EngineCore, poisoned: set[int])
     assert set(failed) == poisoned
 
 
-def test_an_error_that_does_not_come_again_costs_nobody_anything(
+def test_an_error_that_does_not_come_again_fails_no_request(
     checkpoint: str, small_core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = small_core

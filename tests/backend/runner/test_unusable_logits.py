@@ -1,4 +1,4 @@
-"""A NaN anywhere in a model: its requests fail by name, and nobody is served what came of it."""
+"""A NaN anywhere in a model: its requests fail by name, and no client gets a token of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_nan_in_any_weight_is_seen(llama: Path, tmp_path: Path, name: str, opt
 def test_the_other_rows_get_the_tokens_that_they_get_alone(
     llama: Path, tmp_path: Path, options: dict[str, Any], overlap: bool
 ) -> None:
-    """A NaN in one token's embedding spoils the prompts with that token, wherever it stands in them."""
+    """A NaN in one token's embedding spoils the prompts with that token, at any place in them."""
     path = poisoned(llama, tmp_path, "model.embed_tokens.weight", (NAN_ID, 7))
     core = make_core(path, check_on_load=False, async_scheduling=overlap, max_num_batched_tokens=16, **options)
     prompts = [[3, 1, 4, 1, 5] * 4, [NAN_ID, *[9] * 30], [2, 7, 1, 8], [*[6] * 20, NAN_ID]]

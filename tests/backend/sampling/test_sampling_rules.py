@@ -151,7 +151,7 @@ class AllowedTokens:
 
 
 def test_a_new_rule_needs_no_more_than_its_class():
-    """Beside a row of another rule, with drafts of which none, one and both are accepted."""
+    """Beside a row of another rule, with drafts; none, one and both of them are accepted."""
     table = new_table(3, V, rules=[*RULES, Grammar])
     table.set_row(2, SamplingParams(top_k=7), 0, [], 1)
     table.set_row(0, SamplingParams(temperature=0.0, logit_bias={9: 100.0}), 0, [], 1)

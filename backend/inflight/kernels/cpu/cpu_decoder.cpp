@@ -1,7 +1,7 @@
 // The decoder's forward pass as one parallel region, from embedding to logits, without returning to Python.
 //
 // Between two attentions everything is local to a token.  A long step is therefore split into chunks of
-// tokens, each of which one thread takes from one layer's attention to the next one's:
+// tokens; one thread takes each group from one layer's attention to the next one's:
 //
 //   attend 0 | output, norm, gate_up, down, norm, qkv | attend 1 | ...       one chunk of tokens per thread
 //

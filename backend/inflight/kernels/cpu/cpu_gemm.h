@@ -12,7 +12,7 @@ constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 1;
 
 // Bytes of activations (biased by 128) times bytes of weights; sums are integers, stored in the bits of a Vec.  They
-// may wrap around, since the differences to the bias's contribution fit (MAX_INT8_INPUTS in linear.py).
+// may wrap around, since the differences to the bias's contribution fit (MAX_INT8_INPUTS in weight_format.py).
 struct Bytes {
   using Elem = uint8_t;
   using Left = IntVec;

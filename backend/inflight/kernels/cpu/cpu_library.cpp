@@ -1,4 +1,4 @@
-// What attention and decoder share in the C ABI: version, choice of the instruction set, memory advice.
+// The part of the C ABI that attention and decoder share: version, choice of the instruction set, memory advice.
 #include <sys/mman.h>
 
 #include <string_view>

@@ -8,7 +8,7 @@
 // Each element of a product is summed over the input features in order, in a single accumulator,
 // regardless of the number of rows: a token's result is bitwise independent of its batch.
 //
-// Weights may be int8: symmetric, with one scale per output feature.  Activations are then quantized on
+// Weights can be int8: symmetric, with one scale per output feature.  Activations are then quantized on
 // the fly, with one scale per row, to unsigned bytes biased by 128, so that a single instruction multiplies
 // and adds unsigned by signed bytes.  The bias's contribution is known in advance (`offsets`).
 #pragma once

@@ -26,7 +26,7 @@ enum Line { kRow, kKeys, kK, kInverseTemperature, kTopP, kMinP, kKind };
 constexpr uint32_t kMultiplier = 0x7feb352d;
 constexpr float kToUnit = float(0x1p-31 * (1.0 - 0x1p-24));
 
-constexpr int64_t kBlock = 128;  // tokens of which the largest logit is known
+constexpr int64_t kBlock = 128;  // tokens; the largest logit of each block is known
 constexpr int64_t kGroup = 8;    // blocks that are dismissed at once
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kEnd = std::numeric_limits<int32_t>::max();
@@ -102,7 +102,7 @@ struct Peak {
   float x;
 };
 
-// Tokens above a logit, and some of those that equal it.
+// Tokens above a logit, and some of the tokens that equal it.
 struct Kept {
   float floor;     // the least logit
   int32_t before;  // of this logit, only tokens below this id
@@ -143,7 +143,7 @@ class Row {
  public:
   Row(int64_t size, const int32_t* hashes) : size_(size), hashes_(hashes), blocks_(buffer()) {}
 
-  // The logits, each of which is read once; others before.
+  // The logits, each read once; others before.
   void read(const float* x) {
     x_ = x;
     has_nan_ = false;

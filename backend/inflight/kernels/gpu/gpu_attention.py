@@ -63,7 +63,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Work:
-    """What the layers of one kind launch for a step's batch.
+    """The launches of the layers of one kind for a step's batch.
 
     Attributes:
         plan: int32, on the device, with the room that `room` says; see `gpu_attention_plan.py`.

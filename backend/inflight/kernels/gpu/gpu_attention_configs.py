@@ -24,7 +24,7 @@ SCRATCH_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Card:
-    """What tile shapes depend on: compute capability, number of SMs, shared memory per program in bytes."""
+    """What a card has for tiles: compute capability, number of SMs, shared memory per program in bytes."""
 
     capability: tuple[int, int]
     num_sms: int
@@ -133,7 +133,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Room:
-    """What a launch has room for, per KV head: see `gpu_attention_plan.py`.
+    """The room that a launch has, per KV head: see `gpu_attention_plan.py`.
 
     Attributes:
         blocks: query blocks.

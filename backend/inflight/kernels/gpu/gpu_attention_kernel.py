@@ -135,7 +135,7 @@ def _attend_tiles(
     VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """`_accumulate` over all tiles; those that every row sees completely need no mask, unless ONE_LOOP."""
+    """`_accumulate` over all tiles; a tile that every row sees completely needs no mask, unless ONE_LOOP."""
     whole_first, whole_end = end_tile, end_tile
     if not ONE_LOOP:
         whole_first = first_tile

@@ -37,7 +37,7 @@ def new_cache(
 
 
 def write(key: Tensor, value: Tensor, cache: GpuKVCache, metadata: AttentionMetadata) -> None:
-    """See `AttentionBackend.write`.  What exceeds 448 scales of an fp8 cache saturates."""
+    """See `AttentionBackend.write`.  In an fp8 cache, numbers above 448 scales saturate."""
     from inflight.kernels.gpu.gpu_kv_write import write_kernel  # needs the triton package
 
     key, value = aligned(key), aligned(value)
@@ -75,7 +75,7 @@ def warm_up_write(cache: GpuKVCache, spec: LayerSpec, dtype: torch.dtype, block_
 
 
 def one_request(count: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """A prompt of `count` tokens, all in block 0, none of which are written."""
+    """A prompt of `count` tokens, all in block 0; none of them is written."""
     return AttentionMetadata(
         query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([count], dtype=torch.int32, device=device),

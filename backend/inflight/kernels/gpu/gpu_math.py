@@ -1,6 +1,6 @@
 """Elementwise functions of the GPU sampling kernels.
 
-Those that decide a token (`uniform`, `negative_exponential`, `exp_of_negative`) use only integer
+The functions that decide a token (`uniform`, `negative_exponential`, `exp_of_negative`) use only integer
 operations and correctly rounded ones.  In a kernel compiled with `enable_fp_fusion=False` they give
 the same bits on every GPU, however accurate the hardware's exp and log are.
 """

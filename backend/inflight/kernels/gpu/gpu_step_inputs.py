@@ -103,7 +103,7 @@ def step_inputs_kernel(
 
 @triton.jit(do_not_specialize=["num_samples"])
 def put_tokens_kernel(token_ids, sample_indices, sampled, num_samples, BLOCK: tl.constexpr):
-    """`token_ids`, flat, takes BLOCK of the int64 `sampled`; 0 for those that are negative."""
+    """`token_ids`, flat, takes BLOCK of the int64 `sampled`; 0 for negative ones."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < num_samples
     place = tl.load(sample_indices + i, mask=here, other=0)

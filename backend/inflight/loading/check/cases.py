@@ -1,7 +1,7 @@
 """The sequences of the check at load: short, and uneven enough that what looks across requests shows.
 
-A request's neighbours must not matter, nor where its prompt is cut into chunks.  What depends on a position beyond
-some limit is found without computing that many tokens: a test sequence may *start* at a high position, since
+A request's neighbours must not matter, nor where its prompt is cut into chunks.  A dependence on a position beyond
+some limit is found without computing that many tokens: a test sequence can *start* at a high position, since
 positions are an input of the model, while its keys and values are those of its own few tokens.
 """
 
@@ -39,7 +39,7 @@ def cases(vocab_size: int, max_model_len: int, limits: list[int], window: int | 
     """A short sequence at the start and a longer one at the very end; and one across each limit.
 
     Args:
-        limits: positions from which on the model may compute something else.
+        limits: positions from which on the model can compute something else.
         window: tokens of the smallest window.
         budget: tokens that one sequence may have to reach past a window.
     """

@@ -1,6 +1,6 @@
 """The check at load: the paged, ragged forward pass computes the same logits as transformers' attention.
 
-An architecture may bypass the attention interface with a feature that paging would silently drop (a positional
+An architecture can bypass the attention interface with a feature that paging would silently drop (a positional
 bias, state shared between layers, a mask), or look across requests (a maximum over positions).  A few sequences
 (`check_cases.py`), split into chunks and run as one batch through the pool, are compared with transformers' eager
 attention on each alone.  In half precision this is done twice:
@@ -46,7 +46,7 @@ _OWN_ERRORS, _LEAST = 3.0, 0.005  # in half precision: multiples of transformers
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes.
+    """The results of transformers.
 
     Attributes:
         cases: the sequences.
@@ -63,7 +63,7 @@ class Reference:
         return self.own_error == 0.0
 
     def first(self, cases: list[Case]) -> Reference:
-        """The part of it that is about these of its cases."""
+        """The same, restricted to `cases`."""
         kept = [(case, logits) for case, logits in zip(self.cases, self.logits) if case in cases]
         return replace(self, cases=[case for case, _ in kept], logits=[logits for _, logits in kept])
 
@@ -81,10 +81,10 @@ class LoadCheck:
 
     Attributes:
         model_type: of the checkpoint, for messages.
-        expected: what transformers' attention computed; None accepts everything.
+        expected: the results of transformers' attention; None accepts everything.
         tolerance: largest relative error of the logits.
-        hooks: what must be told of each step before its forward pass.
-        limits: lengths that config.json names.
+        hooks: are called before the forward pass of each step.
+        limits: lengths that config.json names, in tokens.
     """
 
     model_type: str
@@ -115,7 +115,7 @@ class LoadCheck:
             return relative_error(model, backend, exact, self.block_size, self.device, self.hooks)
 
     def up_to(self, limit: int) -> LoadCheck | None:
-        """The same with the sequences that end there at the latest, if it is about others, too."""
+        """The same with the sequences that end at `limit` or before; None if these are all of them, or none."""
         cases = [] if self.expected is None else [case for case in self.expected.cases if case.end <= limit]
         if self.expected is None or len(cases) in (0, len(self.expected.cases)):
             return None
@@ -162,9 +162,9 @@ def _whole_error(logits: Tensor, right: Tensor) -> float:
 
 
 def _typical_error(logits: Tensor, right: Tensor) -> float:
-    """Relative error that three quarters of the tokens keep to.
+    """The relative error that three quarters of the tokens do not exceed.
 
-    Half precision may change the choice of an expert, and with it all logits of a token, on either side.
+    Half precision can change the choice of an expert, and with it all logits of a token, on either side.
     """
     errors = (logits - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-9)
     return errors.nan_to_num(nan=torch.inf).quantile(0.75, interpolation="lower").item()
@@ -232,7 +232,7 @@ def _paged_logits(
 
 
 def _rows(cases: list[Case], block_size: int) -> list[NewRow]:
-    """A row of each; to what chooses by a request's length, each is a prompt of all tokens up to its end."""
+    """A row for each sequence.  To a hook that chooses by a request's length, each is a prompt up to its end."""
     rows, start = [], 0
     for slot, case in enumerate(cases):
         end = start + blocks_of(case, block_size)

@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` says about weights in fp8, and what of it does not run."""
+"""Reads a checkpoint's `quantization_config` for weights in fp8, and names what is not supported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quantization(hf_config: Any) -> dict[str, Any] | None:
 
 
 def unsupported(values: dict[str, Any]) -> str | None:
-    """What of a quantization_config does not run, by name."""
+    """The unsupported part of a quantization_config, by name; None if all of it runs."""
     blocks = block_size(values)
     if blocks is not None and not (len(blocks) == 2 and all(isinstance(n, int) and n > 0 for n in blocks)):
         return f"the blocks of its weights are {blocks}, not numbers of rows and columns"
@@ -49,7 +49,7 @@ def unsupported(values: dict[str, Any]) -> str | None:
 
 
 def _unsupported_group(name: str, group: Any) -> str | None:
-    """What of an entry of `config_groups` does not run: its scheme, or a scheme's name with its targets."""
+    """The unsupported part of an entry of `config_groups`: its scheme, or a scheme's name with its targets."""
     if isinstance(group, list):
         return None if name in _PRESETS else f"its config group {name!r} is not one of {', '.join(_PRESETS)}"
     for key, strategies in _STRATEGIES.items():

@@ -33,7 +33,7 @@ _MARGIN = 4.0
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-6  # largest number assumed of a head that is all zero
 
-# What scales are called, within an attention module: by compressed-tensors and vLLM now, by ModelOpt, and formerly.
+# Names of scales within an attention module: of compressed-tensors and vLLM now, of ModelOpt, and former ones.
 _KEY_NAMES = ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")
 _VALUE_NAMES = ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 

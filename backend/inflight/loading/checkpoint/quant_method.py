@@ -38,7 +38,7 @@ LOADERS: dict[str, Loader] = {"mxfp4": _mxfp4, **dict.fromkeys(METHODS, load_fp8
 
 
 def loader_of(config: EngineConfig, hf_config: Any) -> Loader:
-    """What loads the checkpoint.
+    """The function that loads the checkpoint.
 
     Raises:
         LoadError: it is quantized by a method that is not served; the message names it.

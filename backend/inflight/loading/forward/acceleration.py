@@ -2,7 +2,7 @@
 
 On a CPU, in order of preference: the whole decoder as one native call (`native_decoder.py`), transformers'
 modules with packed linear layers (`packed_linear.py`), transformers' modules unchanged.  On a GPU:
-transformers' modules with fused small operations (`fused_modules.py`), or unchanged.
+transformers' modules with fused small operations (`fused_decoder.py`), or unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CannotQuantize(RuntimeError):
 def accelerate(
     model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, scheme: Scheme
 ) -> Any:
-    """What to call instead of `model`, which is on `device` and has its attention attached.
+    """The callable to use instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; if not, the change is undone and logged.
@@ -42,7 +42,7 @@ def accelerate(
         scheme: how the weights of linear layers are stored.
 
     Returns:
-        A callable with the arguments and the result of `model`; `model` itself may be changed.
+        A callable with the arguments and the result of `model`; `model` itself can be changed.
 
     Raises:
         CannotQuantize: no forward pass with weights stored so runs and passes.

@@ -6,9 +6,10 @@ norms, rotary embedding and gates.  Here a layer of the llama family takes ten:
     add + norm | merged query, key, value | norms of heads, rotary, KV write | attend, reduce | output
     add + norm | merged gate, up | silu and mul | down
 
-What computes the input of layers in fp8 also quantizes it; before the output projection that is one launch more.
+The operation that computes the input of layers in fp8 also quantizes it; before the output projection that takes one
+launch more.
 The last sum of a layer joins the first norm of the next.  cos and sin come from a table by position.  Where not all
-layers are recognised (`recognition.py`), those that are take one launch more, and other modules are unchanged.
+layers are recognised (`recognise/modules.py`), recognised ones take one launch more, and others are unchanged.
 Merged weights take no extra memory: the modules' parameters become views of them.
 """
 
@@ -84,7 +85,7 @@ class FusedDecoder:
 
 @torch.no_grad()
 def _angle_table(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor] | None:
-    """What the rotary embedding computes for each position, in the model's dtype: cos, sin [num_positions, R / 2].
+    """cos and sin of each position, [num_positions, R / 2] in the model's dtype, as the rotary embedding computes them.
 
     At 131,072 positions, R = 128 and 16 bits, 32 MiB.  None if it depends on more than the position.
     """
@@ -168,7 +169,7 @@ def _fuse(module: nn.Module, ops: FusedOps, fused: list[nn.Module], reasons: set
 
 
 def _expected(module: nn.Module) -> Callable[..., Part] | None:
-    """What a module with paged attention in it should be recognised as."""
+    """The recogniser that should accept a module with paged attention in it; None if there is none."""
     if hasattr(module, "inflight"):
         return attention
     return decoder_layer if any(hasattr(child, "inflight") for child in module.children()) else None

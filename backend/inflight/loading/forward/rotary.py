@@ -2,7 +2,7 @@
 
 A module of transformers chooses by the largest position that it is called with.  `_RotaryModule` replaces it: it
 calls the module once for each choice, with one more position that makes it choose so, and gives each token the result
-of its own request's choice.  What it computes is therefore the module's own, bit for bit.
+of its own request's choice.  The result is therefore the module's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RequestRotary", "attach_request_rotary", "forget_lengths"]
 
 
 class RequestRotary:
-    """A `StepHook`.  What the rotary modules of a model share: the choice of each token in the step that runs.
+    """A `StepHook`, shared by the rotary modules of a model: the choice for each token of the running step.
 
     Args:
         choice: how requests choose.
@@ -31,8 +31,8 @@ class RequestRotary:
 
     Attributes:
         lengths: int32 [max_num_batched_tokens] on the device; the sequence length whose frequencies each token of the
-            step takes, void behind the last.  Its address never changes, so that a captured graph may read it.
-        candidates: the lengths that may occur in it.
+            step takes, void behind the last.  Its address never changes, so that a captured graph can read it.
+        candidates: the lengths that can occur in it.
         capturable: whether `candidates` is always the same.
     """
 
@@ -46,7 +46,7 @@ class RequestRotary:
         self._of_slot = np.full(max_num_seqs, choice.limit, dtype=np.int32)
 
     def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
-        """Make the step's choices.  The step before may still read `lengths` until the copy comes behind it."""
+        """Make the step's choices.  The copy is ordered behind the step before, which may still read `lengths`."""
         for row in out.new_rows:
             attached = row.attached or attach_choices([self.choice], row.num_prompt_tokens, row.params.max_tokens)
             self._of_slot[row.slot] = attached.rope_length
@@ -119,7 +119,7 @@ def attach_request_rotary(
     """Replace the rotary modules of a model that depend on a sequence's length, in place.
 
     Returns:
-        What chooses for them; None if no request can be long enough to depend on it.
+        The hook that chooses for them; None if no request can be long enough to depend on it.
 
     Raises:
         ConfigError: `max_model_len` is beyond a length from which on the model cannot be served.
@@ -145,7 +145,7 @@ def attach_request_rotary(
 
 
 def kinds_of(module: Any) -> dict[str | None, str]:
-    """layer type (None: all) -> rope type, of those that depend on the sequence's length."""
+    """layer type (None: all) -> rope type, for rope types that depend on the sequence's length."""
     rope_type = getattr(module, "rope_type", None)
     kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
     return {

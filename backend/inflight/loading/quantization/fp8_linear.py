@@ -33,7 +33,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 9)
-_MULTIPLE = 16  # of which cuBLAS wants both sizes of a weight
+_MULTIPLE = 16  # cuBLAS requires that it divides both sizes of a weight
 # Relative error of a product of random inputs: rounding weights and inputs to three bits of mantissa costs 3.7%.
 _TOLERANCE = 0.1
 _ROUTERS = ("gate", "router", "shared_expert_gate")

@@ -14,5 +14,5 @@ _SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(
 
 
 def scheme_of(config: EngineConfig) -> Scheme:
-    """What `quantization` in model.json stands for."""
+    """The scheme that `quantization` in model.json names."""
     return _SCHEMES[config.quantization]

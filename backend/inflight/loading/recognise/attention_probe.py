@@ -48,7 +48,7 @@ _IGNORED = {
 
 @dataclass(frozen=True)
 class Probed:
-    """What the probe found.
+    """The results of the probe.
 
     Attributes:
         layers: (attention module, spec) in order.
@@ -158,7 +158,7 @@ class _UnsupportedAttention(ValueError):
 
 @dataclass
 class _Recording:
-    """What was recorded.
+    """The attention calls of a forward pass.
 
     Attributes:
         max_model_len: positions at which masks are read.
@@ -175,7 +175,7 @@ class _Recording:
         return len(self.windows) - 1
 
     def window_of(self, mask: Tensor, module: str) -> int | None:
-        """The window that a named mask stands for."""
+        """The window of a named mask."""
         name = mask.flatten()[0].item()
         if not bool((mask == name).all()) or name not in range(len(self.windows)):
             raise _UnsupportedAttention(

@@ -1,7 +1,7 @@
 """Whether a whole model is an embedding, decoder layers of the llama family and a norm, with a head behind them.
 
 Its parts are recognised one by one (`recognition.py`).  That the model computes just these, in order, is checked with
-stand-ins for the layers.
+substitutes for the layers.
 """
 
 from __future__ import annotations

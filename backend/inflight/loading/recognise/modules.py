@@ -1,4 +1,4 @@
-"""What a transformers module computes: RMS norm, gated MLP, attention, decoder layer of the llama family.
+"""Recognises what a transformers module computes: RMS norm, gated MLP, attention, decoder layer of the llama family.
 
 A module is recognised by its structure (names, types and sizes of its children), not by its class, and checked
 on random numbers against the definition of what it was recognised as.  The definitions are the dataclasses
@@ -44,8 +44,8 @@ __all__ = [
 
 Forward = Callable[..., Any]
 
-# Between two ways to an input of a layer in fp8: what differs in the last bit of the dtype may round to the next of
-# eight numbers.
+# Between two ways to compute the input of a layer in fp8: a difference in the last bit of the dtype can round to the
+# next of eight numbers.
 _FP8_TOLERANCE = 0.05
 _VOID = torch.empty(0)
 _NO_METADATA = AttentionMetadata(_VOID, _VOID, _VOID, _VOID, [], [], 0, 0, 0)

@@ -1,4 +1,4 @@
-"""`allowed_token_ids`: no other token may be chosen."""
+"""`allowed_token_ids`: no other token can be chosen."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class RowBatch:
     """The r rows of one sampling call that a rule acts on; arrays on the host.
 
     A slot with draft tokens has several rows, consecutive and at increasing positions.  Its tokens
-    before `first_positions` are final.  Those from there on are drafts: the next call may come with
-    other tokens in their place, so a rule may look at them but must not remember them.
+    before `first_positions` are final.  The tokens from there on are drafts: the next call can have
+    other tokens in their place, so a rule can look at them but must not remember them.
 
     Attributes:
         rows: int64[r], rows of the logits, increasing.
@@ -90,7 +90,7 @@ class LogitsMask(LogitsEdit, Protocol):
         """int32 [r, mask_words(V)] for `rows`, on the host; waits for it."""
 
     def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> LogitsMask | None:
-        """What remains of this mask once tokens were chosen without it, which costs less than to make all of it.
+        """The part of this mask that is still needed once tokens were chosen without it; it costs less than the whole.
 
         Args:
             token_ids: int64[R], on the host.
@@ -110,7 +110,7 @@ class LogitsRule(Protocol):
 
     Attributes:
         reads_tokens: whether `prepare` reads `RowBatch.token_ids`.  A runner that keeps sampled tokens on the device
-            then waits for them; `RowBatch.history`, which edits may read, costs no wait.
+            then waits for them; `RowBatch.history`, which edits can read, costs no wait.
         warm_up_params: parameters that activate the rule, for a vocabulary of any size; it is run
             with them before the first request, so that its kernels are compiled.
     """
@@ -139,9 +139,9 @@ class LogitsRule(Protocol):
         """
 
     def prepare(self, batch: RowBatch) -> LogitsEdit | None:
-        """The edit for these rows, each of which `set_row` answered with True; None if nothing changes.
+        """The edit for these rows; `set_row` returned True for each.  None if nothing changes.
 
-        No Python loop may run over rows x tokens.
+        No Python loop runs over rows x tokens.
         """
 
 
@@ -150,7 +150,7 @@ class BannedTokens:
     """Masked (row, token) pairs.
 
     Attributes:
-        index: int64[N], row * V + token id; pairs may repeat.
+        index: int64[N], row * V + token id; pairs can repeat.
     """
 
     index: Tensor

@@ -21,7 +21,7 @@ _NONE = 1.0, 0.0, 0.0
 class DevicePenalties:
     """A `LogitsRule` that equals `Penalties`, operation by operation, and uploads a few numbers a row.
 
-    A slot's count row holds its tokens before its first position in the last step.  Those that have come since are
+    A slot's count row holds its tokens before its first position in the last step.  Later tokens are
     counted, on the device, when the next step's edit is applied; drafts are counted for the rows behind them only.
     """
 

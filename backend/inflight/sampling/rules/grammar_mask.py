@@ -29,8 +29,9 @@ def grammar_rule(grammars: Grammars) -> type[LogitsRule]:
 class GrammarMask:
     """A `LogitsRule`.
 
-    For a GPU, masks are made in a thread while it computes the step's logits.  On a CPU they are made after them, on
-    all cores: the threads of the forward pass wait for each other, so whoever takes a core from one stops them all.
+    For a GPU, masks are made in a thread while it computes the step's logits.  On a CPU they are made after the logits,
+    on all cores: the threads of the forward pass wait for each other, so a thread that takes a core from one of them
+    stops them all.
 
     Attributes:
         grammars: set by `grammar_rule`.
@@ -62,7 +63,7 @@ class GrammarMask:
         return True
 
     def prepare(self, batch: RowBatch) -> Mask:
-        self._wait()  # a step that failed never came to its mask
+        self._wait()  # a step that failed never applied its mask
         jobs = []
         firsts = np.flatnonzero(batch.positions == batch.first_positions)
         ends = np.append(firsts[1:], len(batch.rows))
@@ -134,8 +135,8 @@ class Mask:
 class LateMask(Mask):
     """A mask that is made when it is applied.
 
-    Most tokens of a model that writes what the grammar says are allowed, and one token is quickly looked up.  The
-    masks of most tokens are the slow ones, too: those that allow almost anything.
+    Most tokens of a model that follows the grammar are allowed, and looking up one token is quick.  The
+    slow masks are also those with most tokens: the ones that allow almost anything.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class LateMask(Mask):
         self._rule = rule
 
     def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
-        chosen = token_ids[self.rows].clip(min=0)  # a row without a token stays without, whatever is looked up here
+        chosen = token_ids[self.rows].clip(min=0)  # a row without a token stays without one
         is_certain = (certain[self.rows] & ~(self._ignores_eos & self._rule.is_eos(chosen))).tolist()
         tokens = chosen.tolist()
         jobs: list[MaskJob] = []

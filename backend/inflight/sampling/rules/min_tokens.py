@@ -32,7 +32,7 @@ class MinTokens:
     ) -> bool:
         if not params.min_tokens:
             return False
-        # A tokenizer may know more ids than the checkpoint has logits.
+        # A tokenizer can know more ids than the checkpoint has logits.
         stop_ids = sorted({t for t in (*eos_token_ids, *params.stop_token_ids) if 0 <= t < self._vocab_size})
         self._min_tokens[slot] = params.min_tokens
         self._stop_ids.set(slot, np.array(stop_ids, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""What a rule makes of a request's list, made once for all of its sequences."""
+"""Remembers what a rule computes from a request's list, so that all of its sequences share it."""
 
 from __future__ import annotations
 
