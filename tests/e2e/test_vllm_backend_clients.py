@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
+from processes_of import engine_process, stopped
 from tritonclient.utils import InferenceServerException
 from wire import gauges, post
 
@@ -166,11 +167,12 @@ def test_request_cancellation(server: TritonServer) -> None:
         before = started()
         client.start_stream(lambda result, error: answers.put(error or result))
         parameters = {"temperature": "0", "max_tokens": "2000", "ignore_eos": True}
-        client.async_stream_infer(**request(PROMPTS[0], False, parameters), request_id="a long poem")
-        # Cancelled before it reaches the backend, it would never be a request there.
-        wait_for(lambda: started() > before)
-        client.stop_stream(cancel_requests=True)
-    error = answers.get(timeout=30)
+        with stopped([engine_process(server, "demo")]):  # so that the request cannot end by itself
+            client.async_stream_infer(**request(PROMPTS[0], False, parameters), request_id="a long poem")
+            # Cancelled before it reaches the backend, it would never be a request there.
+            wait_for(lambda: started() > before)
+            client.stop_stream(cancel_requests=True)
+            error = answers.get(timeout=30)
     assert isinstance(error, InferenceServerException)
     assert error.status() == "StatusCode.CANCELLED"
     assert answers.empty()

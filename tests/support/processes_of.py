@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -81,6 +81,18 @@ def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds:
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+
+
+@contextlib.contextmanager
+def stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Processes that do not run within the context."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 @contextlib.contextmanager
