@@ -37,7 +37,7 @@ def parameters(max_tokens: int) -> dict:
 
 
 def errors(stream: GrpcStream, count: int) -> list[str]:
-    """Messages of the first `count` errors of a stream; which request each is about, they do not say."""
+    """Messages of the first `count` errors of a stream; they do not name their requests."""
     while len(found := [answer.error.message() for answer in stream.answers.values() if answer.error]) < count:
         stream.events.get(timeout=60)
     return found

@@ -16,7 +16,7 @@ from model_entries import load, loaded, wait_unloaded, write_entry
 from offline import make_core, run, tokens
 from processes_of import command_line, engine_process, engine_processes, run_in_turns, stopped
 from tritonclient.utils import InferenceServerException
-from wire import GrpcStream, Responses, gauges, post, server_sent_events
+from wire import GrpcStream, Responses, gauges, post, server_sent_events, wait_for
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text.tokenizer import Tokenizer
@@ -136,15 +136,6 @@ def long_request(stream: GrpcStream, request_id: str, max_tokens: int = 240, **i
         request_id, input_ids=[1, 2, 3], stream=True, return_token_ids=True,
         sampling_parameters={"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}, **inputs,
     )  # fmt: skip
-
-
-def wait_for(condition, timeout: float = 30.0) -> float:
-    """Returns the seconds until the condition held."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout, "waited in vain"
-        time.sleep(0.01)
-    return time.monotonic() - start
 
 
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):

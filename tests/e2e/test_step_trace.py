@@ -95,9 +95,9 @@ def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
 
 
 def test_an_unknown_model_and_an_unknown_control_are_rejected(traced, tmp_path):
-    result = trace(traced, "nobody", tmp_path / "t.html")
+    result = trace(traced, "missing", tmp_path / "t.html")
     assert result.exit_code == 1
-    assert "nobody" in result.output
+    assert "missing" in result.output
     status, answer = post(f"http://{traced.http_address}/v2/models/traced/generate", {"control": "restart"})
     assert status == 400
     assert "control='restart': must be" in answer

@@ -68,7 +68,7 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
 
 
 def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.02) -> None:
-    """Let a process that may be stopped run for moments until `done(0.1)` says so, and leave it stopped.
+    """Let a process run for moments until `done(0.1)` is true, and leave it stopped; it can be stopped before.
 
     A client whose machine is busy catches up meanwhile: no request ends long before it has seen the first response.
 
