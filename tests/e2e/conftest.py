@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     group_of = {f"test_{module}": group for group, modules in GROUPS.items() for module in modules}
     for item in items:
         if HERE in item.path.parents:
+            if item.path.stem not in group_of:
+                raise pytest.UsageError(f"{item.path} is in no group: add it to GROUPS in {HERE / 'conftest.py'}")
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.xdist_group(group_of[item.path.stem]))
 

@@ -15,7 +15,7 @@ from inflight_tools.launcher import TritonServer
 
 ROOT = Path(__file__).parents[2]
 
-# What entries of vllm_backend say, and what changes nothing here.
+# Options of entries of vllm_backend; they change nothing here.
 VLLM_OPTIONS = {
     "disable_log_requests": True,
     "distributed_executor_backend": "mp",
@@ -96,7 +96,7 @@ def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
     assert (200, answer) == post(f"http://{server.http_address}/v2/models/demo/generate", request)
     imports = [json.loads(line) for line in report.read_text().splitlines()]
     assert {line["engine"] for line in imports} == {False, True}, "both the stub and the engine process imported it"
-    assert {line["name"] for line in imports} == {"inflight"}, "nobody took the folder for vLLM"
+    assert {line["name"] for line in imports} == {"inflight"}, "the folder was not taken for vLLM"
     assert {line["hub cache"] for line in imports if line["engine"]} == {"/models"}
     assert {line["package"] for line in imports} == {str(copy.resolve())}
     assert [line["others"] for line in imports] == [[]] * len(imports)

@@ -29,7 +29,7 @@ ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 
 @contextmanager
 def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command as a child process, stopped with SIGINT; none of its processes may survive."""
+    """The command as a child process, stopped with SIGINT; none of its processes survives."""
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", *arguments, *ANY_PORTS]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     sessions: list[int] = []

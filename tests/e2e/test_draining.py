@@ -9,13 +9,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import write_repository
+from wire import wait_for
 
 from inflight.frontend.lifecycle.instance_registry import children_of, states_of
 from inflight_client import Client, RetryPolicy, UnavailableError
@@ -54,16 +55,8 @@ def loaded(fake: TritonServer) -> Iterator[TritonServer]:
     control.close()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
-
-
 def states(server: TritonServer) -> list[str]:
-    """Of the model instances that live."""
+    """States of the living model instances."""
     assert server.process is not None
     return [state for pid in children_of(server.process.pid) for _, _, state in states_of(pid)]
 
@@ -128,7 +121,7 @@ def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) ->
 
 
 def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded: TritonServer) -> None:
-    """As a service manager does that signals a whole control group."""
+    """As by a service manager that signals a whole control group."""
     assert loaded.process is not None
     streams = [Reading(loaded, protocol, 12, 0.02) for protocol in ("grpc", "http")]
     for pid in session_members(loaded.process.pid):

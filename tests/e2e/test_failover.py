@@ -1,4 +1,4 @@
-"""Streams that begin on one tritonserver and end on another, with the output of those that were left alone."""
+"""Streams that begin on one tritonserver and end on another have the output of undisturbed ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def run_async(client: AsyncClient, request: dict[str, Any], begun: Begun) 
 
 
 def wait_for_open_requests(server: TritonServer, count: int) -> None:
-    """Until the frontend has so many; it tells this also while its engine is stopped."""
+    """Returns when the frontend has so many, also while its engine is stopped."""
     with Client(server.grpc_address) as client:
         while json.loads(client.control("stats"))["frontend"]["open_requests"] < count:
             time.sleep(0.02)

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from frontend_rig import demo_tokenizer
 from model_entries import load, loaded, unload, write_entry
 from processes_of import model_processes
 from tritonclient.utils import InferenceServerException
+from wire import wait_for
 
 from inflight_tools.launcher import TritonServer
 
@@ -144,14 +145,6 @@ def scrape(server: TritonServer) -> dict[str, float]:
     return {key: float(value) for key, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
-
-
 # -- responses ---------------------------------------------------------------------------------
 
 
@@ -225,7 +218,7 @@ def test_generate_stream(fake: TritonServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_litellm_sends(fake: TritonServer, stream: bool) -> None:
+def test_requests_of_litellm(fake: TritonServer, stream: bool) -> None:
     parameters = {"max_tokens": 2000, "bad_words": [""], "stop_words": [""], "max_completion_tokens": 16}
     body = {"text_input": PROMPT, "parameters": parameters, "stream": stream}
     status, answer = post(fake, "generate_stream" if stream else "generate", body)
@@ -234,7 +227,7 @@ def test_what_litellm_sends(fake: TritonServer, stream: bool) -> None:
     assert text == ECHO if stream else PROMPT + ECHO
 
 
-def test_what_tensorrt_llm_clients_send(fake: TritonServer) -> None:
+def test_requests_of_tensorrt_llm_clients(fake: TritonServer) -> None:
     body = {"max_tokens": 16, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2, "beam_width": 1}
     assert generate(fake, **body, top_k=1, random_seed=3)["text_output"] == PROMPT + ECHO
 
@@ -441,7 +434,7 @@ def test_a_scrape_right_after_an_answer_includes_it(fake: TritonServer) -> None:
         generate(fake, max_tokens=16)
         after = read(OF_REQUESTS)
         assert {key: after[key] - before[key] for key in before} == OF_REQUESTS
-    # What steps add to comes with an answer only as long as that takes little of the time.
+    # Metrics of steps are published with an answer only if that takes little of the time.
     wait_for(lambda: read(OF_STEPS) == {key: value + 3 * OF_STEPS[key] for key, value in steps_before.items()})
     wait_for(lambda: series(fake, "vllm:num_requests_running") == 0)
     assert series(fake, "vllm:kv_cache_usage_perc") == 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from processes_of import engine_process
+from processes_of import engine_process, run_in_turns
 
 from inflight_client import Client
 from inflight_gateway.options import GatewayOptions
@@ -172,14 +171,21 @@ async def test_the_engines_death_goes_unnoticed(client: AsyncOpenAI, server: Tri
     options = {**LONG, "max_tokens": 300, "temperature": 1.0, "seed": 11}
     expected = (await client.completions.create(**options)).choices[0].text
     deaths = stats(direct)["engine_deaths"]
+    first = threading.Event()
+
+    async def text() -> str:
+        found = ""
+        async for chunk in await client.completions.create(stream=True, **options):
+            found += chunk.choices[0].text
+            first.set()
+        return found
+
     engine = engine_process(server, "demo")
-    stream = await client.completions.create(stream=True, **options)
-    text = ""
-    async for chunk in stream:
-        if not text:
-            engine.suspend()
-            os.kill(engine.pid, signal.SIGKILL)
-        text += chunk.choices[0].text
-    assert text == expected
+    engine.suspend()
+    reading = asyncio.create_task(text())
+    await until(lambda: stats(direct)["open_requests"] == 1)
+    await asyncio.to_thread(run_in_turns, engine, first.wait)
+    engine.kill()
+    assert await reading == expected
     assert stats(direct)["engine_deaths"] == deaths + 1
     assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE

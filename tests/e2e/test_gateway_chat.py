@@ -130,7 +130,7 @@ async def test_parse_with_pydantic(server: TritonServer) -> None:
         assert isinstance(final.choices[0].message.tool_calls[0].function.parsed_arguments, Trip)
 
 
-async def test_what_comes_behind_reasoning_is_constrained(server: TritonServer) -> None:
+async def test_the_answer_after_reasoning_is_constrained(server: TritonServer) -> None:
     async with opened(server, reasoning_parser="qwen3") as client:
         options: Any = {
             "max_tokens": 20,

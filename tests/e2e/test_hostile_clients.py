@@ -65,7 +65,7 @@ def test_a_storm_of_bad_clients_changes_no_answer_and_leaks_no_block(server: Tri
     assert all(status >= 400 and "Traceback" not in said and len(said) < 2000 for status, said in answers), answers
     assert innocent.answers["innocent"].error is None
     assert innocent.answers["innocent"].text == CALM["text_input"] + json.loads(calm[1])["text_output"]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(
         gauges(server.metrics_address, "demo")[f"inflight_{name}"] for name in ("kv_blocks_used", "requests_running")
     ):

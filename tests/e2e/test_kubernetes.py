@@ -1,4 +1,4 @@
-"""What the chart's probes, hooks and endpoint picker ask of a real server."""
+"""The chart's probes, hooks and endpoint picker with a real server."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def drafts_of(server: TritonServer, model: str) -> list[float]:
 
 
 def serve_until_drafted(server: TritonServer, model: str, before: list[float]) -> list[float]:
-    """Send texts that go round in circles, one after the other, until drafts were counted; returns what was added.
+    """Send repetitive texts, one after the other, until drafts were counted; returns the increase of `drafts_of`.
 
     Copies pay, unless the machine is so busy that a step's seconds tell nothing; then a probe is due after 128 tokens,
     or after the pause that has begun: 64 tokens more.

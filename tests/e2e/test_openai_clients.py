@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from hostile_bodies import bodies, check_answer, encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
-from processes_of import engine_process
+from processes_of import engine_process, run_in_turns
 from pydantic import BaseModel, Field
 
 from inflight_client import Client
@@ -168,13 +169,17 @@ def test_leaving_a_request_frees_it_at_the_backend(
     cancelled = stats(direct)["requests"].get("cancelled", 0)
     try:
         if how == "close":
+            first = threading.Event()
+            turns = threading.Thread(target=run_in_turns, args=(engine, first.wait))
+            turns.start()
             with client.chat.completions.create(stream=True, **LONG) as stream:
                 next(iter(stream))
-                engine.suspend()  # so that it cannot end by itself
+                first.set()
+                turns.join()  # the engine is stopped, so that the request cannot end by itself
         else:
             engine.suspend()
             with pytest.raises(openai.APITimeoutError):
-                client.with_options(timeout=1.0).chat.completions.create(**LONG)
+                client.with_options(timeout=2.0).chat.completions.create(**LONG)
         until(lambda: stats(direct)["open_requests"] == 0)
         assert stats(direct)["requests"]["cancelled"] == cancelled + 1
     finally:

@@ -1,4 +1,4 @@
-"""Chats with options, and what else a gateway asks of a model, through a real server with the demo model."""
+"""Chats with options and a gateway's other questions to a model, through a real server with the demo model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_tokens_of_a_text_and_back(client: Client, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"continue_final_message": True}, {"tools": TOOLS, "add_generation_prompt": False}]
 )
-def test_tokens_of_a_chat_are_those_that_are_generated_from(client: Client, options: dict[str, Any]) -> None:
+def test_tokens_of_a_chat_are_its_prompt(client: Client, options: dict[str, Any]) -> None:
     answer = client.tokenize(messages=CHAT, **options)
     assert answer["count"] == client.generate(messages=CHAT, max_tokens=1, **options).usage.input_tokens
 
@@ -126,7 +126,7 @@ def test_an_engine_that_hangs_delays_no_answer(server: TritonServer) -> None:
                 engine.resume()
 
 
-def test_what_is_wrong_is_named(client: Client) -> None:
+def test_errors_name_their_cause(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="token id 2560 is not in the vocabulary"):
         client.detokenize([5, 2560])
     with pytest.raises(InvalidRequestError, match=r"control='tokenise': must be .* or \"model\""):

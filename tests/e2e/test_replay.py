@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from faulty_engine import DIES, NANS, RAISES, write_interpreter
 from model_entries import loaded
 from processes_of import engine_processes, run_in_turns
-from wire import GrpcStream, Responses, gauges, post
+from wire import GrpcStream, Responses, gauges, post, wait_for
 
 from inflight.sampling.unusable import UNUSABLE_LOGITS
 from inflight_tools.launcher import TritonServer
@@ -59,7 +59,7 @@ FLAGS = ("finish_reason", "token_ids", "logprobs", "cumulative_logprob", "prompt
 
 
 def request(number: int, max_tokens: int) -> dict[str, Any]:
-    """The request of a stream, which generates a few tokens less than that."""
+    """The request of a stream, up to 6 tokens shorter than `max_tokens`."""
     options = {
         "ignore_eos": True,
         "seed": number,
@@ -80,7 +80,7 @@ def request(number: int, max_tokens: int) -> dict[str, Any]:
 
 
 def whole(chunks: list[dict[str, Any]]) -> list[Any]:
-    """What a stream said of each of its sequences, however it was cut into responses."""
+    """The output of each sequence of a stream, however it was cut into responses."""
     n = len(chunks[0]["token_counts"])
     texts, ids, logprobs = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
     for chunk in chunks:
@@ -163,7 +163,7 @@ class Storm:
         return [whole(chunks)]
 
     def results(self) -> list[Any]:
-        """What each stream said, by its number."""
+        """The output of each stream, by its number."""
         found = [one for answer in self.answers for one in answer.result(timeout=2 * PATIENCE)]
         self.threads.shutdown()
         return found
@@ -182,16 +182,8 @@ def faulty(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-    return value
-
-
 def engine_of(server: TritonServer, *not_these: psutil.Process) -> psutil.Process:
-    """The engine process, once it is none of these."""
+    """The engine process, as soon as it is none of these."""
     return wait_for(lambda: [process for process in engine_processes(server, "faulty") if process not in not_these])[0]
 
 

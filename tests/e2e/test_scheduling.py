@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from model_entries import loaded
+from processes_of import engine_process, slowed
 from typer.testing import CliRunner
 from wire import GrpcStream
 
@@ -36,7 +37,7 @@ def parameters(max_tokens: int) -> dict:
 
 
 def errors(stream: GrpcStream, count: int) -> list[str]:
-    """Messages of the first `count` errors of a stream; which request each is about, they do not say."""
+    """Messages of the first `count` errors of a stream; they do not name their requests."""
     while len(found := [answer.error.message() for answer in stream.answers.values() if answer.error]) < count:
         stream.events.get(timeout=60)
     return found
@@ -54,12 +55,13 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
                 sampling_parameters=parameters(300 + 5 * int(request_id.split()[1])),
             )  # fmt: skip
         stream.wait_chunks(batch[-1], 20)
-        for request_id in probes:
-            stream.send(
-                request_id, text_input="Hello", stream=True, request_priority=0,
-                sampling_parameters=parameters(3),
-            )  # fmt: skip
-            stream.wait(request_id)
+        with slowed(engine_process(scheduling, MODEL)):  # so that the frontend keeps up with its steps
+            for request_id in probes:
+                stream.send(
+                    request_id, text_input="Hello", stream=True, request_priority=0,
+                    sampling_parameters=parameters(3),
+                )  # fmt: skip
+                stream.wait(request_id)
         stream.wait(*batch)
         answers = stream.answers
     assert all(answer.error is None for answer in answers.values())
@@ -92,7 +94,11 @@ def test_a_refusal_names_the_limit_of_the_tenant_or_class(scheduling):
             stream.send(f"runs {number}", text_input="Hello", stream=True, sampling_parameters=parameters(1800))
         for number in range(SLOTS):
             stream.wait_chunks(f"runs {number}", 1)
-        with GrpcStream(scheduling.grpc_address, MODEL) as small, GrpcStream(scheduling.grpc_address, MODEL) as seven:
+        with (
+            slowed(engine_process(scheduling, MODEL)),  # so that none of the running requests ends meanwhile
+            GrpcStream(scheduling.grpc_address, MODEL) as small,
+            GrpcStream(scheduling.grpc_address, MODEL) as seven,
+        ):
             for number in range(4):
                 fields = {"text_input": "Hello", "sampling_parameters": parameters(9)}
                 small.send(f"small {number}", request_priority=1, tenant="small", **fields)

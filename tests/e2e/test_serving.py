@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -15,9 +14,9 @@ import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
 from model_entries import load, loaded, wait_unloaded, write_entry
 from offline import make_core, run, tokens
-from processes_of import command_line, engine_process, engine_processes, run_in_turns
+from processes_of import command_line, engine_process, engine_processes, run_in_turns, stopped
 from tritonclient.utils import InferenceServerException
-from wire import GrpcStream, Responses, gauges, post, server_sent_events
+from wire import GrpcStream, Responses, gauges, post, server_sent_events, wait_for
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text.tokenizer import Tokenizer
@@ -139,15 +138,6 @@ def long_request(stream: GrpcStream, request_id: str, max_tokens: int = 240, **i
     )  # fmt: skip
 
 
-def wait_for(condition, timeout: float = 30.0) -> float:
-    """Returns the seconds until the condition held."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout, "waited in vain"
-        time.sleep(0.01)
-    return time.monotonic() - start
-
-
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
     """One may run and two may wait: of six requests three are refused before any has ended."""
     streams = [GrpcStream(serving.grpc_address, "narrow") for _ in range(6)]
@@ -185,18 +175,6 @@ def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
         long_request(stream, "again", max_tokens=5)
         stream.wait("again")
         assert len(stream.answers["again"].token_ids) == 5
-
-
-@contextmanager
-def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Suspends the processes within the context."""
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.resume()
 
 
 def test_a_killed_engine_loses_no_token_of_any_stream(serving):

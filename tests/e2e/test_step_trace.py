@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from model_entries import loaded
+from processes_of import engine_processes, stopped
 from typer.testing import CliRunner
 from wire import post
 
 from inflight.engine.step_trace import Trace
+from inflight_client import Client
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
@@ -45,8 +48,11 @@ def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
         assert status == 200, answer
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
+    with stopped(engine_processes(traced, "traced")), Client(traced.grpc_address, model="traced") as client:
+        for thread in threads:
+            thread.start()
+        while json.loads(client.control("stats"))["frontend"]["open_requests"] < len(threads):
+            time.sleep(0.02)
     for thread in threads:
         thread.join()
     result = trace(traced, "traced", page, perfetto, raw)
@@ -89,9 +95,9 @@ def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
 
 
 def test_an_unknown_model_and_an_unknown_control_are_rejected(traced, tmp_path):
-    result = trace(traced, "nobody", tmp_path / "t.html")
+    result = trace(traced, "missing", tmp_path / "t.html")
     assert result.exit_code == 1
-    assert "nobody" in result.output
+    assert "missing" in result.output
     status, answer = post(f"http://{traced.http_address}/v2/models/traced/generate", {"control": "restart"})
     assert status == 400
     assert "control='restart': must be" in answer

@@ -1,4 +1,4 @@
-"""How `inflight serve` ends under load, in order or not, and that nothing of it is left."""
+"""`inflight serve` ends under load, stopped or killed, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Serving:
         self.stream = GrpcStream(f"127.0.0.1:{self._ports[1]}", "fake")
 
     def hold_streams(self) -> dict[str, Responses]:
-        """Four streams, of which at least the last has more to come; their engine process is stopped."""
+        """Four streams, at least one with more to come; their engine process is stopped."""
         for k in (3, 2, 1, 0):
             tokens = {"max_tokens": 40 + k}
             inputs = {"text_input": PROMPT, "stream": True, "sampling_parameters": tokens, "return_token_ids": True}
@@ -66,14 +66,14 @@ class Serving:
         return self.stream.answers
 
     def wait_draining(self) -> None:
-        """Until an instance drains; one that has no stream is "drained" at once, or hears of it never."""
+        """Until an instance drains; one without streams is "drained" at once, or is never told."""
         wait_for(lambda: "draining" in [state for pid in self._stubs for _, _, state in states_of(pid)])
 
     def release_streams(self) -> None:
         self._engine.resume()
 
     def replace_engine(self) -> None:
-        """The next one goes on with the streams, is stopped by the same of them, and then released."""
+        """The next one continues the streams, is stopped by the same stream, and then released."""
         self._engine.kill()
         self._engine = wait_for(self._stopped_engine)
         self._all.append(self._engine)
@@ -146,7 +146,7 @@ def test_a_second_stop_signal_ends_at_once(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGINT)
     _, errors = serving.process.communicate(timeout=20)  # drain_timeout is 30 s
     assert (serving.process.returncode, errors.splitlines()[-1]) == (0, "stopped")
-    wait_for(lambda: any(answer.error for answer in answers.values()))  # tritonclient tells one of those it cut off
+    wait_for(lambda: any(answer.error for answer in answers.values()))  # tritonclient reports only one
     serving.assert_nothing_left()
 
 

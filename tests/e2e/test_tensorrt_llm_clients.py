@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's example client for its `ensemble` does, option by option, on the entry of that name."""
+"""The requests of TensorRT-LLM's example client for its `ensemble`, option by option, to the entry of that name."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_generate_endpoint(address: str, server: TritonServer, greedy: str) 
 
 
 def test_ids_in_and_ids_out(address: str, greedy: str) -> None:
-    """What the clients of the model `tensorrt_llm` do, under the names of the wire contract."""
+    """As clients of the model `tensorrt_llm` do, under the names of the wire contract."""
     tokenizer = demo_tokenizer()
     with GrpcStream(address, "ensemble") as stream:
         values = {"max_tokens": np.array([[LENGTH]], dtype=np.int32), "stream": np.array([[True]])}
@@ -189,7 +189,7 @@ def test_ids_in_and_ids_out(address: str, greedy: str) -> None:
         ({"lora_task_id": 5}, "unexpected inference input 'lora_task_id'"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(address: str, options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused_by_name(address: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InferenceServerException, match=message):
         run_client(address, **options)
 
@@ -205,7 +205,7 @@ def test_a_batch_of_prompts_is_refused(address: str) -> None:
 
 
 def test_a_request_goes_on_from_the_output_of_each_sequence(server: TritonServer, address: str) -> None:
-    """One is in the middle, one complete, of which only the end is told, and one has ended elsewhere."""
+    """One is in the middle, one is complete and yields only its end, and one has ended elsewhere."""
     url = f"http://{server.http_address}/v2/models/ensemble/generate_stream"
     body = {"text_input": PROMPT, "max_tokens": LENGTH, "num_return_sequences": 3, "top_p": 0.9, "seed": 3}
     body |= {"stream": True, "return_token_ids": True, "return_finish_reason": True, "ignore_eos": True}

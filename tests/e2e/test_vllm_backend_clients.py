@@ -1,4 +1,4 @@
-"""What the sample client and the tests of vllm_backend do, on the demo model of a real server."""
+"""The requests of vllm_backend's sample client and tests, to the demo model of a real server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
+from processes_of import engine_process, stopped
 from tritonclient.utils import InferenceServerException
-from wire import gauges, post
+from wire import gauges, post, wait_for
 
 from inflight_tools.launcher import TritonServer
 
@@ -33,7 +34,7 @@ def tensor(name: str, value: str | bool) -> grpcclient.InferInput:
 
 
 def request(prompt: str, stream: bool, parameters: dict[str, Any], *, as_tensor: bool = True, **flags: Any) -> dict:
-    """What is sent for a prompt: the parameters as an input, or as request parameters alone."""
+    """Arguments of a request: the parameters as an input, or as request parameters alone."""
     inputs = [tensor("text_input", prompt), tensor("stream", stream)]
     if as_tensor:
         inputs.append(tensor("sampling_parameters", json.dumps(parameters)))
@@ -148,13 +149,6 @@ def check_logprobs(results: list[Any], logprobs: int | None, before: str) -> Non
         assert before + spelt == result.as_numpy("text_output")[0].decode()
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_request_cancellation(server: TritonServer) -> None:
     """A request without streaming, cancelled while it runs: its client gets CANCELLED, the log one INFO line."""
     answers: queue.Queue[Any] = queue.Queue()
@@ -166,11 +160,12 @@ def test_request_cancellation(server: TritonServer) -> None:
         before = started()
         client.start_stream(lambda result, error: answers.put(error or result))
         parameters = {"temperature": "0", "max_tokens": "2000", "ignore_eos": True}
-        client.async_stream_infer(**request(PROMPTS[0], False, parameters), request_id="a long poem")
-        # Cancelled before it reaches the backend, it would never be a request there.
-        wait_for(lambda: started() > before)
-        client.stop_stream(cancel_requests=True)
-    error = answers.get(timeout=30)
+        with stopped([engine_process(server, "demo")]):  # so that the request cannot end by itself
+            client.async_stream_infer(**request(PROMPTS[0], False, parameters), request_id="a long poem")
+            # Cancelled before it reaches the backend, it would never be a request there.
+            wait_for(lambda: started() > before)
+            client.stop_stream(cancel_requests=True)
+            error = answers.get(timeout=30)
     assert isinstance(error, InferenceServerException)
     assert error.status() == "StatusCode.CANCELLED"
     assert answers.empty()
@@ -215,7 +210,7 @@ def test_metrics(server: TritonServer) -> None:
     )
 
 
-def test_what_tritons_openai_frontend_sends(server: TritonServer, expected: dict[str, str]) -> None:
+def test_requests_of_tritons_openai_frontend(server: TritonServer, expected: dict[str, str]) -> None:
     """For the backend `vllm` it passes on every field of the OpenAI request that has a value, defaults included."""
     parameters = {
         "frequency_penalty": 0.0,

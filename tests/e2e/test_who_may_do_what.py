@@ -1,4 +1,4 @@
-"""A server with an admin key, as `inflight serve` starts it: what is open, what needs the key, what no key allows."""
+"""Permissions of a server with an admin key, as `inflight serve` starts it: open, with the key only, never."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_web_page_cannot_load_a_model(guarded: TritonServer, script: Path) -> None:
-    """A page may POST text/plain to any address without asking, but adds no header of its own."""
+    """A page can POST text/plain to any address without asking, but adds no header of its own."""
     model_json = {"model": str(CHECKPOINT), "python_executable": str(script)}
     files = {"file:1/model.json": base64.b64encode(json.dumps(model_json).encode()).decode()}
     body = json.dumps({"parameters": {"config": '{"backend": "inflight"}', **files}}).encode()
@@ -229,7 +229,7 @@ def test_a_parameter_like_the_header_does_not_replace_it(guarded: TritonServer) 
 
 
 def renderer_of(server: TritonServer) -> int:
-    """Process id of what renders the chat templates."""
+    """Process id of the renderer of chat templates."""
     assert server.process is not None
     (pid,) = [
         pid

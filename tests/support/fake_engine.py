@@ -1,11 +1,11 @@
 """An engine process without a model: it echoes the prompt's tokens, one per step and sequence.
 
-Started like the real one (`--fd N`).  A request's `tenant` may hold orders, separated by commas:
+Started like the real one (`--fd N`).  A request's `tenant` can contain orders, separated by commas:
 
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
-    hang=3      do nothing any more then
-    stop=3      stop the process (SIGSTOP) then; it goes on when somebody continues it
+    hang=3      do nothing from then on
+    stop=3      stop the process (SIGSTOP) then; it goes on when a test continues it
     fail=3      report EngineFailed and exit with status 1 then
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
@@ -68,7 +68,7 @@ def orders(tenant: str) -> dict[str, str]:
 
 
 def echo(prompt: list[int], count: int) -> list[int]:
-    """What the engine answers to a prompt: its tokens without special ones, over and over."""
+    """The engine's output for a prompt: its tokens without special ones, over and over."""
     source = [token for token in prompt if token > 2] or [5]
     return [source[k % len(source)] for k in range(count)]
 
@@ -124,7 +124,7 @@ class FakeEngine:
     """The engine as one frontend sees it.
 
     Args:
-        owner: hears what concerns the process; the frontend, or a keeper.
+        owner: receives messages about the process: the frontend, or the daemon of a shared engine.
         slots: of the heartbeat, for this frontend's sequences.
     """
 

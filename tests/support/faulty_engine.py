@@ -31,10 +31,10 @@ def write_interpreter(folder: Path) -> Path:
 
 
 class _Faults:
-    """What the requests in the batch do.
+    """The faults of the requests in the batch.
 
     Args:
-        folder: in which it is written down that the process has died.
+        folder: records that the process has died.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -103,7 +103,7 @@ def client() -> httpx.AsyncClient:
 
 
 def requests(front: str) -> list[int]:
-    """Those that a front passes on; vllm-router reads `/v1/responses` into a type without most of its keys."""
+    """Numbers of the requests that a front passes on; of `/v1/responses` vllm-router would drop most keys."""
     return [number for number, (path, _) in enumerate(REQUESTS) if front != "router" or path != "/v1/responses"]
 
 

@@ -27,7 +27,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "s
 _PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x"}}, {"type": 3}, "b"]
 _MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "developer", "tool", "nobody", None])},
+        {"role": st.sampled_from(["user", "assistant", "developer", "tool", "ghost", None])},
         optional={
             "content": st.text(max_size=5) | st.none() | st.lists(st.sampled_from(_PARTS), max_size=2) | _JUNK,
             "tool_calls": st.just([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}])
@@ -38,7 +38,7 @@ _MESSAGES = st.lists(
     | _JUNK,
     max_size=3,
 )
-# Values that may be right; any key may also get something absurd.
+# Values that can be right; any key can also get something absurd.
 _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "messages": _MESSAGES,
     "input": st.text(max_size=9) | _MESSAGES,
@@ -93,7 +93,7 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
 
 
 _LIMITS = ("max_tokens", "max_output_tokens")
-# What each endpoint takes in any case, and others do not.
+# Keys that one endpoint always takes, and others do not.
 _HI = [{"role": "user", "content": "Hi"}]
 _OWN: dict[str, dict[str, Any]] = {
     "/chat/completions": {"messages": _HI, "max_tokens": 2},

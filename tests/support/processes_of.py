@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -68,7 +68,7 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
 
 
 def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.02) -> None:
-    """Let a process that may be stopped run for moments until `done(0.1)` says so, and leave it stopped.
+    """Let a process run for moments until `done(0.1)` is true, and leave it stopped; it can be stopped before.
 
     A client whose machine is busy catches up meanwhile: no request ends long before it has seen the first response.
 
@@ -81,6 +81,18 @@ def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds:
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+
+
+@contextlib.contextmanager
+def stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Processes that do not run within the context."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 @contextlib.contextmanager

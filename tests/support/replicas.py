@@ -99,7 +99,7 @@ class Fleet:
 
     @property
     def own(self) -> range:
-        """Indices of the servers that may be killed and restarted."""
+        """Indices of the servers that tests can kill and restart."""
         return range(self._first_own, len(self.servers))
 
     def _server(self, ports: Mapping[str, int]) -> TritonServer:
@@ -174,7 +174,7 @@ class Fleet:
         self.gateways[index].start()
 
     def open_requests(self) -> list[int]:
-        """At each tritonserver; it tells this also while its engine is stopped."""
+        """At each tritonserver, also while its engine is stopped."""
         counts = []
         for address in self.addresses:
             with Client(address) as client:
@@ -195,7 +195,7 @@ class Fleet:
 
 
 class Answer:
-    """One request over SSE, and what came.
+    """One request over SSE, and its events.
 
     Attributes:
         begun: set with the first event.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +122,15 @@ class GrpcStream:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds:.0f} s"
+        time.sleep(0.01)
+    return value
 
 
 def post(url: str, body: dict[str, Any] | bytes, timeout: float = 60.0) -> tuple[int, str]:
