@@ -149,7 +149,7 @@ _TWO = {"instance_group": [{"kind": "KIND_CPU", "count": 2}], "parameters": {"re
 
 
 def sockets_of(server: TritonServer) -> list[str]:
-    """Abstract sockets of keepers that processes of this server hold."""
+    """Abstract sockets of shared-engine daemons that processes of this server hold."""
     inodes = set()
     assert server.process is not None
     for pid in session_members(server.process.pid):
@@ -209,4 +209,4 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
         for key in ended():
             assert stream.answers[key].token_ids == alone[int(key.split("-")[1])]
         stream.client.stop_stream(cancel_requests=True)
-    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 3  # a keeper, its engine, `alone`'s
+    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 3  # a daemon, its engine, `alone`'s

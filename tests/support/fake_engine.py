@@ -124,7 +124,7 @@ class FakeEngine:
     """The engine as one frontend sees it.
 
     Args:
-        owner: hears what concerns the process; the frontend, or a keeper.
+        owner: hears what concerns the process; the frontend, or a shared-engine daemon.
         slots: of the heartbeat, for this frontend's sequences.
     """
 

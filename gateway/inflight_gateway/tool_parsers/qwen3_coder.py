@@ -92,4 +92,4 @@ class Qwen3CoderParser(TextParser):
 
 
 def _nothing(text: str) -> None:
-    """What is read belongs to nobody."""
+    """Discards the text that is read."""

@@ -26,7 +26,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Marks:
-    """Texts to look for, of which none begins another."""
+    """Texts to search for; none is the beginning of another."""
 
     def __init__(self, *marks: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, marks)))
@@ -144,9 +144,9 @@ class Scanner:
             yield
 
     def json_value(self, piece: Piece) -> Wait[bool]:
-        """Read a JSON value, of which only strings and brackets are checked; whether it is whole.
+        """Read a JSON value, checking only strings and brackets; returns whether it is complete.
 
-        Stops before what does not belong to it.
+        Stops before text that does not belong to it.
         """
         first = yield from self.skip_space()
         if first == '"':

@@ -241,7 +241,7 @@ def test_a_name_that_somebody_else_keeps_is_passed_over(place: Place) -> None:
         assert engines[0].pid == engines[1].pid
 
 
-def test_the_keeper_of_another_user_is_passed_over(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_of_another_user_is_passed_over(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(place.group("m_0"))
     monkeypatch.setattr("inflight.frontend.engine_client.shared_engine_daemon.peer_uid", lambda end: os.geteuid() + 1)
     group = place.group("m_1")
@@ -307,9 +307,9 @@ class Stub:
         self.process.stdin.flush()
 
     def joined(self) -> tuple[int, int, int]:
-        """Process id of the engine, number of this stub, process id of the keeper if this stub started it."""
-        engine, number, keeper = map(int, self.line().split())
-        return engine, number, keeper
+        """Process id of the engine, number of this stub, process id of the daemon if this stub started it."""
+        engine, number, daemon = map(int, self.line().split())
+        return engine, number, daemon
 
     def kill(self) -> None:
         self.process.kill()
@@ -334,13 +334,13 @@ def test_stubs_that_start_at_once_get_one_engine(place: Place, stubs: list[Stub]
     joined = [stub.joined() for stub in stubs]
     assert len({engine for engine, _, _ in joined}) == 1
     assert sorted(number for _, number, _ in joined) == [0, 1, 2]
-    assert sum(keeper > 0 for _, _, keeper in joined) == 1
+    assert sum(daemon > 0 for _, _, daemon in joined) == 1
 
 
 def test_the_engine_outlives_the_stub_that_started_it(place: Place, stubs: list[Stub]) -> None:
     stubs[0].go()
-    engine, _, keeper = stubs[0].joined()
-    assert keeper
+    engine, _, daemon = stubs[0].joined()
+    assert daemon
     for stub in stubs[1:]:
         stub.go()
         assert stub.joined()[0] == engine
@@ -378,15 +378,15 @@ def test_when_the_starter_dies_while_it_loads_the_others_go_on(place: Place, stu
     assert alive(loading)
 
 
-def test_when_the_keeper_is_killed_the_stubs_found_another(place: Place) -> None:
+def test_when_the_daemon_is_killed_the_stubs_found_another(place: Place) -> None:
     groups = [place.group(f"m_{k}") for k in range(2)]
     engines = [start(group) for group in groups]
-    keeper = groups[0]._process
-    assert keeper is not None
-    keeper.kill()
+    daemon = groups[0]._process
+    assert daemon is not None
+    daemon.kill()
     for engine in engines:
         read_to_the_end(engine)
-        assert engine.exit_text() == "the process that keeps the engine process died"
+        assert engine.exit_text() == "the process that owns the engine process died"
         engine.close()
     wait_for(lambda: not alive(engines[0].pid))
     again = [start(group) for group in reversed(groups)]

@@ -39,11 +39,11 @@ def test_with_a_key_every_question_needs_it(control: Any) -> None:
         assert KEY not in said
 
 
-def test_without_a_key_nobody_may_ask_for_a_change() -> None:
+def test_without_a_key_changes_are_refused() -> None:
     assert check(None, control="step_trace") is None
     assert check(None, control="stats") is None
     for given in ({}, {"admin_key": ""}, {"admin_key": "None"}):
-        assert "has no admin key, so nobody may ask this; set INFLIGHT_ADMIN_KEY" in str(
+        assert "has no admin key, so it refuses this; set INFLIGHT_ADMIN_KEY" in str(
             check(None, control="drain", **given)
         )
 
