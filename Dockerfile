@@ -4,7 +4,7 @@
 # with OpenAI's API at http://127.0.0.1:9000/v1; INFLIGHT_OPENAI_PORT= turns that off, INFLIGHT_API_KEY asks for a key.
 # To serve other models, mount a repository:
 #   docker run ... -v "$PWD/models:/models" inflight inflight-tritonserver --model-repository=/models
-# `compose.yaml` runs the two apart.  `inflight-tritonserver` is tritonserver with an admin key, which it prints (docs/operations.md#who-may-do-what).  In
+# `compose.yaml` runs the two apart.  `inflight-tritonserver` is tritonserver with an admin key, which it prints (docs/operations/access.md).  In
 # the container the ports listen on all addresses; `-p 127.0.0.1:...` keeps them on this machine.
 #
 # 26.07 is the newest release whose Python (3.12) and numpy (below 2) were found fit by reading its sources.  The tests

@@ -1,5 +1,7 @@
 # make run      a server with the demo model, and a demo of requests that join and leave the batch
-# make test     everything that CI checks: style, types, tests
+# make check    style and types
+# make test     what every change must pass: style, types, and the tests without those marked `nightly`
+# make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
@@ -21,17 +23,22 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test bench profile loadtest soak wheel clean
+.PHONY: run check test test-all bench profile loadtest soak wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
 
-test: export OMP_NUM_THREADS := 1
-test: $(VENV)/test.stamp
+check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+test test-all: export OMP_NUM_THREADS := 1
+test: check
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not nightly" $(ARGS)
+
+test-all: check
+	$(BIN)/pytest -n 2 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -42,6 +41,7 @@ class CpuWorkload:
     kv_gib: int
 
 
+TORCH_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 WORKLOADS = {"a": CpuWorkload("a", "qwen3-0.6b-rand", 16, 4), "b": CpuWorkload("b", "llama-60m-rand", 32, 1)}
 
 
@@ -60,7 +60,7 @@ class Budget:
     done: dict[str, int] = field(default_factory=dict)
 
     def limit(self, name: str, now: float) -> float:
-        """Seconds that a run of `name` starting at `now` may take."""
+        """Time limit in seconds of a run of `name` that starts at `now`."""
         reserved = 0.0
         for earlier in self.longest:
             if earlier == name:
@@ -77,23 +77,12 @@ class Budget:
         self.done[name] = self.done.get(name, 0) + 1
 
 
-def checkpoint(name: str, weights: str) -> Path:
-    """Directory of a checkpoint with random weights, generated once."""
-    path = common.CACHE / (name if weights == "bf16" else f"{name}-fp32")
-    if not path.exists():
-        common.CACHE.mkdir(parents=True, exist_ok=True)
-        script = Path(__file__).parent / "make_checkpoints.py"
-        subprocess.run([sys.executable, script, common.CACHE, name], check=True)
-    return path
-
-
 def make_task(workload: CpuWorkload, args: argparse.Namespace) -> dict[str, Any]:
     """The task for every engine; `cpu_engines.run` adds what differs between runs."""
     requests = common.workload(args.requests, workload.name)
-    warm_up = [{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]]
     return {
         "requests": requests,
-        "warm_up": warm_up,
+        "warm_up": common.short(requests),
         "weights": args.weights,
         "kv": args.kv,
         "threads": args.threads,
@@ -108,7 +97,7 @@ class Comparison:
     def __init__(self, workload: CpuWorkload, args: argparse.Namespace) -> None:
         self.args = args
         self.key = f"{workload.name} {args.weights}/{args.kv}"
-        self.folder = checkpoint(workload.checkpoint, args.weights)
+        self.folder = Path(common.checkpoint(workload.checkpoint, TORCH_DTYPES[args.weights]))
         self.task = make_task(workload, args)
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.left_out: dict[str, str] = {}
@@ -129,19 +118,17 @@ class Comparison:
 
     def find(self, names: list[str]) -> dict[str, tuple[str, str]]:
         """name -> (interpreter, checkpoint) of the engines that can run; the others are listed with the reason."""
-        found = {name: self._find(name) for name in names}
-        return {name: where for name, where in found.items() if where is not None}
-
-    def _find(self, name: str) -> tuple[str, str] | None:
         weights, kv = self.args.weights, self.args.kv
-        try:
-            if (weights, kv) not in ENGINES[name].precisions:
-                raise RunFailed(f"has no {weights} weights with {kv} KV")
-            python = cpu_engines.interpreter(name, self.args.peer)
-            return python, str(cpu_engines.checkpoint(name, python, self.folder))
-        except RunFailed as error:
-            self.leave_out(name, str(error))
-            return None
+        found = {}
+        for name in names:
+            try:
+                if (weights, kv) not in ENGINES[name].precisions:
+                    raise RunFailed(f"has no {weights} weights with {kv} KV")
+                python = cpu_engines.interpreter(name, self.args.peer)
+                found[name] = python, str(cpu_engines.checkpoint(name, python, self.folder))
+            except RunFailed as error:  # noqa: PERF203
+                self.leave_out(name, str(error))
+        return found
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out[name] = reason

@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""An engine process without a model, which makes a step each 30 ms: the scheduler and the pipes are the real ones.
-
-With 64 sequences that is 2,133 responses/s: few enough that each of them carries one token.
+"""An engine process without a model, whose steps take `--step-ms`: the scheduler and the pipes are the real ones.
 
 Started as `python_executable` of `model.json`, with the arguments of the real engine process.
 """
@@ -18,17 +16,15 @@ from queue import SimpleQueue
 import msgspec
 
 from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
+from inflight.engine.assembly import make_core
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, accept_into, read_into
 from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.engine.messages import EngineReady
-from inflight.engine.pulse import PulsingRunner
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.worker import _serve, settle_garbage_collector
+from inflight.worker import Engine, serve, settle_garbage_collector
 
 TOKEN = 300  # of the demo model's vocabulary: a few letters
-
-STEP_SECONDS = 0.03
 
 
 class Info:
@@ -44,18 +40,24 @@ class Info:
 
 class IdleRunner:
     info = Info()
+    draft_runner = None
+    num_collected_first = 0
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
 
     def launch(self, out: SchedulerOutput) -> StepOutput:
         now = time.monotonic()
         return StepOutput(token_ids=[TOKEN] * len(out.slots), started=now, ended=now)
 
     def collect(self, ticket: StepOutput) -> StepOutput:
-        time.sleep(STEP_SECONDS)
+        time.sleep(self._step_seconds)
         return ticket
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--heartbeat-fd", type=int, required=True)
     parser.add_argument("--shared", action="store_true")
@@ -64,7 +66,7 @@ def main() -> None:
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     heartbeat = Heartbeat(args.heartbeat_fd, config.max_num_seqs)
-    core = EngineCore(config, PulsingRunner(IdleRunner(), heartbeat))
+    core = make_core(config, IdleRunner(args.step_ms / 1e3), listeners=[HeartbeatListener(heartbeat)])
     info = Info()
     ready = EngineReady(
         info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", "cpu", "none", 0.0
@@ -75,7 +77,7 @@ def main() -> None:
     inbox: Inbox = SimpleQueue()
     reads = accept_into if args.shared else read_into
     threading.Thread(target=reads, args=(inbox, owner, connection), daemon=True).start()
-    _serve(core, Frontends(core.live_ids, ready), inbox, heartbeat)
+    serve(Engine(core, None), Frontends(core.live_ids, ready), inbox, heartbeat)
 
 
 if __name__ == "__main__":

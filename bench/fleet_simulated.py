@@ -226,7 +226,6 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "fleet-simulated.png")
     parser.add_argument("--parts", default="", help="only these parts, comma-separated; others stay as recorded")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are recorded, and run the others")
-    parser.add_argument("--pause-while", type=Path, help="wait between cells while this file exists")
     parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
     args = parser.parse_args()
     record = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -238,8 +237,6 @@ def main() -> None:
     for part, cell in cells:
         if (part, *vars(cell).values()) in known:
             continue
-        while args.pause_while and args.pause_while.exists():
-            time.sleep(2)
         figures = run(cell)
         rows.append({"part": part, **vars(cell), **figures})
         print(

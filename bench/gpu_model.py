@@ -14,6 +14,7 @@ from gpu_rows import Run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.loading.errors import LoadError
 from inflight.runner.pipeline import make_runner
@@ -21,7 +22,7 @@ from inflight.runner.pipeline import make_runner
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["NotBuilt", "Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
+__all__ = ["Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
 
 _IDS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=0)
 _TOY = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -48,10 +49,6 @@ def words(config: PreTrainedConfig) -> str:
     """ "8.0B": the number of parameters."""
     size = Work(config, 2).weights + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
     return f"{size / 1e9:.1f}B" if size > 1e8 else f"{size / 1e3:.0f}K"
-
-
-class NotBuilt(RuntimeError):
-    """This version of the engine has no such option, or not this value of it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,6 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         options: of model.json, beside model, device and dtype.
 
     Raises:
-        NotBuilt: see there.
         ConfigError, LoadError: the engine does not take these options here.
     """
     device = torch.device(run.device)
@@ -130,10 +126,8 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
                       load_format="dummy", enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
-        if unknown := [f"{key}={value!r}" for key, value in options.items() if not _known(key, value)]:
-            raise NotBuilt(", ".join(unknown))
         engine_config = EngineConfig.from_dict(values)
-        core = EngineCore(engine_config, make_runner(engine_config))
+        core = make_core(engine_config, make_runner(engine_config))
     try:
         yield core
     finally:
@@ -148,19 +142,8 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _known(key: str, value: Any) -> bool:
-    """Whether this version of the engine has the option, with this value."""
-    try:
-        EngineConfig.from_dict({"model": "", key: value})
-    except ConfigError:
-        return False
-    return True
-
-
 def refused(error: Exception, name: str, shape: str) -> dict[str, Any]:
-    """The row of what raised `error`, with a status of "not built", "refused" (at load, by name) or "failed"."""
-    if isinstance(error, NotBuilt):
-        return dict(name=name, shape=shape, status="not built", why=f"the engine does not know {error}")
+    """The row of what raised `error`, with the status "refused" (at load, by name) or "failed"."""
     status = "refused" if isinstance(error, (ConfigError, LoadError)) else "failed"
     reason = (str(error).splitlines() or [""])[0]
     return dict(name=name, shape=shape, status=status, why=f"{type(error).__name__}: {reason}")

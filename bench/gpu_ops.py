@@ -25,6 +25,7 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_kv_cache, gpu_sampler
 from inflight.kernels.gpu.gpu_ops import GpuOps
+from inflight.kernels.registry import select_sampling
 from inflight.ops.base import Angles, HeadNorms, projection_sizes
 from inflight.ops.reference import ReferenceOps
 from inflight.sampling import Sampler, SamplingTable
@@ -176,10 +177,10 @@ def quantized_pairs(rows: int, width: int, dtype: torch.dtype, device: torch.dev
     x, weight = sliced(rows, width, dtype=dtype, device=device), sliced(width, dtype=dtype, device=device)
     residual, gate_up = (sliced(rows, size, dtype=dtype, device=device) for size in (width, 2 * width))
     plain = KERNELS.rms_norm(x, weight, 1e-6)
-    yield "rms_norm_quantized", KERNELS.rms_norm_quantized(x, weight, 1e-6), plain
+    yield "rms_norm_quantized", KERNELS.rms_norm(x, weight, 1e-6, quantized=True), plain
     plain = KERNELS.add_rms_norm(x, residual.clone(), weight, 1e-6)
-    yield "add_rms_norm_quantized", KERNELS.add_rms_norm_quantized(x, residual.clone(), weight, 1e-6), plain
-    yield "silu_and_mul_quantized", KERNELS.silu_and_mul_quantized(gate_up), KERNELS.silu_and_mul(gate_up)
+    yield "add_rms_norm_quantized", KERNELS.add_rms_norm(x, residual.clone(), weight, 1e-6, quantized=True), plain
+    yield "silu_and_mul_quantized", KERNELS.silu_and_mul(gate_up, quantized=True), KERNELS.silu_and_mul(gate_up)
     yield "quantize_rows", KERNELS.quantize_rows(x), x
 
 
@@ -188,7 +189,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def quantized_check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Share of values that differ from the reference's for the plain result: the sum of a norm may have another order.
+    """Share of values that differ from the reference's for the plain result: the sum of a norm can have another order.
 
     Not in the interpreter, which rounds to e4m3 in its own way.
     """
@@ -233,9 +234,9 @@ def timed_cases(device: torch.device, quick: bool) -> list[tuple[str, str, Calla
             continue
         cases += [
             ("add_rms_norm_quantized", f"{t} x {hidden}",
-             lambda ops, x, r, w: ops.add_rms_norm_quantized(x, r, w, 1e-6),
+             lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6, quantized=True),
              [(t, hidden), (t, hidden), (hidden,)], 7 * t * hidden // 2),
-            ("silu_and_mul_quantized", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul_quantized(x),
+            ("silu_and_mul_quantized", f"{t} x {inner}", lambda ops, x: ops.silu_and_mul(x, quantized=True),
              [(t, 2 * inner)], 5 * t * inner // 2),
             ("quantize_rows", f"{t} x {heads * size}", lambda ops, x: ops.quantize_rows(x),
              [(t, heads * size)], 3 * t * heads * size // 2),
@@ -265,7 +266,7 @@ def make_logits(rows: int, vocab_size: int, peaked: bool, dtype: torch.dtype, de
 
 def sampling_metadata(kind: str, rows: int, vocab_size: int, device: torch.device, seed: int) -> Any:
     params = KINDS[kind]
-    table = SamplingTable(rows, vocab_size, device)
+    table = SamplingTable(rows, vocab_size, device, ops=select_sampling(device))
     for slot in range(rows):
         table.set_row(slot, params[slot % len(params)], seed + slot, [], 1)
     return table.select(np.arange(rows), np.arange(rows) + 1)

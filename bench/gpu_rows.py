@@ -105,7 +105,7 @@ def write_record(output: Path | None, what: str, content: dict[str, Any]) -> Pat
 
     Args:
         output: a file if it ends in .json, else a folder; None is `folder()`.
-        content: has "card", of which the file gets its name.
+        content: its "card" names the file.
     """
     path = output if output and output.suffix == ".json" else (output or folder()) / file_name(what, content["card"])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,18 +92,11 @@ def write_layers(model: LlamaForCausalLM, generator: torch.Generator) -> None:
 def make(out: Path) -> LlamaForCausalLM:
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=1536,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD,
+            **dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=LAYERS),
+            **dict(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD),
             max_position_embeddings=8192,
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
+            **dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2),
         )
     )
     write_layers(model, torch.Generator().manual_seed(0))

@@ -113,7 +113,7 @@ class _Timed:
                     exchange.arrivals.append((time.perf_counter() - begun, tokens))
                 if exchange.tokens >= max_tokens:
                     # Triton may close the stream of an answered request seconds later, when it is busy with the
-                    # next batch, so the user does not wait.  A stream that nobody reads would be cancelled.
+                    # next batch, so the user does not wait.  Triton would cancel a stream that is not read.
                     threading.Thread(target=_drain, args=(responses,), daemon=True).start()
                     break
         except _Failed as error:

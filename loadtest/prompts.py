@@ -39,7 +39,7 @@ class TextPrompts:
         return len(self._tokenizer.encode(text).ids)
 
     def make(self, job: Job) -> str:
-        """Text of exactly `job.prompt_tokens` tokens, the first of which it shares with others as `job.hash_ids` says.
+        """Text of exactly `job.prompt_tokens` tokens, whose beginning it shares with others as `job.hash_ids` says.
 
         Blocks that are shared have about 512 tokens.
 

@@ -1,5 +1,5 @@
-"""Shared by all tests: threads per process, the Triton language's interpreter where there is no GPU, and no time limits
-of hypothesis."""
+"""Shared by all tests: threads per process, the Triton language's interpreter where there is no GPU, and hypothesis'
+profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def environment(has_gpu: bool, cores: int) -> dict[str, str]:
     """Defaults of environment variables that libraries read when they are imported.
 
     Without a GPU several processes of the suite share few cores, so each has one thread, and the kernels in the
-    Triton language are interpreted.  With one, references that run on the CPU take several cores.
+    Triton language are interpreted.  With one, references that run on the CPU use several cores.
     """
     values = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(min(8, cores) if has_gpu else 1)}
     return values if has_gpu else values | {"TRITON_INTERPRET": "1"}
@@ -21,9 +21,11 @@ def environment(has_gpu: bool, cores: int) -> dict[str, str]:
 for name, value in environment(Path("/dev/nvidiactl").exists(), len(os.sched_getaffinity(0))).items():
     os.environ.setdefault(name, value)
 
-with contextlib.suppress(ImportError):  # where only the tests of the GPU run
+with contextlib.suppress(ImportError):  # the tests of the GPU run without hypothesis
     from hypothesis import HealthCheck, settings
 
-    # An example takes as long as a busy machine wants.
-    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("busy")
+    # On a busy machine an example has no upper bound of time.  `make test-all` selects the second profile by
+    # --hypothesis-profile, and looks for new examples every night, also where CI=true makes them the same.
+    settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
+    settings.load_profile("quick")

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.core import EngineCore
+from inflight.engine.assembly import make_core
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.logprobs import TokenLogprobs
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step_trace import make_trace
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
 from inflight.frontend.request.generation_config import generation_defaults
@@ -125,7 +126,9 @@ class LLM:
         self._defaults = SamplingParams(
             **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
-        self.core = EngineCore(self.config, make_runner(self.config))
+        runner = make_runner(self.config)
+        self.trace = make_trace(self.config, runner.info.num_blocks)
+        self.core = make_core(self.config, runner, listeners=[] if self.trace is None else [self.trace])
         self._limits = Limits(self.config, self.core.info.vocab_size)
         self._next_id = 0
         self._pid = os.getpid()

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -30,6 +31,7 @@ import msgspec
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
 from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import (
     AbortRequest,
@@ -42,35 +44,43 @@ from inflight.engine.messages import (
     GetStats,
     RequestFailed,
 )
-from inflight.engine.pulse import PulsingRunner
 from inflight.engine.stats import engine_stats
+from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.runner.cpu_threads import available_cpus
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
 
-__all__ = ["main", "settle_garbage_collector"]
+__all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
 
 _IDLE_BEAT_SECONDS = 1.0
 
 
-def _step_trace(core: EngineCore, question: DumpTrace) -> bytes:
-    if core.trace is None:
+@dataclass
+class Engine:
+    """What the process serves: the core, and the trace of its steps if that is on."""
+
+    core: EngineCore
+    trace: StepTrace | None
+
+
+def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
+    if engine.trace is None:
         raise ValueError('step_trace is off: set "step_trace": true in model.json and reload the model')
-    return core.trace.snapshot().to_json()
+    return engine.trace.snapshot().to_json()
 
 
-# Who answers which question.  A handler runs between two steps and returns plain data; a ValueError
+# The handler of each question.  It runs between two steps and returns plain data; a ValueError
 # says what is wrong with the question.
-_HANDLERS: dict[type, Callable[[EngineCore, Any], Any]] = {
-    DumpTrace: _step_trace,
-    GetStats: lambda core, question: engine_stats(core),
+_HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
+    DumpTrace: _dump_trace,
+    GetStats: lambda engine, question: engine_stats(engine.core),
 }
 
 
-def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[EngineCore, EngineReady] | None:
+def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
-    from inflight.engine.core import EngineCore
+    from inflight.engine.assembly import make_core
     from inflight.loading.loader import LoadError
     from inflight.runner.pipeline import make_runner
 
@@ -96,7 +106,9 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
         attention_backend=info.attention_backend,
         load_seconds=info.load_seconds,
     )
-    return EngineCore(config, PulsingRunner(runner, heartbeat)), ready
+    trace = make_trace(config, info.num_blocks)
+    listeners = [HeartbeatListener(heartbeat), *([] if trace is None else [trace])]
+    return Engine(make_core(config, runner, listeners=listeners), trace), ready
 
 
 def settle_garbage_collector() -> None:
@@ -111,8 +123,9 @@ def settle_garbage_collector() -> None:
     gc.enable()
 
 
-def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, heartbeat: Heartbeat) -> None:
+def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbeat) -> None:
     """Step while there is work; sleep on the inbox while there is none."""
+    core = engine.core
     while True:
         while not inbox.empty() or not core.has_work:
             heartbeat.beat(len(core.live_ids))
@@ -127,17 +140,17 @@ def _serve(core: EngineCore, frontends: Frontends, inbox: Inbox, heartbeat: Hear
                 if failure is not None:
                     sender.send(failure)
             elif isinstance(message, AbortRequest):
-                _abort(core, frontends, [message.request_id], message.index)
+                _abort(engine, frontends, [message.request_id], message.index)
             elif isinstance(message, Ask):
-                sender.send(_answer(core, message))
+                sender.send(_answer(engine, message))
             elif isinstance(message, Joined):
                 frontends.join(sender)
             elif isinstance(message, Left):
-                _abort(core, frontends, frontends.leave(sender))
+                _abort(engine, frontends, frontends.leave(sender))
             else:
                 return
         heartbeat.beat(len(core.live_ids))
-        _step(core, frontends)
+        _step(engine, frontends)
 
 
 def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
@@ -151,28 +164,29 @@ def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
         return RequestFailed(message.request_id, "INTERNAL", text)
 
 
-def _abort(core: EngineCore, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:
+def _abort(engine: Engine, frontends: Frontends, request_ids: Iterable[int], index: int | None = None) -> None:
     for request_id in request_ids:
-        core.abort(request_id, index)
-    if not core.has_work:
-        _step(core, frontends)  # an empty step: the metrics see the blocks return
+        engine.core.abort(request_id, index)
+    if not engine.core.has_work:
+        _step(engine, frontends)  # an empty step: the metrics see the blocks return
 
 
-def _step(core: EngineCore, frontends: Frontends) -> None:
+def _step(engine: Engine, frontends: Frontends) -> None:
+    core, trace = engine.core, engine.trace
     message = core.step()
     if core.only_holds and not message.stats.batch_size and not message.failed:
         time.sleep(HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
         return
     start = time.monotonic()
     frontends.send_step(message)
-    if core.trace is not None:
-        core.trace.sent(time.monotonic() - start)
+    if trace is not None:
+        trace.sent(time.monotonic() - start)
 
 
-def _answer(core: EngineCore, ask: Ask) -> Answer:
+def _answer(engine: Engine, ask: Ask) -> Answer:
     """The answer, or why there is none: a question never ends the engine."""
     try:
-        return Answer(ask.question_id, _HANDLERS[type(ask.question)](core, ask.question))
+        return Answer(ask.question_id, _HANDLERS[type(ask.question)](engine, ask.question))
     except ValueError as error:
         return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
     except Exception as error:
@@ -232,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
         loaded = _load(owner, config, heartbeat)
         if loaded is None:
             return 1
-        core, ready = loaded
+        engine, ready = loaded
+        core = engine.core
         settle_garbage_collector()
         if core.info.grammars is not None:
             core.info.grammars.warm_up()
@@ -241,9 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
-        _serve(core, Frontends(core.live_ids, ready), inbox, heartbeat)
+        serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0  # the frontend is gone: there is nobody to tell
+        return 0  # the frontend is gone
     except Exception as error:
         traceback.print_exc()
         owner.send(EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))

@@ -15,7 +15,7 @@ import job
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
-    from inflight.engine.step_trace import StepRecord
+    from inflight.engine.step_trace import StepRecord, StepTrace
 
 KV_DTYPES = {"bf16": "auto", "fp32": "auto", "u8": "int8"}
 PARTS = ("schedule", "forward", "sample", "update")
@@ -26,13 +26,13 @@ class LoadedEngine:
     """The core, how long its parts took to load, and the number of steps before the last `generate`."""
 
     core: EngineCore
+    trace: StepTrace
     load_parts: dict[str, float]
     first_step: int = 0
 
     @property
     def steps(self) -> list[StepRecord]:
-        assert self.core.trace is not None
-        return self.core.trace.snapshot().steps[self.first_step :]
+        return self.trace.snapshot().steps[self.first_step :]
 
 
 def options(task: dict[str, Any]) -> dict[str, Any]:
@@ -57,16 +57,19 @@ def load(task: dict[str, Any]) -> LoadedEngine:
     os.environ["OMP_NUM_THREADS"] = str(task["threads"])
     start, born = time.perf_counter(), time.time() - task["started"]
     from inflight.config import EngineConfig
-    from inflight.engine.core import EngineCore
+    from inflight.engine.assembly import make_core
+    from inflight.engine.step_trace import StepTrace
     from inflight.runner.pipeline import make_runner
     from inflight.worker import settle_garbage_collector
 
     imported = time.perf_counter()
     config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})
-    core = EngineCore(config, make_runner(config))
+    runner = make_runner(config)
+    trace = StepTrace(config, runner.info.num_blocks)
+    core = make_core(config, runner, listeners=[trace])
     settle_garbage_collector()
     parts = {"interpreter": born, "imports": imported - start, "engine": time.perf_counter() - imported}
-    return LoadedEngine(core, parts)
+    return LoadedEngine(core, trace, parts)
 
 
 def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[int]]:

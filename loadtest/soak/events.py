@@ -107,5 +107,5 @@ class Events:
         deadline = time.monotonic() + _STEP_SECONDS
         while not await asyncio.to_thread(condition):
             if time.monotonic() > deadline:
-                return self._traffic.problem(f"waited {_STEP_SECONDS:g} s in vain for {what}")
+                return self._traffic.problem(f"{what} did not happen within {_STEP_SECONDS:g} s")
             await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from loadtest.soak.cases import BAD_REQUESTS, Answer, Case, answer_of, matches
 __all__ = ["Traffic"]
 
 _END_SECONDS = 60.0  # within which every request must end
-_MAX_PROBLEMS = 5  # of those that begin alike; all are counted
+_MAX_PROBLEMS = 5  # reported of problems that begin alike; all are counted
 _SHED = "the queue is too long for the request's deadline"
 
 # What a client does with its requests, and how often.
@@ -57,7 +57,7 @@ class Traffic:
 
     def unloading(self, now: bool) -> None:
         """While a model is being unloaded, no gRPC stream is cancelled: Triton can then keep its instance for good
-        (docs/operations.md)."""
+        (docs/operations/drain-and-reload.md)."""
         self._unloading = now
 
     def problem(self, text: str) -> None:

@@ -18,9 +18,8 @@ def test_defaults_are_vllms() -> None:
     assert (config.enable_prefix_caching, config.trust_remote_code, config.default_max_tokens) == (True, False, 16)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_invalid_options_are_named() -> None:
+    for values, message in [
         ({}, '"model" is missing'),
         ({"model": "x", "max_num_seq": 4}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"model": "x", "zzz": 4}, "unknown key 'zzz'; known keys: "),
@@ -64,12 +63,10 @@ def test_defaults_are_vllms() -> None:
         ({"model": "x", "tenants": {"\ud800": {}}}, "'tenants' contains an unpaired surrogate"),
         ({"model": "x", "max_num_seqs": "\ud800"}, "'max_num_seqs' contains an unpaired surrogate"),
         ({"model": "x", "tenants": {"a": {"weight": 0}}}, r"tenants=\{'a': \{'weight': 0\}\}: Expected `float` > 0"),
-    ],
-)
-def test_invalid_options_are_named(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        EngineConfig.from_dict(values)
-    assert str(caught.value).isprintable()
+    ]:
+        with pytest.raises(ConfigError, match=message) as caught:
+            EngineConfig.from_dict(values)
+        assert str(caught.value).isprintable()
 
 
 def test_swap_space_is_in_gib_or_a_size() -> None:
@@ -97,9 +94,9 @@ def test_files(tmp_path) -> None:
     assert EngineConfig.from_file(path).model == "org/name"
 
 
-@pytest.mark.parametrize(("text", "size"), [("4GiB", 4 * 2**30), ("1.5 K", 1500), ("2M", 2 * 10**6), (77, 77)])
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_bytes(text) == size
+def test_sizes() -> None:
+    for text, size in [("4GiB", 4 * 2**30), ("1.5 K", 1500), ("2M", 2 * 10**6), (77, 77)]:
+        assert parse_bytes(text) == size
 
 
 NEUTRAL = {
@@ -127,9 +124,8 @@ def test_keys_of_vllm_that_ask_for_nothing_special_change_nothing() -> None:
     assert EngineConfig.from_dict({"model": "x", **dict.fromkeys(NEUTRAL.keys() - {"load_format"})}).model == "x"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
+def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:
+    for key, value, message in [
         ("enable_lora", True, "enable_lora=True is not supported: .*merge the adapter"),
         ("enable_lora", "True", "enable_lora='True' is not supported"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2 .*one device; omit it or set it to 1"),
@@ -152,16 +148,13 @@ def test_keys_of_vllm_that_ask_for_nothing_special_change_nothing() -> None:
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 0}, "Expected `int` >= 1"),
         ("max_logprobs", -2, "max_logprobs=-2: Expected `int` >= -1"),
         ("wire_format", "openai", "wire_format='openai': .*must be one of 'vllm', 'tensorrt_llm'"),
-    ],
-)
-def test_keys_of_vllm_that_would_change_something_are_refused_by_name(key: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_dict({"model": "x", key: value})
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig.from_dict({"model": "x", key: value})
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
+def test_names_and_spellings_of_vllm() -> None:
+    for given, meant in [
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
@@ -172,13 +165,11 @@ def test_keys_of_vllm_that_would_change_something_are_refused_by_name(key: str, 
         ({"step_trace": 1}, {"step_trace": 1}),
         ({"swap_space": "4"}, {"swap_space": 4}),
         ({"max_logprobs": -1, "download_dir": "/cache"}, {"max_logprobs": -1, "download_dir": "/cache"}),
-    ],
-)
-def test_names_and_spellings_of_vllm(given: dict, meant: dict) -> None:
-    found, expected = (EngineConfig.from_dict({"model": "x", **values}) for values in (given, meant))
-    assert (found.swap_bytes, found.num_traced_steps) == (expected.swap_bytes, expected.num_traced_steps)
-    for key, value in meant.items():
-        assert key == "swap_space" or (getattr(found, key), type(getattr(found, key))) == (value, type(value))
+    ]:
+        found, expected = (EngineConfig.from_dict({"model": "x", **values}) for values in (given, meant))
+        assert (found.swap_bytes, found.num_traced_steps) == (expected.swap_bytes, expected.num_traced_steps)
+        for key, value in meant.items():
+            assert key == "swap_space" or (getattr(found, key), type(getattr(found, key))) == (value, type(value))
 
 
 def test_an_option_under_two_names_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
@@ -54,7 +55,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_request(llm):
     kept = llm.generate(PROMPTS[0], greedy(40, ignore_eos=True, stop=[stop], include_stop_str_in_output=True))
     assert kept[0].outputs[0].text == free[: free.index(stop)] + stop
     assert not llm.core.has_work
-    llm.core.check_integrity()
+    check_core(llm.core)
 
 
 def test_stream_yields_growing_text_and_aborts_when_closed(llm):
@@ -65,7 +66,7 @@ def test_stream_yields_growing_text_and_aborts_when_closed(llm):
     assert other.outputs[0].finish_reason == "length"
     stream.close()
     assert not llm.core.has_work
-    llm.core.check_integrity()
+    check_core(llm.core)
 
 
 def test_n_logprobs_and_defaults(llm):
@@ -94,9 +95,8 @@ def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
     assert all(len(entry) == 2 for entry in plain.outputs[0].logprobs), "a neighbour gets what it asked for"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
+def test_an_invalid_request_raises_and_leaves_nothing_behind(llm):
+    for prompts, params, message in [
         ([[]], greedy(), "the prompt is empty"),
         (["x", [10**6]], greedy(), "token id 1000000 is not in the vocabulary"),
         (["x", "y"], [greedy()], "2 prompts, but 1 params"),
@@ -104,17 +104,15 @@ def test_allowed_tokens_all_log_probabilities_and_no_text(llm):
         (["x", "y"], [greedy(), greedy(n=129)], r"n=129: at most 128 are allowed \(max_n in model.json\)"),
         (["x"], greedy(logprobs=2561), "logprobs=2561: at most 2560 are allowed"),
         (["x"], greedy(prompt_logprobs=2561), "prompt_logprobs=2561: at most 2560 are allowed"),
-    ],
-)
-def test_an_invalid_request_raises_and_leaves_nothing_behind(llm, prompts, params, message):
-    with pytest.raises(ValueError, match=message):
-        llm.generate(prompts, params)
-    assert not llm.core.has_work
-    llm.core.check_integrity()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, params)
+        assert not llm.core.has_work
+        check_core(llm.core)
 
 
 class EngineStub:
-    """Stands in for the core: plays back the messages of its steps."""
+    """Replaces the core: plays back the messages of its steps."""
 
     only_holds = False
 

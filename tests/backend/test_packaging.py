@@ -1,4 +1,4 @@
-"""What is written twice stays the same: the image's packages, the repository examples, the build files."""
+"""Facts that are written twice agree: the image's packages, the repository examples, the build files."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def test_the_image_compiles_the_kernels_and_takes_none_from_the_checkout() -> No
 
 @pytest.mark.skipif(not build.is_current() or library.unavailable() is not None, reason="no library of these sources")
 class TestWheel:
+    @pytest.mark.nightly
     def test_installed_in_a_fresh_environment_the_kernel_loads(self, tmp_path: Path) -> None:
         """The wheel alone; torch and the others are found where this test finds them."""
         pytest.importorskip("hatchling")

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from inflight import LLM, SamplingParams
 from inflight.config import ConfigError
 from inflight.engine.drafting.draft_cost import DraftPrices
+from inflight.engine.integrity import check_core, check_draft_model
 from inflight.grammars.spec import GrammarSpec
 from inflight.loading.errors import LoadError
 
@@ -74,7 +75,7 @@ def without() -> list[Any]:
 
 def answers(llm: LLM) -> list[Any]:
     found = llm.generate([prompt for prompt, _ in ALL], [params for _, params in ALL])
-    llm.core.check_integrity()
+    check_core(llm.core)
     return [(result.prompt_logprobs, result.outputs) for result in found]
 
 
@@ -82,11 +83,17 @@ def answers(llm: LLM) -> list[Any]:
     ("config", "options"),
     [
         ({"method": "suffix"}, {}),
-        ({"method": "ngram", "prompt_lookup_min": 1}, {"native_forward": False}),
-        ({"method": "suffix"}, {"async_scheduling": True}),
-        ({"method": "suffix", "num_speculative_tokens": 4}, {"num_gpu_blocks_override": 40, "max_model_len": 512}),
+        pytest.param(
+            {"method": "ngram", "prompt_lookup_min": 1}, {"native_forward": False}, marks=pytest.mark.nightly
+        ),
+        pytest.param({"method": "suffix"}, {"async_scheduling": True}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"method": "suffix", "num_speculative_tokens": 4},
+            {"num_gpu_blocks_override": 40, "max_model_len": 512},
+            marks=pytest.mark.nightly,
+        ),
         # The model itself, and one that knows nothing.
-        ({"model": DEMO}, {}),
+        pytest.param({"model": DEMO}, {}, marks=pytest.mark.nightly),
         ({"model": DEMO, "num_speculative_tokens": 6, "kv_cache_memory": "4MiB"}, {"async_scheduling": True}),
         ({"model": "small"}, {"native_forward": False, "max_num_batched_tokens": 64}),
         ({"method": "suffix"}, {"swap_space": "16MiB", "preemption_mode": "swap", "num_gpu_blocks_override": 40}
@@ -124,10 +131,11 @@ def test_the_answers_are_those_without_drafts(
     else:
         assert counts.accepted > 100 and counts.tokens > counts.accepted, "some were right, some were not"
     if "model" in config:
-        forced: Any = llm.core.scheduler.policies.drafter
-        forced._inner._guesser._model.check_integrity()
+        safe: Any = llm.core.scheduler.policies.drafter
+        check_draft_model(safe.inner._inner._guesser._model)
 
 
+@pytest.mark.nightly
 def test_greedy_text_with_drafts_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftPrices, "begin", free_drafts)
     llm = LLM(DEMO, dtype="float32", kv_cache_memory="64MiB", speculative_config={"method": "suffix"})

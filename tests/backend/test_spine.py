@@ -25,7 +25,7 @@ def test_the_reading_list_names_the_spine_in_order() -> None:
         "engine/kv_pool.py",
         "engine/step.py",
         "runner/model_runner.py",
-        "runner/batch_state.py",
+        "device/batch_state.py",
         "attention/base.py",
         "attention/reference.py",
         "sampling/sampler.py",

@@ -19,6 +19,7 @@ from engine_rig import Info, make_core
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
 from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -36,7 +37,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
-from inflight.worker import _HANDLERS, _add, _answer, _serve
+from inflight.worker import _HANDLERS, Engine, _add, _answer, serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
@@ -79,7 +80,7 @@ def engine(checkpoint):
     engine.close()
 
 
-def test_it_generates_aborts_refuses_and_shuts_down(engine, checkpoint):
+def test_it_generates_aborts_refuses_answers_and_shuts_down(engine, checkpoint):
     ready = engine.receive()
     assert isinstance(ready, EngineReady)
     assert (ready.vocab_size, ready.max_model_len, ready.block_size) == (199, 256, 16)
@@ -106,6 +107,11 @@ def test_it_generates_aborts_refuses_and_shuts_down(engine, checkpoint):
     engine.send(AbortRequest(3))
     while engine.receive().stats.blocks_used:
         pass
+
+    engine.send(Ask(1, DumpTrace()))
+    assert engine.receive() == Answer(
+        1, error=("INVALID_ARG", 'step_trace is off: set "step_trace": true in model.json and reload the model')
+    )
     engine.send(Shutdown())
     assert engine.process.wait(timeout=20) == 0
 
@@ -118,22 +124,13 @@ def test_it_exits_when_its_frontend_is_gone(engine):
     assert engine.process.wait(timeout=20) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "no/such/folder"}, "is not a readable checkpoint"),
-        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the checkpoint's 256 positions"),
-        ({"kv_cache_memory": "1KiB"}, "more; raise kv_cache_memory"),
-        ({"attention_backend": "magic"}, "attention_backend='magic' is not one of auto"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint, options, message):
-    engine = Worker(**{"model": checkpoint, **options})
+def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint):
+    engine = Worker(model=checkpoint, max_model_len=4096)
     try:
         failed = engine.receive()
         assert isinstance(failed, EngineFailed)
         assert failed.fatal
-        assert message in failed.message
+        assert "max_model_len=4096 exceeds the checkpoint's 256 positions" in failed.message
         assert engine.process.wait(timeout=20) == 1
     finally:
         engine.close()
@@ -164,20 +161,12 @@ def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoi
         engine.close()
 
 
-def test_without_the_trace_the_answer_says_how_to_turn_it_on(engine):
-    engine.receive()
-    engine.send(Ask(1, DumpTrace()))
-    assert engine.receive() == Answer(
-        1, error=("INVALID_ARG", 'step_trace is off: set "step_trace": true in model.json and reload the model')
-    )
-
-
 def test_every_question_has_a_handler():
     assert set(_HANDLERS) == set(typing.get_args(Question) or (Question,))
 
 
 def test_a_handler_that_fails_answers_with_the_error(monkeypatch):
-    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda core, question: core.missing)
+    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda engine, question: engine.missing)
     answer = _answer(None, Ask(3, DumpTrace()))  # type: ignore[arg-type]
     assert answer == Answer(3, error=("INTERNAL", "AttributeError: 'NoneType' object has no attribute 'missing'"))
 
@@ -199,13 +188,13 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     frontend = Frontend(0, Pipe())
     inbox.put((frontend, Joined()))
     inbox.put((frontend, AddRequest(1, [1, 2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))))
-    _serve(core, Frontends(core.live_ids, READY), inbox, Heartbeat(Heartbeat.create(8), 8))
+    serve(Engine(core, None), Frontends(core.live_ids, READY), inbox, Heartbeat(Heartbeat.create(8), 8))
     assert sent[0] == READY
     assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]
 
 
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):
-    """Whatever of it was queued is taken back, and the engine goes on."""
+    """Its queued sequences are withdrawn, and the engine goes on."""
     core = make_core(Info())
     add = core.scheduler.add
 
@@ -224,5 +213,5 @@ def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):
     ended = set()
     while core.has_work:
         ended |= {delta.request_id for delta in core.step().deltas if delta.finish_reason}
-        core.check_integrity()
+        check_core(core)
     assert ended == {1}

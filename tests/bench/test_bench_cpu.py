@@ -1,4 +1,4 @@
-"""bench/cpu.py: workloads, floors, budget, table, and runs of a stand-in engine; no peers are needed."""
+"""bench/cpu.py: workloads, floors, budget, and runs of a stand-in engine; no peers are needed."""
 
 from __future__ import annotations
 
@@ -94,34 +94,6 @@ def test_the_summary_pairs_ratios_by_round():
     assert cpu_report.summarise({"peer": [run(1)]}, None)["peer"]["ratio"] is None
 
 
-def test_the_table_lists_the_fastest_first_and_what_is_missing():
-    summary = cpu_report.summarise({"inflight": [run(10)], "peer": [run(40)]}, 1.0)
-    lines = cpu_report.table(summary, {"other": "not installed: try this"}).splitlines()
-    assert lines[1].split() == ["peer", "40.0", "0.25", "10%", "1.0", "1.50", "1.00", "1"]
-    assert lines[2].split()[0] == "inflight"
-    assert lines[3] == "left out: other: not installed: try this"
-
-
-def test_the_breakdown_shows_shares_of_the_sum():
-    lines = cpu_report.breakdown_lines({"linear": 3.0, "Python": 1.0}).splitlines()
-    assert [line.split() for line in lines] == [["75.0%", "linear"], ["25.0%", "Python"]]
-
-
-def test_record_keeps_other_comparisons(tmp_path):
-    path = tmp_path / "cpu.json"
-    cpu_report.store(path, "b bf16/bf16", {"rounds": 1})
-    cpu_report.store(path, "a bf16/bf16", {"rounds": 2})
-    cpu_report.store(path, "b bf16/bf16", {"rounds": 3})
-    assert json.loads(path.read_text()) == {"b bf16/bf16": {"rounds": 3}, "a bf16/bf16": {"rounds": 2}}
-
-
-def test_plot_draws_each_comparison(tmp_path):
-    pytest.importorskip("matplotlib")
-    engines = cpu_report.summarise({"inflight": [run(10)], "peer": [run(40)]}, 1.0)
-    cpu_report.plot({"b bf16/bf16": {"engines": engines}, "a bf16/bf16": {"engines": {}}}, tmp_path / "cpu.png")
-    assert (tmp_path / "cpu.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_a_slow_engine_leaves_time_for_the_engines_before_it():
     budget = cpu.Budget(100.0, {"fast": 3, "slow": 3}, started=0.0)
     budget.ran("fast", 10.0)
@@ -131,27 +103,6 @@ def test_a_slow_engine_leaves_time_for_the_engines_before_it():
     budget.ran("fast", 10.0)
     assert not budget.fits("slow", now=85.0)
     assert budget.fits("fast", now=85.0)
-
-
-def test_an_engine_that_has_run_reserves_nothing():
-    budget = cpu.Budget(100.0, {"slow": 1, "fast": 3}, started=0.0)
-    budget.ran("slow", 60.0)
-    assert budget.limit("fast", now=60.0) == 40.0
-
-
-def test_kv_follows_the_weights_and_the_command_has_no_paths():
-    words = ["--weights", "fp32", "--peer", "openvino=/some/where/python", "--option", "openvino:cache_size=3"]
-    args = cpu.parse(words)
-    assert args.kv == "fp32"
-    assert args.peer == {"openvino": "/some/where/python"}
-    assert args.option == {"openvino": {"cache_size": 3}}
-    assert "/some" not in args.command and "openvino=PYTHON" in args.command
-
-
-def test_an_unknown_engine_is_rejected_with_a_list_of_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        cpu.parse(["--engines", "inflight,openvin"])
-    assert "unknown engine 'openvin'; choose from inflight, " in capsys.readouterr().err
 
 
 def test_missing_peer_says_how_to_install_it(tmp_path):

@@ -52,12 +52,14 @@ def collect(tmp_path: Path, *hidden: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_all_files_are_collected_without_our_plugins(tmp_path: Path) -> None:
     done = collect(tmp_path, "pytest_asyncio", "pytest_timeout", "xdist", "hypothesis", "tritonclient")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [name for name in FILES if f"tests/gpu/{name}::" not in done.stdout] == []
 
 
+@pytest.mark.nightly
 def test_without_msgspec_they_say_what_to_do(tmp_path: Path) -> None:
     done = collect(tmp_path, "msgspec")
     assert done.returncode == 4

@@ -70,7 +70,7 @@ def key() -> str:
 
 @pytest.fixture
 def seen(scripted: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
-    """What the model has seen under a key, once `until` holds."""
+    """The model's record of a key, once `until` holds."""
     with Client(scripted.grpc_address, model="scripted") as observer:
 
         def look(key: str, until: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:

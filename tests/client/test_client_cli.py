@@ -12,9 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from inflight_client.cli import generate
 from inflight_tools.ports import pick_ports
 
+APP = typer.Typer()
+APP.command()(generate)
 # A test run in the background ignores SIGINT, and its children inherit that; in a terminal they do not.
 RUN = (
     "import signal, typer; from inflight_client.cli import generate; "
@@ -34,9 +39,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def run(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, error = process.communicate(stdin, timeout=60)
-    return process.returncode, out, error
+    result = CliRunner().invoke(APP, arguments, input=stdin)
+    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture
@@ -49,9 +53,9 @@ def test_text(server: list[str], how: str) -> None:
     assert run("naïve 漢 words here", "--max-tokens", "3", how, *server) == (0, "naïve 漢 words\n", "")
 
 
-@pytest.mark.parametrize("scheme", ["", "http://"])
-def test_the_protocol_follows_from_the_address(address: str, scheme: str) -> None:
-    assert run("a b", "--url", scheme + address, "--model", "scripted") == (0, "a b\n", "")
+def test_the_protocol_follows_from_the_address(address: str) -> None:
+    for scheme in ["", "http://"]:
+        assert run("a b", "--url", scheme + address, "--model", "scripted") == (0, "a b\n", "")
 
 
 def test_json(server: list[str]) -> None:
@@ -105,12 +109,12 @@ def test_wrong_usage_is_one_line(wrong: list[str]) -> None:
     assert error.startswith("inflight: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("url", ["localhost:notaport", "localhost:99999", "[::1"])
-@pytest.mark.parametrize("protocol_", [[], ["--protocol", "http"]])
-def test_what_is_not_an_address_is_one_line(url: str, protocol_: list[str]) -> None:
-    status, out, error = run("a", *protocol_, "--url", url)
-    assert (status, out) == (2, "")
-    assert error.startswith("inflight: url='") and url in error and error.count("\n") == 1
+def test_what_is_not_an_address_is_one_line() -> None:
+    for url in ["localhost:notaport", "localhost:99999", "[::1"]:
+        for protocol_ in [[], ["--protocol", "http"]]:
+            status, out, error = run("a", *protocol_, "--url", url)
+            assert (status, out) == (2, "")
+            assert error.startswith("inflight: url='") and url in error and error.count("\n") == 1
 
 
 def test_standard_input_that_is_not_utf8_is_one_line() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight_client import (
@@ -175,7 +175,6 @@ outputs = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_siz
 breaks = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([LOST, UnavailableError("busy")])), max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
 @given(output=outputs, breaks=breaks, shows_ids=st.booleans(), sums=st.booleans())
 def test_an_answer_that_was_interrupted_anywhere_equals_one_that_was_not(
     output: list[list[int]], breaks: list[tuple[int, Any]], shows_ids: bool, sums: bool
@@ -190,7 +189,6 @@ def test_an_answer_that_was_interrupted_anywhere_equals_one_that_was_not(
     assert whole.usage.output_tokens == sum(map(len, output))
 
 
-@settings(max_examples=30, deadline=None)
 @given(output=outputs, breaks=breaks)
 async def test_also_with_asyncio(output: list[list[int]], breaks: list[tuple[int, Any]]) -> None:
     whole = answer(Cluster(output, []), n=len(output))
@@ -373,7 +371,7 @@ async def test_asyncio_a_reader_that_takes_its_time_is_no_stall() -> None:
     cluster = AsyncCluster([[7, 8]], [])
     stream = AsyncStream(request(), FAST, cluster)
     await anext(stream)
-    stream.check_stall(time.monotonic() + 100)  # nobody waits for a response
+    stream.check_stall(time.monotonic() + 100)  # no task waits for a response
     assert [chunk.token_ids async for chunk in stream] == [[8]]
     assert cluster.opened == [0]
 
@@ -470,7 +468,7 @@ def test_a_server_that_cannot_be_opened_counts_nothing() -> None:
     assert answer(cluster).text == "<7>" and chosen.loads == [{0: 0, 1: 0}] * 2
 
 
-async def test_a_stream_that_nobody_reads_is_not_in_flight_once_it_is_cancelled() -> None:
+async def test_an_unread_stream_is_not_in_flight_once_it_is_cancelled() -> None:
     chosen = Chosen()
     cluster = AsyncCluster([[7]], [])
     cluster.endpoints = Endpoints(2, routing=chosen)
@@ -491,20 +489,19 @@ def test_a_server_is_left_alone_as_long_as_it_asks_if_there_is_no_other() -> Non
         answer(Cluster([[7]], [(0, UnavailableError("full; retry in 3600 s"))], count=1))
 
 
-@pytest.mark.parametrize(
-    ("message", "seconds"),
-    [("x; retry in 2 s", 2.0), ("x; retry in 0.3 s", 0.3), ("x; retry in 12 s and more", None), ("x", None)],
-)
-def test_the_hint_of_a_message(message: str, seconds: float | None) -> None:
-    assert UnavailableError(message).retry_after == seconds
+def test_the_hint_of_a_message() -> None:
+    for message, seconds in [
+        ("x; retry in 2 s", 2.0),
+        ("x; retry in 0.3 s", 0.3),
+        ("x; retry in 12 s and more", None),
+        ("x", None),
+    ]:
+        assert UnavailableError(message).retry_after == seconds
 
 
-@pytest.mark.parametrize(
-    ("url", "urls"),
-    [(None, [None]), ("a:1", ["a:1"]), ("a:1, b:2", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
-)
-def test_addresses(url: Any, urls: list[str | None]) -> None:
-    assert split_urls(url) == urls
+def test_addresses() -> None:
+    for url, urls in [(None, [None]), ("a:1", ["a:1"]), ("a:1, b:2", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])]:
+        assert split_urls(url) == urls
 
 
 @pytest.mark.parametrize("url", [[], "a:1,", ["a:1", ""]])
@@ -518,7 +515,7 @@ def test_no_addresses(url: Any) -> None:
 
 @pytest.fixture
 def addresses(address: str) -> str:
-    """Nobody listens at the first."""
+    """No server listens at the first address."""
     return f"127.0.0.1:{pick_ports(1)[0]},{address}"
 
 

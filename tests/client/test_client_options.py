@@ -91,9 +91,8 @@ def test_an_unpaired_surrogate_is_rejected_before_anything_is_sent() -> None:
         GenerationRequest.build("bad\udcff", None, None, {}, model="m", timeout=None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
+def test_values_of_the_wrong_type_are_rejected_before_anything_is_sent() -> None:
+    for arguments, error, match in [
         ({"prompt": 5}, TypeError, "prompt must be a string, not int"),
         ({"tenant": 5}, TypeError, "tenant must be a string"),
         ({"cache_salt": b"x"}, TypeError, "cache_salt must be a string, not bytes"),
@@ -105,13 +104,9 @@ def test_an_unpaired_surrogate_is_rejected_before_anything_is_sent() -> None:
         ({"prompt": None, "messages": [1]}, TypeError, "messages must be a list of objects"),
         ({"prompt": None, "input_ids": [1.5]}, TypeError, "float"),
         ({"prompt": None, "input_ids": [2**63]}, ValueError, "input_ids: must be integers within the range of INT64"),
-    ],
-)
-def test_values_of_the_wrong_type_are_rejected_before_anything_is_sent(
-    arguments: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        build(**arguments)
+    ]:
+        with pytest.raises(error, match=match):
+            build(**arguments)
 
 
 def test_the_number_of_sequences_is_parsed_as_by_the_server() -> None:
@@ -128,10 +123,10 @@ def test_an_unknown_option_is_rejected_with_a_suggestion() -> None:
         build(zzz=4)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e12])
-def test_a_timeout_is_a_positive_number(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout"):
-        build(timeout=timeout)
+def test_a_timeout_is_a_positive_number() -> None:
+    for timeout in [0, -1, float("nan"), float("inf"), 1e12]:
+        with pytest.raises(ValueError, match="timeout"):
+            build(timeout=timeout)
 
 
 def connection(url: str | None = None, protocol: str = "grpc", **options: Any) -> Connection:
@@ -149,9 +144,8 @@ def test_a_scheme_selects_tls() -> None:
     assert not connection("grpc://host:1").ssl
 
 
-@pytest.mark.parametrize(
-    ("url", "protocol", "options", "match"),
-    [
+def test_invalid_connections_are_rejected() -> None:
+    for url, protocol, options, match in [
         ("http://host:8000", "grpc", {}, "grpc://"),
         ("host:1", "rest", {}, "protocol='rest'"),
         ("host:1", "http", {"creds": object()}, "creds"),
@@ -161,11 +155,9 @@ def test_a_scheme_selects_tls() -> None:
         ("[::1", "http", {}, "host:port"),
         ("http://", "http", {}, "host:port"),
         ("host:1", "grpc", {"ssl_context": ssl.create_default_context()}, "ssl_context"),
-    ],
-)
-def test_invalid_connections_are_rejected(url: str, protocol: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        connection(url, protocol, **options)
+    ]:
+        with pytest.raises(ValueError, match=match):
+            connection(url, protocol, **options)
 
 
 def test_an_unknown_connection_option_is_rejected() -> None:
@@ -187,13 +179,16 @@ def test_given_channel_arguments_replace_ours() -> None:
     assert connection(channel_args=[("a", 1)]).grpc_client_options()["channel_args"] == [("a", 1)]
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("10.0.0.1:1", False), ("gpu:1", False)],
-)
-def test_proxies_do_not_apply_to_this_machine(host: str, loopback: bool) -> None:
-    assert connection(host).is_loopback is loopback
-    assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
+def test_proxies_do_not_apply_to_this_machine() -> None:
+    for host, loopback in [
+        ("127.0.0.1:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("10.0.0.1:1", False),
+        ("gpu:1", False),
+    ]:
+        assert connection(host).is_loopback is loopback
+        assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
 
 
 def test_headers_are_lower_case_in_grpc() -> None:

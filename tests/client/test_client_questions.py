@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "x"}]
 
 
 def sent(question: Any) -> dict[str, Any]:
-    """What both protocols send, as one dict."""
+    """The parts that both protocols send, as one dict."""
     message = grpc_control("m", question)
     parameters = {key: value.bool_param or value.string_param for key, value in message.parameters.items()}
     assert parameters.pop("triton_enable_empty_final_response") is True
@@ -38,9 +38,8 @@ def test_what_is_sent() -> None:
     assert grpc_control("m", tokenize_question("é", None, {}, None, False)).raw_input_contents[0] == b"\2\0\0\0\xc3\xa9"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
+def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
+    for arguments, error, match in [
         ((None, None, {}), ValueError, "give exactly one of prompt and messages, not none"),
         (("a", CHAT, {}), ValueError, "not prompt and messages"),
         (("a", None, {"tools": []}), ValueError, "tools: only for messages"),
@@ -48,13 +47,9 @@ def test_what_is_sent() -> None:
         ((5, None, {}), TypeError, "prompt must be a string"),
         ((None, "hello", {}), TypeError, "messages must be a list"),
         ((None, CHAT, {"tool": []}), TypeError, "unknown option 'tool'; allowed are tools, chat_template_kwargs"),
-    ],
-)
-def test_what_is_wrong_is_refused_before_anything_is_sent(
-    arguments: tuple[Any, Any, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        tokenize_question(*arguments, None, False)
+    ]:
+        with pytest.raises(error, match=match):
+            tokenize_question(*arguments, None, False)
 
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [2**63]])

@@ -141,7 +141,7 @@ def test_eight_threads_share_a_client(client: Client) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
 def test_cancelling_ends_only_this_request(client: Client, seen: Look, key: str, how: str) -> None:
-    other = client.stream(script(f"{key} other", tokens=40, delay=0.02), max_tokens=40)
+    other = client.stream(script(f"{key} other", tokens=20, delay=0.02), max_tokens=20)
     stream = client.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
     assert next(other).text == next(stream).text == "t0"
     if how == "cancel":
@@ -155,7 +155,7 @@ def test_cancelling_ends_only_this_request(client: Client, seen: Look, key: str,
     else:
         del stream
     assert seen(key, lambda report: report["cancelled"] == 1)["finished"] == 0
-    assert len(list(other)) == 39
+    assert len(list(other)) == 19
     assert seen(f"{key} other")["cancelled"] == 0
 
 
@@ -212,11 +212,11 @@ def test_an_invalid_value_is_rejected_with_the_servers_message(client: Client, s
 
 
 def test_an_unknown_model_is_rejected(client: Client) -> None:
-    with pytest.raises(InvalidRequestError, match="nobody") as caught:
-        client.generate("a", model="nobody")
+    with pytest.raises(InvalidRequestError, match="missing") as caught:
+        client.generate("a", model="missing")
     assert caught.value.code == "NOT_FOUND"
-    with pytest.raises(InvalidRequestError, match="nobody"):
-        client.metadata("nobody")
+    with pytest.raises(InvalidRequestError, match="missing"):
+        client.metadata("missing")
 
 
 def test_a_failure_midway_keeps_the_partial_result(client: Client) -> None:
@@ -243,23 +243,23 @@ def test_the_client_enforces_a_deadline_that_the_server_ignores(client: Client, 
 def test_health_and_metadata(client: Client) -> None:
     assert client.health()
     assert client.ready()
-    assert not client.ready("nobody")
+    assert not client.ready("missing")
     client.wait_until_ready(timeout=5)
     metadata = client.metadata()
     assert metadata["name"] == "scripted"
     assert {"text_output", "token_ids"} <= {output["name"] for output in metadata["outputs"]}
     assert client.server_metadata()["name"] == "triton"
     assert "scripted" in [entry["name"] for entry in client.repository_index()]
-    with pytest.raises(DeadlineExceededError, match="'nobody' is not ready"):
-        client.wait_until_ready(timeout=0.2, model="nobody")
+    with pytest.raises(DeadlineExceededError, match="'missing' is not ready"):
+        client.wait_until_ready(timeout=0.2, model="missing")
 
 
 def test_a_control_request_is_answered_with_text(client: Client) -> None:
     assert client.control("step_trace") == "answer to step_trace"
     with pytest.raises(InvalidRequestError, match="not supported"):
         client.control("refused")
-    with pytest.raises(InvalidRequestError, match="nobody"):
-        client.control("step_trace", model="nobody")
+    with pytest.raises(InvalidRequestError, match="missing"):
+        client.control("step_trace", model="missing")
 
 
 @pytest.mark.parametrize("scheme", ["", "http://", "grpc://"])
@@ -273,10 +273,10 @@ def test_without_a_server_no_endpoint_is_found() -> None:
         find_endpoint(address)
 
 
-@pytest.mark.parametrize("url", ["ftp://host:1", "localhost:notaport", "http://", "[::1"])
-def test_an_endpoint_must_be_an_address(url: str) -> None:
-    with pytest.raises(ValueError, match=r"url='"):
-        find_endpoint(url)
+def test_an_endpoint_must_be_an_address() -> None:
+    for url in ["ftp://host:1", "localhost:notaport", "http://", "[::1"]:
+        with pytest.raises(ValueError, match=r"url='"):
+            find_endpoint(url)
 
 
 def test_no_server_at_the_address(protocol: Any) -> None:

@@ -232,7 +232,7 @@ def test_a_status_of_the_call_itself(code: grpc.StatusCode, kind: type[Exception
 
 
 def _alive() -> dict[str, int]:
-    """Objects of requests that live, those of other tests too, and what this test's loop has to do."""
+    """Live objects of requests, other tests' included, and the pending tasks of this test's loop."""
     gc.collect()
     kinds = ("AsyncStream", "AsyncGrpcCall", "UnaryStreamCall", "StreamStreamCall", "Continuation", "_AioCall")
     counts = Counter(type(one).__name__ for one in gc.get_objects())
@@ -244,7 +244,7 @@ def _alive() -> dict[str, int]:
 
 
 async def test_thousands_of_streams_leave_nothing() -> None:
-    """Complete ones, failed ones, and some that are left after their first response."""
+    """Complete requests, failed ones, and some that are abandoned after their first response."""
     policy = RetryPolicy(max_attempts=1, resume=True)  # with a timer that watches each stream
     kinds = itertools.cycle(["complete", "left", "failed"])
 

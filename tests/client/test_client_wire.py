@@ -99,7 +99,7 @@ def test_without_token_ids_the_counts_are_requested() -> None:
 
 
 def test_cached_tokens_are_sent_only_if_asked_for() -> None:
-    """A server of an older release knows no such input."""
+    """A server of an older release lacks this input."""
     plain, asking = (GenerationRequest(model="m", prompt="p", return_num_cached_tokens=asks) for asks in (False, True))
     assert "return_num_cached_tokens" not in http_body(plain, None)
     assert http_body(asking, None)["return_num_cached_tokens"] is True
@@ -205,18 +205,15 @@ def test_an_empty_final_response_is_not_a_chunk() -> None:
     assert chunk_of(grpc_columns(response(final=True)), 1) is None
 
 
-@pytest.mark.parametrize(
-    ("columns", "n"),
-    [
+def test_inconsistent_outputs_are_an_error() -> None:
+    for columns, n in [
         ({"text_output": ["a", "b"]}, 1),
         ({"text_output": ["a"], "finish_reason": ["stop", "stop"]}, 1),
         ({"text_output": ["a", "b"], "token_ids": [1, 2, 3], "token_counts": [1, 1]}, 2),
         ({"text_output": ["a", "b"], "token_ids": [1, 2]}, 2),
-    ],
-)
-def test_inconsistent_outputs_are_an_error(columns: dict[str, list[Any]], n: int) -> None:
-    with pytest.raises(ServerError):
-        chunk_of(columns, n)
+    ]:
+        with pytest.raises(ServerError):
+            chunk_of(columns, n)
 
 
 def test_errors_in_responses_are_raised() -> None:
@@ -229,9 +226,8 @@ def test_errors_in_responses_are_raised() -> None:
         http_columns("<html>")
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "kind", "code"),
-    [
+def test_http_errors() -> None:
+    for status, body, kind, code in [
         (404, '{"error":"x"}', InvalidRequestError, "NOT_FOUND"),
         (503, '{"error":"x"}', UnavailableError, "UNAVAILABLE"),
         (500, 'data: {"error":"x"}\n\n', ServerError, "INTERNAL"),
@@ -239,9 +235,7 @@ def test_errors_in_responses_are_raised() -> None:
         (400, '{"error":"the queue is full"}', UnavailableError, "UNAVAILABLE"),
         (503, "<html>Service down</html>", UnavailableError, "UNAVAILABLE"),
         (502, "", ServerError, "UNKNOWN"),
-    ],
-)
-def test_http_errors(status: int, body: str, kind: type[Exception], code: str) -> None:
-    error = http_error(status, body)
-    assert type(error) is kind
-    assert error.code == code
+    ]:
+        error = http_error(status, body)
+        assert type(error) is kind
+        assert error.code == code

@@ -1,4 +1,4 @@
-"""Who reaches what in the pods of the chart, what they may write, and where their secrets are."""
+"""The chart's pods: which ports are reachable, which paths are writable, where secrets come from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 
 
 @each_case
-def test_only_the_door_is_reachable(case: str) -> None:
+def test_only_the_gateway_is_reachable(case: str) -> None:
     found = manifests(case)
     values = values_of(case)
     grpc = values.get("service", {}).get("grpc", {}).get("enabled", False)
@@ -47,7 +47,7 @@ def test_only_the_door_is_reachable(case: str) -> None:
             assert "http" not in named, "Triton's own HTTP port"
             if "grpc" in named and not grpc:
                 (peer,) = rule["from"]
-                assert selects(peer["podSelector"]["matchLabels"], pod_labels(server(found))), "the other doors"
+                assert selects(peer["podSelector"]["matchLabels"], pod_labels(server(found))), "the other gateways"
                 assert "namespaceSelector" not in peer
             if "metrics" in named:
                 (peer,) = rule["from"]
@@ -109,12 +109,12 @@ def test_no_secret_is_rendered(case: str) -> None:
 
 def test_secrets_arrive_where_the_programs_look_for_them() -> None:
     workload = server(manifests("hub"))
-    triton, door = (containers(workload)[name] for name in ("triton", "gateway"))
+    triton, gateway = (containers(workload)[name] for name in ("triton", "gateway"))
     environment = {entry["name"]: entry for entry in triton["env"]}
     assert environment["INFLIGHT_ADMIN_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "admin", "key": "admin-key"}
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "token"}
-    file = Path(flag(door, "api-key-file"))
-    (mount,) = [one for one in door["volumeMounts"] if one["mountPath"] == str(file.parent)]
+    file = Path(flag(gateway, "api-key-file"))
+    (mount,) = [one for one in gateway["volumeMounts"] if one["mountPath"] == str(file.parent)]
     (volume,) = [one for one in pod(workload)["spec"]["volumes"] if one["name"] == mount["name"]]
     assert volume["secret"]["secretName"] == "keys"
     assert volume["secret"]["items"] == [{"key": "list", "path": file.name}]

@@ -29,13 +29,13 @@ each_case = pytest.mark.parametrize("case", CASES)
 @each_case
 def test_the_grace_period_covers_pre_stop_and_drain_and_each_part_outlasts_the_one_before(case: str) -> None:
     workload = server(manifests(case))
-    triton, door = (containers(workload)[name] for name in ("triton", "gateway"))
+    triton, gateway = (containers(workload)[name] for name in ("triton", "gateway"))
     script = triton["lifecycle"]["preStop"]["exec"]["command"][-1]
     waited, drained = map(int, re.fullmatch(r"sleep (\d+); exec inflight-drain (\d+)", script).groups())  # type: ignore[union-attr]
-    assert door["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(waited)], "both serve until then"
+    assert gateway["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(waited)], "both serve until then"
     timeout = json.loads(model_json(manifests(case)))["drain_timeout"]
     assert drained > timeout, "the model says that it has drained before the hook gives up"
-    assert int(flag(door, "exit-timeout")) > timeout, "the door outlives its streams"
+    assert int(flag(gateway, "exit-timeout")) > timeout, "the gateway outlives its streams"
     assert int(flag(triton, "exit-timeout-secs")) > timeout
     assert pod(workload)["spec"]["terminationGracePeriodSeconds"] >= waited + drained + 10
 
@@ -48,7 +48,7 @@ def test_one_value_moves_all_of_them() -> None:
 
 
 @each_case
-def test_every_port_that_is_named_is_a_port_of_the_pods_that_are_meant(case: str) -> None:
+def test_every_named_port_is_a_port_of_its_pods(case: str) -> None:
     found = manifests(case)
     workloads = of_kind(found, "Deployment", "StatefulSet")
     for workload in workloads:
@@ -114,7 +114,7 @@ def test_every_selector_selects_what_it_should_and_nothing_else(case: str) -> No
 
 
 @each_case
-def test_fewest_replicas_leave_the_budget_something_to_give(case: str) -> None:
+def test_the_smallest_fleet_can_lose_a_pod(case: str) -> None:
     found = manifests(case)
     scaled = of_kind(found, "ScaledObject")
     fewest = scaled[0]["spec"]["minReplicaCount"] if scaled else server(found)["spec"]["replicas"]

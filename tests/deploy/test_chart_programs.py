@@ -1,4 +1,4 @@
-"""What the chart passes to the programs of the image is what they take."""
+"""The programs of the image accept what the chart passes to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 
 
 @each_case
-def test_the_gateway_takes_its_command_line(case: str) -> None:
+def test_the_gateway_accepts_its_command_line(case: str) -> None:
     """As `inflight-gateway` reads it, values included."""
     app = typer.Typer()
     app.command()(gateway)
@@ -96,7 +96,7 @@ def _code(text: str) -> list[str]:
 
 
 def test_a_stream_never_goes_on_with_another_model() -> None:
-    """While a rollout changes the model or the image, old doors find old Tritons only."""
+    """While a rollout changes the model or the image, old gateways find old Tritons only."""
 
     def peers(values: dict[str, Any]) -> tuple[Manifest, Manifest]:
         found = render(values)

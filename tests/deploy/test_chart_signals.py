@@ -44,10 +44,10 @@ def test_the_endpoint_picker_reads_gauges_that_exist_where_it_looks() -> None:
     used = [entry["pluginRef"] for profile in config["schedulingProfiles"] for entry in profile["plugins"]]
     assert set(used) <= set(plugins)
     # It reads the port that it sends requests to, without a key.
-    door = containers(server(found))["gateway"]
+    gateway = containers(server(found))["gateway"]
     metrics_port = ports(server(found))["metrics"]
-    assert flag(door, "triton-metrics") == f"http://127.0.0.1:{metrics_port}{plugins['metrics-data-source']['path']}"
-    assert "--open-metrics" in door["args"]
+    assert flag(gateway, "triton-metrics") == f"http://127.0.0.1:{metrics_port}{plugins['metrics-data-source']['path']}"
+    assert "--open-metrics" in gateway["args"]
     assert "--open-metrics" not in containers(server(manifests("hub")))["gateway"]["args"]
 
 

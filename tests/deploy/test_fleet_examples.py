@@ -55,7 +55,7 @@ def test_kserve_serves_a_model_that_the_backend_loads() -> None:
     assert SERVICE["spec"]["predictor"]["model"]["runtime"] == RUNTIME["metadata"]["name"]
 
 
-def test_kserves_traffic_and_probes_go_to_the_door() -> None:
+def test_kserves_traffic_and_probes_go_to_the_gateway() -> None:
     (container,) = RUNTIME["spec"]["containers"]
     environment = {entry["name"]: entry for entry in container["env"]}
     (port,) = container["ports"]
@@ -88,7 +88,7 @@ def test_compose_runs_three_tritons_that_drain_before_they_are_killed() -> None:
         assert int(one["stop_grace_period"].rstrip("s")) > EngineConfig(model="x").drain_timeout + 10
 
 
-def test_every_door_of_compose_knows_every_triton_its_own_first() -> None:
+def test_every_gateway_of_compose_lists_every_triton_its_own_first() -> None:
     app = typer.Typer()
     app.command()(gateway)
     assert len(services("replica-")) == 3

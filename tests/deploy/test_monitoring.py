@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import pytest
 import yaml
 from promql import ALERTS, DASHBOARD, DEPLOY, expressions, names_in
 
@@ -49,30 +48,30 @@ def series() -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("title", "expression"), expressions())
-def test_every_name_is_a_metric_of_ours_or_of_triton(title, expression):
-    names = names_in(expression)
-    assert names, expression
-    assert names <= series(), f"{title}: /metrics has no {names - series()}"
+def test_every_name_is_a_metric_of_ours_or_of_triton():
+    for title, expression in expressions():
+        names = names_in(expression)
+        assert names, expression
+        assert names <= series(), f"{title}: /metrics has no {names - series()}"
 
 
-@pytest.mark.parametrize(("title", "expression"), expressions())
-def test_every_label_exists_on_its_series(title, expression):
-    used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
-    for group in re.findall(r"\bby\s*\(([^)]*)\)", expression):
-        used |= {label.strip() for label in group.split(",")}
-    allowed = LABELS | {
-        label for name in names_in(expression) for label in (*FOREIGN.get(name, ()), *OF_SPECS.get(name, ()))
-    }
-    assert used <= allowed, title
+def test_every_label_exists_on_its_series():
+    for title, expression in expressions():
+        used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
+        for group in re.findall(r"\bby\s*\(([^)]*)\)", expression):
+            used |= {label.strip() for label in group.split(",")}
+        allowed = LABELS | {
+            label for name in names_in(expression) for label in (*FOREIGN.get(name, ()), *OF_SPECS.get(name, ()))
+        }
+        assert used <= allowed, title
 
 
-@pytest.mark.parametrize(("title", "expression"), expressions())
-def test_brackets_are_balanced_and_only_histograms_have_buckets(title, expression):
-    for left, right in ("()", "[]", "{}"):
-        assert expression.count(left) == expression.count(right), title
-    for name in re.findall(r"[\w:]+_bucket", expression):
-        assert "histogram_quantile" in expression and "le" in expression, f"{title}: {name} without its quantile"
+def test_brackets_are_balanced_and_only_histograms_have_buckets():
+    for title, expression in expressions():
+        for left, right in ("()", "[]", "{}"):
+            assert expression.count(left) == expression.count(right), title
+        if "_bucket" in expression:
+            assert "histogram_quantile" in expression and "le" in expression, title
 
 
 def test_every_metric_of_ours_is_on_the_dashboard():

@@ -87,12 +87,12 @@ def envoy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Process:
 
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Process:
-    """The real vllm-router, as docs/fleet.md starts it."""
+    """The real vllm-router, as docs/fleet/routing.md starts it."""
     found = Path(sys.executable).with_name("vllm-router")
     if not found.exists():
         pytest.skip("no vllm-router: pip install vllm-router, which has wheels for Linux on x86-64")
     port, prometheus = pick_ports(2)
-    page = (ROOT / "docs" / "fleet.md").read_text().replace("\\\n", "")
+    page = (ROOT / "docs" / "fleet" / "routing.md").read_text().replace("\\\n", "")
     (options,) = re.findall(r"^vllm-router --port 8080 (.*?) --worker-urls (?:http:\S+ )+(.*)$", page, re.MULTILINE)
     command = [str(found), "--port", str(port), "--prometheus-port", str(prometheus), *" ".join(options).split()]
     return fleet.run(Process([*command, "--worker-urls", *(one.url for one in fleet.doors)], port, "/v1/models"))

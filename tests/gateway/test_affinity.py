@@ -41,7 +41,7 @@ def test_a_server_that_leaves_moves_only_its_own_keys_and_they_return_with_it() 
 
 
 def test_a_hot_key_takes_one_server_more_at_a_time() -> None:
-    """Always in the same order, so that few servers compute its prefix."""
+    """Spill-over follows one order, so that few servers compute a prefix."""
     ring = BoundedRing(NAMES, load_factor=1.5, never_full=4)
     loads, order, used = dict(IDLE), [], []
     for _ in range(400):

@@ -73,9 +73,9 @@ def test_every_key_of_openais_request_is_known() -> None:
     assert set(asked) <= known
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+async def test_what_is_wrong_is_named(start):
+    front = await start(scripted("x", tool_format="hermes"))
+    for change, message in [
         ({"messages": []}, "messages: a list of objects"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, r"messages\[0\].role: 'pirate' came; one of system"),
         ({"messages": [*HI, {"role": "user"}]}, r"messages\[1\].content: a string or a list"),
@@ -104,16 +104,13 @@ def test_every_key_of_openais_request_is_known() -> None:
         ({"add_generation_prompt": True, "continue_final_message": True}, "excludes add_generation_prompt"),
         ({"n": 0}, "n: 0 came"),
         ({"temprature": 1}, "did you mean 'temperature'"),
-    ],
-)
-async def test_what_is_wrong_is_named(start, change, message):
-    front = await start(scripted("x", tool_format="hermes"))
-    response = await front.post("/v1/chat/completions", {"model": "demo", "messages": HI, **change})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(error["message"])
-    assert error["param"] in (*change, "tool_choice") and not front.client.requests
+    ]:
+        response = await front.post("/v1/chat/completions", {"model": "demo", "messages": HI, **change})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(error["message"])
+        assert error["param"] in (*change, "tool_choice") and not front.client.requests
 
 
 async def test_messages_reach_the_template_in_its_form(start):
@@ -157,7 +154,7 @@ async def test_messages_reach_the_template_in_its_form(start):
 
 
 def joined(chunks: Sequence[Any]) -> dict[str, Any]:
-    """What a client makes of a stream's deltas, for the first choice."""
+    """The first choice of a stream, as a client joins its deltas."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -236,9 +233,8 @@ async def test_a_round_trip_with_tools(start, format):
     assert sent[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
 
 
-@pytest.mark.parametrize(
-    ("options", "begins", "tools"),
-    [
+async def test_what_must_be_called_is_constrained(start):
+    for options, begins, tools in [
         ({"tool_choice": "none"}, None, None),
         ({"tool_choice": "auto"}, None, TOOLS),
         ({"tool_choice": "required"}, "tags_with_separator", TOOLS),
@@ -246,22 +242,20 @@ async def test_a_round_trip_with_tools(start, format):
         ({"parallel_tool_calls": False}, "triggered_tags", TOOLS),
         ({"response_format": {"type": "json_object"}}, "or", TOOLS),
         ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "tags_with_separator", TOOLS),
-    ],
-)
-async def test_what_must_be_called_is_constrained(start, options, begins, tools):
-    front = await start(scripted("x", tool_format="hermes"))
-    await front.openai.chat.completions.create(model="demo", messages=HI, tools=TOOLS, **options)
-    request: Any = front.client.requests[0]
-    assert request.chat.get("tools") == tools
-    constraint = request.sampling.get("structured_outputs")
-    assert (constraint is None) == (begins is None)
-    if begins:
-        tag = json.loads(constraint["structural_tag"])["format"]
-        assert tag["type"] == begins
-        if options.get("tool_choice") == "required":
-            assert "Oslo" not in json.dumps(tag) and json.dumps(WEATHER) in json.dumps(tag)
-        if begins == "tags_with_separator":
-            assert len(tag["tags"]) == (2 if options["tool_choice"] == "required" else 1)
+    ]:
+        front = await start(scripted("x", tool_format="hermes"))
+        await front.openai.chat.completions.create(model="demo", messages=HI, tools=TOOLS, **options)
+        request: Any = front.client.requests[0]
+        assert request.chat.get("tools") == tools
+        constraint = request.sampling.get("structured_outputs")
+        assert (constraint is None) == (begins is None)
+        if begins:
+            tag = json.loads(constraint["structural_tag"])["format"]
+            assert tag["type"] == begins
+            if options.get("tool_choice") == "required":
+                assert "Oslo" not in json.dumps(tag) and json.dumps(WEATHER) in json.dumps(tag)
+            if begins == "tags_with_separator":
+                assert len(tag["tags"]) == (2 if options["tool_choice"] == "required" else 1)
 
 
 async def test_strict_tools_are_constrained_and_others_are_not(start):

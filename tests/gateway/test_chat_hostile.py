@@ -1,4 +1,4 @@
-"""Chats and responses with bodies that nobody would send: each is answered, and none with an error of the gateway."""
+"""Chats and responses with absurd bodies: each gets an answer, and none an error of the gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import httpx2
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient, text
 
@@ -79,15 +79,13 @@ async def post(app: Any, path: str, body: Any) -> httpx2.Response:
         return await http.post(path, content=json.dumps(body))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["hermes", "pythonic", "qwen3_coder"]), messages, bodies(ChatBody))
-async def test_no_chat_is_too_strange(format: str, chat: Any, body: dict[str, Any]) -> None:
+async def test_no_chat_body_causes_an_error_of_the_gateway(format: str, chat: Any, body: dict[str, Any]) -> None:
     check(await post(app_of(format), "/v1/chat/completions", {"messages": chat, **body}), body)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["hermes", "pythonic"]), messages, bodies(ResponsesBody))
-async def test_no_response_is_too_strange(format: str, items: Any, body: dict[str, Any]) -> None:
+async def test_no_response_body_causes_an_error_of_the_gateway(format: str, items: Any, body: dict[str, Any]) -> None:
     check(await post(app_of(format), "/v1/responses", {"input": items, **body}), body)
 
 
@@ -107,7 +105,6 @@ choices = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), tools, choices, values, values)
 def test_parts_of_bodies_are_refused_by_name(format: str, given: Any, choice: Any, form: Any, kept: Any) -> None:
     with contextlib.suppress(APIError):

@@ -61,9 +61,9 @@ async def test_browsers_get_in_only_if_asked(start):
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://page.example"
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
+async def test_paths_that_are_not_there_answer_with_an_error_object(start):
+    front = await start(ok)
+    for method, path, status, code in [
         ("POST", "/v1/embeddings", 404, "unsupported_endpoint"),
         ("POST", "/v1/audio/speech", 404, "unsupported_endpoint"),
         ("GET", "/v1/files", 404, "unsupported_endpoint"),
@@ -71,13 +71,10 @@ async def test_browsers_get_in_only_if_asked(start):
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/demo", 405, "method_not_allowed"),
         ("GET", "/v1/models/gpt", 404, "model_not_found"),
-    ],
-)
-async def test_paths_that_are_not_there_answer_with_an_error_object(start, method, path, status, code):
-    front = await start(ok)
-    response = await front.http.request(method, path)
-    assert response.status_code == status and response.json()["error"]["code"] == code
-    assert status != 405 or response.headers["allow"]
+    ]:
+        response = await front.http.request(method, path)
+        assert response.status_code == status and response.json()["error"]["code"] == code
+        assert status != 405 or response.headers["allow"]
 
 
 async def test_models_that_take_text_are_listed(start):
@@ -117,9 +114,8 @@ async def test_another_backend_gets_only_what_it_knows(start):
     assert (await front.post("/tokenize", {"prompt": "a"})).json()["error"]["param"] == "model"
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code", "wait"),
-    [
+async def test_errors_of_triton_have_a_status(start):
+    for error, status, code, wait in [
         (InvalidRequestError("n=0: must be at least 1"), 400, None, None),
         (UnavailableError("the queue is full; retry in 2.5 s"), 429, "queue_full", "3"),
         (UnavailableError("the model is draining"), 503, "unavailable", "1"),
@@ -128,14 +124,12 @@ async def test_another_backend_gets_only_what_it_knows(start):
         (RequestCancelledError("Request was cancelled"), 503, "cancelled", "1"),
         (ServerError("logits of the request are not finite"), 500, "upstream_error", None),
         (KeyError("a fault of our own"), 500, "internal_error", None),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_errors_of_triton_have_a_status(start, error, status, code, wait, stream):
-    front = await start(lambda request: [error])
-    response = await front.post("/v1/completions", {"prompt": "a", "stream": stream})
-    assert (response.status_code, response.headers.get("retry-after")) == (status, wait)
-    assert response.json()["error"]["code"] == code and "fault of our own" not in response.text
+    ]:
+        for stream in [False, True]:
+            front = await start(lambda request, error=error: [error])
+            response = await front.post("/v1/completions", {"prompt": "a", "stream": stream})
+            assert (response.status_code, response.headers.get("retry-after")) == (status, wait)
+            assert response.json()["error"]["code"] == code and "fault of our own" not in response.text
 
 
 async def test_when_one_prompt_fails_the_others_are_cancelled(start):

@@ -1,4 +1,4 @@
-"""Any request at all, against a scripted backend: no answer is an error of the server."""
+"""Arbitrary requests against a scripted backend: no answer is an error of the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 from hostile_bodies import bodies, check_answer, encoded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient, text
 
@@ -22,7 +22,7 @@ _CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n<
 
 
 def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
-    """What an application of its own answers."""
+    """The response of a new application."""
     client = ScriptedClient(lambda request: text("Hel", "lo", _CALL, n=request.n))
     client.info.update(tool_format="hermes", reasoning_tags=["<think>", "</think>"], reasoning_opened=False)
     options = GatewayOptions(max_body_depth=20, max_prompts=4, max_n=4)
@@ -36,19 +36,16 @@ def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Resp
     return asyncio.run(send())
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), path=st.sampled_from(_POSTS))
 def test_any_json(data: Any, path: str) -> None:
     check_answer(answer("POST", path, encoded(data.draw(bodies(path)))))
 
 
-@settings(max_examples=40, deadline=None)
 @given(content=st.binary(max_size=30), path=st.sampled_from(_POSTS))
 def test_any_bytes(content: bytes, path: str) -> None:
     check_answer(answer("POST", path, content))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
     path=st.sampled_from(["/v1/models/", "/v1/", "/"]).flatmap(

@@ -20,7 +20,7 @@ def ok(request):
 
 @pytest.fixture
 def triton() -> Iterator[HTTPServer]:
-    """What Triton's metrics port answers."""
+    """The text of Triton's metrics port."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

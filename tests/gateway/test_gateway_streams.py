@@ -8,7 +8,7 @@ import json
 import socket
 
 import httpx
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient, text
 from starlette.applications import Starlette
@@ -105,7 +105,6 @@ _KEYS = st.sampled_from([*CompletionBody.__struct_fields__, *CompletionBody.UNSU
 _BODIES = st.dictionaries(_KEYS, _VALUES, max_size=5) | _VALUES
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_BODIES, st.booleans())
 def test_no_body_causes_an_error_of_the_gateway(body, with_prompt):
     if with_prompt and isinstance(body, dict):

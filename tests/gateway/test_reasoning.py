@@ -1,4 +1,4 @@
-"""Reasoning and constraints: what is split off an answer, and what an answer behind reasoning must look like."""
+"""Reasoning and constraints: what is split off an answer, and what an answer after reasoning must look like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient
 from tokenizers import AddedToken, Tokenizer
@@ -35,9 +35,8 @@ def split(pieces: Any, opened: bool = False) -> tuple[str, str]:
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("text", "opened", "expected"),
-    [
+def test_reasoning_is_split_off() -> None:
+    for text, opened, expected in [
         ("5", False, ("", "5")),
         (" \n5 ", False, ("", " \n5 ")),
         ("<think>\na\n\nb\n</think>\n\n5 ", False, ("a\n\nb", "5 ")),
@@ -48,17 +47,14 @@ def split(pieces: Any, opened: bool = False) -> tuple[str, str]:
         ("<thin", False, ("", "<thin")),
         ("", True, ("", "")),
         ("a <think>b</think>", False, ("", "a <think>b</think>")),
-    ],
-)
-def test_reasoning_is_split_off(text: str, opened: bool, expected: tuple[str, str]) -> None:
-    assert split([text], opened) == expected
-    assert split(text, opened) == expected, "one character at a time"
+    ]:
+        assert split([text], opened) == expected
+        assert split(text, opened) == expected, "one character at a time"
 
 
 parts = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", " ", "\n", "a", "think>"]), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
 @given(parts, st.booleans())
 def test_cuts_change_nothing(pieces: list[str], opened: bool) -> None:
     whole = split(["".join(pieces)], opened)
@@ -74,9 +70,8 @@ def test_long_reasoning_is_read_once() -> None:
         assert len(parser._scan.text) - parser._scan.at < 10
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "opened", "expected"),
-    [
+def test_tokens_of_reasoning_are_counted() -> None:
+    for token_ids, opened, expected in [
         ([1, 5, 5, 2, 6], False, 2),
         ([4, 1, 5, 2, 6, 1, 6], False, 1),  # whitespace before the tag, and another tag further on
         ([6, 6, 1, 5, 2], False, 0),
@@ -86,15 +81,13 @@ def test_long_reasoning_is_read_once() -> None:
         ([1, 5, 5], False, 2),
         ([1, 2, 6], False, 0),
         ([], True, 0),
-    ],
-)
-def test_tokens_of_reasoning_are_counted(token_ids: list[int], opened: bool, expected: int) -> None:
-    whole, cut = ReasoningTokens((1, 2), opened), ReasoningTokens((1, 2), opened)
-    whole.add(0, token_ids)
-    for token in token_ids:
-        for index in range(3):
-            cut.add(index, [token])
-    assert (whole.count, cut.count) == (expected, 3 * expected)
+    ]:
+        whole, cut = ReasoningTokens((1, 2), opened), ReasoningTokens((1, 2), opened)
+        whole.add(0, token_ids)
+        for token in token_ids:
+            for index in range(3):
+                cut.add(index, [token])
+        assert (whole.count, cut.count) == (expected, 3 * expected)
 
 
 async def test_usage_tells_the_tokens_of_reasoning(start: Any) -> None:
@@ -135,7 +128,7 @@ def test_which_tags() -> None:
 
 @pytest.fixture(scope="module", params=["text", "ordinary token", "special token"])
 def accepts(request: pytest.FixtureRequest) -> Any:
-    """Whether a text is a whole answer under a constraint; tags are spelled out, or tokens of their own."""
+    """Tells whether a text is a complete answer under a constraint; tags are spelled out, or special tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO))
     if request.param != "text":
         special = request.param == "special token"
@@ -172,7 +165,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("constraint", "good", "bad"), CONSTRAINTS)
-def test_constraints_stand_behind_the_reasoning(accepts: Any, constraint: dict[str, Any], good: str, bad: str) -> None:
+def test_constraints_apply_after_the_reasoning(accepts: Any, constraint: dict[str, Any], good: str, bad: str) -> None:
     free, opened = behind_reasoning(constraint, TAGS, False), behind_reasoning(constraint, TAGS, True)
     for text, valid in ((good, True), (bad, False)):
         assert accepts(free, f"<think>\nhm {{ </think>\n\n{text}") == valid

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight_gateway.tool_parsers import FORMATS, CallArguments, CallEnd, CallStart, Content, format_named, new_parser
@@ -33,7 +33,7 @@ Joined = tuple[str, list[tuple[str, str]]]
 
 
 def parsed(format: str, pieces: Iterable[str]) -> Joined:
-    """The joined events, whose order is checked."""
+    """Joins the events and checks their order."""
     parser = new_parser(format, TOOLS)
     content, calls, ids, open_call = "", [], set(), False
     for event in itertools.chain(*(parser.feed(piece) for piece in pieces), parser.finish()):
@@ -171,13 +171,13 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     ],
 }
 CASES["mistral_args"] = CASES["mistral"]
-TEXTS = [(format, *case) for format, cases in CASES.items() for case in cases]
 
 
-@pytest.mark.parametrize(("format", "text", "content", "calls"), TEXTS)
-def test_what_is_found(format: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert parsed(format, [text]) == (content, calls)
-    assert parsed(format, text) == (content, calls), "one character at a time"
+@pytest.mark.parametrize("format", CASES)
+def test_what_is_found(format: str) -> None:
+    for text, content, calls in CASES[format]:
+        assert parsed(format, [text]) == (content, calls)
+        assert parsed(format, text) == (content, calls), "one character at a time"
 
 
 FRAGMENTS = [
@@ -195,7 +195,6 @@ FRAGMENTS = [
 texts = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), texts, st.lists(st.integers(0, 20), max_size=40))
 @example("hermes", '<tool_call>{"name": "' + "a" * 300 + '<tool_call>{"name": "now"}', [1] * 400)
 @example("mistral", "[TOOL_CALLS]" + "a" * 300 + "[TOOL_CALLS]now{}", [1] * 400)
@@ -226,7 +225,6 @@ values = st.recursive(
 names = st.text("abcdefg_", min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(names, values, max_size=4), st.booleans(), st.lists(st.integers(1, 9), max_size=30))
 def test_valid_arguments_come_through(arguments: dict[str, Any], plain: bool, sizes: list[int]) -> None:
     text = json.dumps(arguments, ensure_ascii=plain)
@@ -249,7 +247,6 @@ def test_valid_arguments_come_through(arguments: dict[str, Any], plain: bool, si
         assert json.loads(found[0][1]) == arguments
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(names, values, max_size=4), st.lists(st.integers(1, 9), max_size=30))
 def test_bare_values_get_the_types_of_the_schema(arguments: dict[str, Any], sizes: list[int]) -> None:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -292,19 +289,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("format", FORMATS)
-def test_hostile_text_is_read_once(format: str, name: str) -> None:
-    """Linear time: what waits to be read again is short, whatever came."""
-    for text in (HOSTILE[name], "[weather(" + HOSTILE[name], '{"name": "now", "parameters": {"a": ' + HOSTILE[name]):
-        parser: Any = new_parser(format, TOOLS)
-        longest = 0
-        for piece in pieces_of(text, [7] * (len(text) // 7)):
-            parser.feed(piece)
-            longest = max(longest, len(parser._scan.text) - parser._scan.at)
-        parser.finish()
-        assert longest <= 32
-        assert parsed(format, [text * 5]) == parsed(format, pieces_of(text * 5, [9000] * 50))
+def test_hostile_text_is_read_once(format: str) -> None:
+    """Linear time: the text that waits to be read again stays short."""
+    for name in HOSTILE:
+        for text in (
+            HOSTILE[name],
+            "[weather(" + HOSTILE[name],
+            '{"name": "now", "parameters": {"a": ' + HOSTILE[name],
+        ):
+            parser: Any = new_parser(format, TOOLS)
+            longest = 0
+            for piece in pieces_of(text, [7] * (len(text) // 7)):
+                parser.feed(piece)
+                longest = max(longest, len(parser._scan.text) - parser._scan.at)
+            parser.finish()
+            assert longest <= 32
+            assert parsed(format, [text * 5]) == parsed(format, pieces_of(text * 5, [9000] * 50))
 
 
 def test_names_of_parsers() -> None:

@@ -16,11 +16,11 @@ from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
 from paged_case import PagedCase, relative_error
 
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.selection import select_backend
 from inflight.kernels.gpu import gpu_attention_kernel, gpu_attention_plan, gpu_kv_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
+from inflight.kernels.registry import select_attention
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -166,7 +166,7 @@ def test_a_captured_step_serves_other_batches(num_sms: int | None) -> None:
 
 
 def test_auto_selects_it() -> None:
-    assert select_backend("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "gpu"
+    assert select_attention("auto", [spec(8, 2, 64)], torch.bfloat16, 16, CUDA).name == "gpu"
 
 
 def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:

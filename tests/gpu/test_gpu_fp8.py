@@ -23,13 +23,13 @@ from torch import nn
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
+from inflight.kernels.registry import select_ops
 from inflight.loading.check import load_check as checks
 from inflight.loading.check.load_check import Reference, reference
-from inflight.loading.forward.fp8_linear import Fp8Linear, product
 from inflight.loading.loader import LoadedModel, load
+from inflight.loading.quantization.fp8_linear import Fp8Linear, product
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
-from inflight.ops.selection import select_ops
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]

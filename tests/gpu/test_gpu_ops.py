@@ -15,9 +15,9 @@ import gpu_ops
 from inflight.attention.base import LayerAttention, LayerSpec
 from inflight.kernels.gpu import gpu_kv_cache
 from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.kernels.registry import select_ops
 from inflight.ops.base import Angles, HeadNorms
 from inflight.ops.reference import rotate_and_write_in_parts
-from inflight.ops.selection import select_ops
 
 CUDA = torch.device("cuda")
 

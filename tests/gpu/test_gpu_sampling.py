@@ -13,10 +13,11 @@ if not torch.cuda.is_available():
 
 import gpu_ops
 from logprobs_of import logprobs_of
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_sampler
-from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
+from inflight.sampling import Sampler, SamplingMetadata
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HISTORY = np.tile(np.arange(40, dtype=np.int32) % 11, (64, 1))
@@ -36,7 +37,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def metadata(device: torch.device, rows: int, vocab_size: int, seed: int = 0) -> SamplingMetadata:
-    table = SamplingTable(rows, vocab_size, device)
+    table = new_table(rows, vocab_size, device)
     for slot in range(rows):
         table.set_row(slot, PARAMS[slot % len(PARAMS)], seed + slot, [], 20)
     return table.select(np.arange(rows), np.full(rows, 40), HISTORY)
@@ -86,7 +87,7 @@ def test_logprobs_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 def test_a_row_alone_and_in_a_batch() -> None:
     logits = torch.randn(64, 50257, device=CUDA)
-    table = SamplingTable(64, 50257, CUDA)
+    table = new_table(64, 50257, CUDA)
     for slot in range(64):
         table.set_row(slot, PARAMS[slot % 6], slot, [], 20)
 
@@ -115,5 +116,5 @@ def test_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
 def test_logits_that_are_not_finite_give_no_token_and_extreme_ones_do(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
-    got = gpu_sampler.choose(logits, gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0).columns)
+    got = gpu_sampler.choose(logits, gpu_ops.describe("mixed", len(logits), 5000, CUDA, 0).columns)
     assert bool(((got >= 0) & (got < 5000)).all() if abs(value) < 1e39 else (got == -1).all())

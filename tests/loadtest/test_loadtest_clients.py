@@ -1,4 +1,4 @@
-"""What the load's OpenAI client counts, against a server that a router has made forgetful."""
+"""Tokens that the load's OpenAI client counts behind a router that drops an option."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def address() -> Iterator[str]:
         server.shutdown()
 
 
-def test_without_usage_in_each_event_a_text_is_a_token_until_the_end_tells(address: str) -> None:
+def test_without_usage_per_event_each_text_counts_as_a_token_until_the_final_usage(address: str) -> None:
     exchange = connect("openai", address, "demo").send("text", 5)
     assert exchange.error is None
     assert [count for _, count in exchange.arrivals] == [1, 1, 1, 2]
 
 
-def test_a_model_is_there_if_it_is_listed(address: str) -> None:
+def test_a_listed_model_is_ready(address: str) -> None:
     connect("openai", address, "demo").check()
     with pytest.raises(LoadTestError, match="model 'other' is not ready"):
         connect("openai", address, "other").check()

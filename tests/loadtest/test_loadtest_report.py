@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from inflight_tools.workload.slo import SLO
 from loadtest.__main__ import app
 from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
-from loadtest.charts import Series, chart, ticks
+from loadtest.charts import Series, chart
 from loadtest.monitor import gauges
 from loadtest.report import render
 
@@ -38,26 +38,9 @@ class _Page(HTMLParser):
 def test_page_is_self_contained(canned: dict[str, Any]) -> None:
     text = render(canned)
     page = _Page(text)
-    assert page.fetched == []
+    assert all(name.startswith("#") for name in page.fetched)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not re.search(r"https?://|@import|url\(", text)
-
-
-def test_page_has_both_colour_schemes_and_every_colour(canned: dict[str, Any]) -> None:
-    text = render(canned)
-    assert "prefers-color-scheme: dark" in text
-    light, dark = (
-        re.findall(r"(--[a-z]+): *#", part) for part in text.split("@media (prefers-color-scheme: dark)")[:2]
-    )
-    assert set(light) == set(dark) >= set(re.findall(r"var\((--[a-z]+)\)", text))
-
-
-def test_the_ratio_table_comes_first(canned: dict[str, Any]) -> None:
-    text = render(canned)
-    assert text.index("Inflight is better by") < text.index("Latency by prompt class") < text.index("<svg")
-    assert _Page(text).tags.index("table") < _Page(text).tags.index("h2")
-    body = text[text.index("<tbody>") : text.index("</tbody>")]
-    assert re.search(r"time to first text, p95.*?200&nbsp;ms.*?4\.00&nbsp;s.*?20\.00×", body)
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
 
 
 def test_external_text_is_escaped(canned: dict[str, Any]) -> None:
@@ -94,12 +77,14 @@ def test_lost_requests_are_counted_and_do_not_meet_the_slo() -> None:
     assert phase.attainment(SLO()) == 0.25
 
 
-@pytest.mark.parametrize(
-    ("arrivals", "met"),
-    [([(0.5, 1), (0.6, 1)], True), ([(1.5, 1), (1.6, 1)], False), ([(0.5, 1), (0.9, 1)], False), ([(0.5, 9)], True)],
-)
-def test_slo_holds_for_first_text_and_for_the_rest(arrivals: list[tuple[float, int]], met: bool) -> None:
-    assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
+def test_slo_holds_for_first_text_and_for_the_rest() -> None:
+    for arrivals, met in [
+        ([(0.5, 1), (0.6, 1)], True),
+        ([(1.5, 1), (1.6, 1)], False),
+        ([(0.5, 1), (0.9, 1)], False),
+        ([(0.5, 9)], True),
+    ]:
+        assert is_good(row(0, 0.0, arrivals), SLO(ttft=1.0, tpot=0.2)) is met
 
 
 def test_knee_is_where_the_lines_cross() -> None:
@@ -138,18 +123,12 @@ def test_gauges_are_read_for_the_model_under_load() -> None:
     assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": pytest.approx(0.6)}
 
 
-def test_charts_stay_inside_their_frame() -> None:
-    svg = chart("t", [Series("a", [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)], "inflight", "both")], "x", "y", log_x=True)
-    found = [tuple(map(float, pair.split(","))) for pair in re.findall(r"points='([^']*)'", svg)[0].split()]
-    assert all(0 <= x <= 560 and 0 <= y <= 300 for x, y in found)
+def test_a_chart_shows_its_series_and_no_markup_of_theirs() -> None:
+    points = [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)]
+    svg = chart("t", [Series("$a$", points, "inflight", "both"), Series("b", [], "baseline")], "x", "y", log_x=True)
+    assert "$a$</text>" in svg and "stroke: var(--inflight)" in svg and "--baseline" not in svg and "<style" not in svg
     assert chart("t", [Series("a", [], "inflight")], "x", "y") == ""
     assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "inflight")], "<script>", "y")
-
-
-@pytest.mark.parametrize("high", [0.004, 1.0, 7.3, 250.0, 12345.0])
-def test_ticks_are_round_and_few(high: float) -> None:
-    found = ticks(0, high)
-    assert 3 <= len(found) <= 8 and found[0] == 0 and found[-1] <= high
 
 
 def test_render_writes_the_page_again(canned: dict[str, Any], tmp_path: Path) -> None:

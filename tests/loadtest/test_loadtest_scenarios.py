@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +18,19 @@ from loadtest.options import LoadOptions
 from loadtest.prompts import TextPrompts, load_tokenizer
 from loadtest.shapes import ramp_users
 
-DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_requests_lie_within_their_class_and_are_reproducible(name: str) -> None:
-    scenario = SCENARIOS[name]
-    bounds = {prompt_class.name: prompt_class.prompt for prompt_class in scenario.classes}
-    jobs = [scenario.job(index, seed=3) for index in range(300)]
-    assert jobs == [scenario.job(index, seed=3) for index in range(300)]
-    for job in jobs:
-        assert bounds[job.kind].low <= job.prompt_tokens <= bounds[job.kind].high
-        assert job.prompt_tokens + job.output_tokens <= scenario.longest
+def test_requests_lie_within_their_class_and_are_reproducible() -> None:
+    for name in SCENARIOS:
+        scenario = SCENARIOS[name]
+        bounds = {prompt_class.name: prompt_class.prompt for prompt_class in scenario.classes}
+        jobs = [scenario.job(index, seed=3) for index in range(300)]
+        assert jobs == [scenario.job(index, seed=3) for index in range(300)]
+        for job in jobs:
+            assert bounds[job.kind].low <= job.prompt_tokens <= bounds[job.kind].high
+            assert job.prompt_tokens + job.output_tokens <= scenario.longest
 
 
 def test_another_seed_gives_other_requests() -> None:
@@ -55,28 +59,28 @@ def test_bursts_are_half_short_half_long() -> None:
     assert [job.due for job in jobs[10:]] == pytest.approx([12.0] * 10)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("context", [64, 600, 2048, 131072])
-def test_a_scaled_scenario_fits(name: str, context: int) -> None:
-    scenario = SCENARIOS[name].scaled(context)
-    assert scenario.longest <= max(context, 1)
-    for index in range(50):
-        job = scenario.job(index, 1)
-        assert job.prompt_tokens >= 1 and job.output_tokens >= 1
-        assert job.prompt_tokens + job.output_tokens <= context
+def test_a_scaled_scenario_fits() -> None:
+    for name in SCENARIOS:
+        for context in [64, 600, 2048, 131072]:
+            scenario = SCENARIOS[name].scaled(context)
+            assert scenario.longest <= max(context, 1)
+            for index in range(50):
+                job = scenario.job(index, 1)
+                assert job.prompt_tokens >= 1 and job.output_tokens >= 1
+                assert job.prompt_tokens + job.output_tokens <= context
 
 
 def test_a_scenario_that_fits_is_not_scaled() -> None:
     assert SCENARIOS["lognormal"].scaled(8192) == SCENARIOS["lognormal"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 17, 512, 513, 3000])
-def test_id_prompts_have_exactly_the_requested_length(count: int) -> None:
-    prompts = IdPrompts(2560, seed=1)
-    ids = prompts.make(Job(0, "x", count, 1))
-    assert len(ids) == count
-    assert all(300 <= token < 2560 for token in ids)
-    assert ids != prompts.make(Job(1, "x", count, 1)) or count < 3
+def test_id_prompts_have_exactly_the_requested_length() -> None:
+    for count in [1, 2, 17, 512, 513, 3000]:
+        prompts = IdPrompts(2560, seed=1)
+        ids = prompts.make(Job(0, "x", count, 1))
+        assert len(ids) == count
+        assert all(300 <= token < 2560 for token in ids)
+        assert ids != prompts.make(Job(1, "x", count, 1)) or count < 3
 
 
 def test_equal_hash_ids_are_equal_blocks() -> None:
@@ -88,12 +92,12 @@ def test_equal_hash_ids_are_equal_blocks() -> None:
     assert one[1024:1030] != two[1024:1030]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 63, 500, 2000])
-def test_text_prompts_tokenise_to_exactly_the_requested_number(count: int) -> None:
-    tokenizer = load_tokenizer(DEMO)
-    for index in range(3):
-        text = TextPrompts(tokenizer, seed=1).make(Job(index, "x", count, 1))
-        assert len(tokenizer.encode(text).ids) == count
+def test_text_prompts_tokenise_to_exactly_the_requested_number() -> None:
+    for count in [1, 2, 3, 10, 63, 500, 2000]:
+        tokenizer = load_tokenizer(DEMO)
+        for index in range(3):
+            text = TextPrompts(tokenizer, seed=1).make(Job(index, "x", count, 1))
+            assert len(tokenizer.encode(text).ids) == count
 
 
 def test_texts_share_the_blocks_that_they_are_said_to_share() -> None:
@@ -119,19 +123,16 @@ def test_ramp_goes_up_stays_and_goes_down() -> None:
     assert users[35] == 20 and users[40] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_wrong_options_say_what_is_allowed() -> None:
+    for options, said in [
         (LoadOptions(scenario="no-such"), "choose one of lognormal"),
         (LoadOptions(arrivals="gaussian"), "poisson, gamma, constant"),
         (LoadOptions(arrivals="trace"), "--trace"),
         (LoadOptions(arrivals="poisson", rate=-1.0), "must be above 0"),
         (LoadOptions(trace="/nowhere.csv"), "give a CSV or JSONL file"),
-    ],
-)
-def test_wrong_options_say_what_is_allowed(options: LoadOptions, said: str) -> None:
-    with pytest.raises(WorkloadError, match=said):
-        list(options.jobs())
+    ]:
+        with pytest.raises(WorkloadError, match=said):
+            list(options.jobs())
 
 
 def test_text_prompts_need_a_tokenizer() -> None:
@@ -147,3 +148,16 @@ def test_options_survive_the_command_line() -> None:
     pairs = dict(zip(arguments[::2], arguments[1::2]))
     assert pairs == {"--scenario": "bursty", "--seed": "9", "--arrivals": "gamma", "--rate": "1.5", "--context": "2048"}
     assert find_scenario("bursty").name == dataclasses.asdict(options)["scenario"]
+
+
+def test_every_request_of_a_long_load_is_handed_out_once() -> None:
+    """Also past the requests that are prepared ahead.  Locust patches sockets, so it runs in a process of its own."""
+    script = """
+from loadtest.options import LoadOptions
+from loadtest.users import RequestFeed
+feed = RequestFeed(LoadOptions(scenario="uniform", requests=600), None, None)
+feed.start()
+print([taken[0].index for taken in iter(feed.take, None)])
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == list(range(600))

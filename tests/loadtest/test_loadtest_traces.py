@@ -70,17 +70,14 @@ def test_a_trace_is_a_load(tmp_path: Path) -> None:
     assert [job.due for job in closed.jobs()] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
+def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    for name, text, said in [
         ("a.csv", "when,prompt\n1,2\n", "expected one of: TIMESTAMP, ContextTokens, GeneratedTokens"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\nsoon,2,3\n", "request 1: cannot read arrival='soon'"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\nnan,2,3\n", "request 1: cannot read arrival='nan'"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 1e400, "output_length": 5}', "request 1: cannot read .*=inf"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\n", "contains no request"),
         ("a.jsonl", "[1, 2]\n", "line 1: not a JSON object"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, name: str, text: str, said: str) -> None:
-    with pytest.raises(WorkloadError, match=said):
-        read_trace(_write(tmp_path, name, text))
+    ]:
+        with pytest.raises(WorkloadError, match=said):
+            read_trace(_write(tmp_path, name, text))

@@ -1,4 +1,4 @@
-"""What a soak takes for a problem, and what it does not."""
+"""A soak reports real problems and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from inflight_client.results import Choice, GenerationResult, Timings, Usage
 from loadtest.soak import traffic as module
 from loadtest.soak.cases import Case, make_cases, matches
 from loadtest.soak.resources import Held, Idle, leaks
-from loadtest.soak.run import Verdict
 from loadtest.soak.traffic import Traffic
 
 KNOWN = (("one two", (1, 2), "length"), ("three", (3,), "stop"))
@@ -28,9 +27,8 @@ def test_cases_are_the_same_for_the_same_seed_and_have_one_right_answer_each() -
     assert {"n", "stop", "logprobs", "repetition_penalty", "one_response", "top_p"} <= used
 
 
-@pytest.mark.parametrize(
-    ("got", "whole", "partly"),
-    [
+def test_an_answer_that_was_cut_off_must_begin_as_the_known_one() -> None:
+    for got, whole, partly in [
         (KNOWN, True, True),
         ((("one", (1,), None), ("", (), None)), False, True),
         ((("one two", (1, 2), "length"),), False, False),  # a sequence is missing
@@ -38,11 +36,9 @@ def test_cases_are_the_same_for_the_same_seed_and_have_one_right_answer_each() -
         ((("one too", (1, 2), "length"), KNOWN[1]), False, False),
         ((("one two", (1, 2), "stop"), KNOWN[1]), False, True),
         ((("one two three", (1, 2, 3), None), KNOWN[1]), False, False),
-    ],
-)
-def test_an_answer_that_was_cut_off_must_begin_as_the_known_one(got: Any, whole: bool, partly: bool) -> None:
-    assert matches(got, KNOWN, whole=True) is whole
-    assert matches(got, KNOWN, whole=False) is partly
+    ]:
+        assert matches(got, KNOWN, whole=True) is whole
+        assert matches(got, KNOWN, whole=False) is partly
 
 
 class Client:
@@ -95,9 +91,8 @@ LOST = UnavailableError("the engine process died")
 LOST.partial = Client(CUT).result()
 
 
-@pytest.mark.parametrize(
-    ("habit", "client", "away", "ending", "problem"),
-    [
+def test_each_ending_is_counted_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for habit, client, away, ending, problem in [
         ("whole", Client(), False, "right to the last token", None),
         ("whole", Client(CUT), False, "wrong", "wrong answer"),
         ("whole", Client(error=REFUSED), False, "failed", "UnavailableError"),
@@ -114,15 +109,11 @@ LOST.partial = Client(CUT).result()
         ("bad", Client(error=InvalidRequestError("no")), False, "refused as invalid", None),
         ("bad", Client(), False, None, "a bad request was served"),
         ("bad", Client(error=InvalidRequestError("x", code="NOT_FOUND")), False, "failed", "InvalidRequestError"),
-    ],
-)
-def test_how_a_request_ends_is_judged(
-    habit: str, client: Client, away: bool, ending: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_END_SECONDS", 0.05)
-    traffic = ask(client, habit, monkeypatch, away)
-    assert traffic.counts == Counter({ending: 1} if ending else {})
-    assert [text.startswith(str(problem)) for text in traffic.problems] == ([True] if problem else [])
+    ]:
+        monkeypatch.setattr(module, "_END_SECONDS", 0.05)
+        traffic = ask(client, habit, monkeypatch, away)
+        assert traffic.counts == Counter({ending: 1} if ending else {})
+        assert [text.startswith(str(problem)) for text in traffic.problems] == ([True] if problem else [])
 
 
 def test_many_problems_of_a_kind_hide_no_other() -> None:
@@ -149,9 +140,8 @@ def idle(**changes: Any) -> Idle:
     return dataclasses.replace(Idle(held, (1, 2**20), 0, 0, {"a_total": 5}), **changes)
 
 
-@pytest.mark.parametrize(
-    ("late", "says"),
-    [
+def test_what_the_server_holds_must_not_grow() -> None:
+    for late, says in [
         (idle(), None),
         (idle(by_kind={**idle().by_kind, "server": Held(1, 2**30 + 2**27, 104, 52)}), None),
         (idle(by_kind={**idle().by_kind, "server": Held(1, 2**30 + 2**28, 100, 50)}), "server: rss grew"),
@@ -165,17 +155,6 @@ def idle(**changes: Any) -> Idle:
         (idle(counters={"a_total": 6, "b_total": 1}), None),
         (idle(counters={"a_total": 4}), "the counter a_total fell from 5 to 4"),
         (idle(counters={}), "the counter a_total fell from 5 to 0"),
-    ],
-)
-def test_what_the_server_holds_must_not_grow(late: Idle, says: str | None) -> None:
-    found = leaks(idle(), late)
-    assert [says in text for text in found] == [True] if says else found == []
-
-
-def test_the_report_ends_with_the_verdict() -> None:
-    verdict = Verdict(60, Counter(right=1000, wrong=1), Counter(reloads=2), idle(), idle(), 3, ["wrong answer: x"])
-    lines = verdict.lines()
-    assert lines[0] == "1,001 requests in 60 s; 2 reloads"
-    assert "PROBLEM wrong answer: x" in lines
-    assert lines[-2:] == ["PROBLEM and 2 more", "failed: 3 problems"]
-    assert Verdict(60, Counter(), Counter(), None, None, 0).lines()[-1] == "passed"
+    ]:
+        found = leaks(idle(), late)
+        assert [says in text for text in found] == [True] if says else found == []

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,15 @@ from unittest import mock
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine import assembly
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.integrity import check_core
+from inflight.engine.messages import AddRequest, TokenColumns
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.step_trace import make_trace
 from inflight.grammars.base import Grammars
 
 VOCAB = 50
@@ -39,6 +43,12 @@ class Info:
     swap_seconds_per_block: float = 0.0
     rope: RopeChoice | None = None
     grammars: Grammars | None = None
+
+
+def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:
+    """A step that took so long, for listeners that learn from its time."""
+    stats: Any = None
+    return DoneStep(out, StepOutput(ended=seconds), [], TokenColumns(), stats, 0.0, seconds)
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -77,6 +87,8 @@ class PagedHashRunner:
         self, info: Info, block_size: int, max_num_seqs: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.info = info
+        self.draft_runner: Any = None
+        self.num_collected_first = 0
         self.clock = clock
         self.block_size = block_size
         self.pool = [[-1] * block_size for _ in range(info.num_blocks)]
@@ -168,11 +180,16 @@ class HalfRightRunner(PagedHashRunner):
         return step
 
 
-def make_core(info: Info, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineCore:
+def make_core(
+    info: Info, clock: Callable[[], float] = time.monotonic, listeners: Iterable[EngineListener] = (), **options: Any
+) -> EngineCore:
     # Most tests make the pool too small to provoke preemption, which predicted-peak admission would avoid.
     config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
     runner = PagedHashRunner(info, config.block_size, config.max_num_seqs, clock)
-    return EngineCore(config, runner, clock)
+    trace = make_trace(config, info.num_blocks, clock)
+    core = assembly.make_core(config, runner, clock, [*listeners, *([] if trace is None else [trace])])
+    core.trace = trace  # type: ignore[attr-defined]  # for tests
+    return core
 
 
 def make_core_with_draft_model(
@@ -184,14 +201,14 @@ def make_core_with_draft_model(
     sizes = config.block_size, config.max_num_seqs, clock
     runner: Any = PagedHashRunner(info, *sizes)
     runner.draft_runner = HalfRightRunner(draft_info, *sizes)
-    return EngineCore(config, runner, clock)
+    return assembly.make_core(config, runner, clock)
 
 
 def run_until_idle(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict, limit: int = 20000):
     """Step until nothing is left, checking the invariants after each step."""
     for _ in range(limit):
         if not core.has_work:
-            core.check_integrity()
+            check_core(core)
             return
         collect(core, outputs, reasons)
     raise AssertionError(f"still busy after {limit} steps: a deadlock or livelock")
@@ -199,7 +216,7 @@ def run_until_idle(core: EngineCore, outputs: dict[tuple[int, int], list[int]], 
 
 def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict) -> None:
     message = core.step()
-    core.check_integrity()
+    check_core(core)
     assert message.stats.scheduled_tokens <= core.config.max_num_batched_tokens
     for delta in message.deltas:
         key = (delta.request_id, delta.index)

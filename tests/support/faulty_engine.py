@@ -78,17 +78,16 @@ def main() -> None:
     """Run `-c PROGRAM inflight.worker FOLDER ...` as Python would, with a runner that looks for poison."""
     _, folder, _, program, *arguments = sys.argv
     sys.path.insert(0, str(Path(arguments[1]).parent))
-    from inflight.engine.pulse import PulsingRunner
+    from inflight.engine.heartbeat_listener import HeartbeatListener
 
-    faults, launch = _Faults(Path(folder)), PulsingRunner.launch
+    faults, step_made = _Faults(Path(folder)), HeartbeatListener.step_made
 
-    def checked_launch(runner: Any, out: Any) -> Any:
+    def checked(listener: Any, out: Any) -> None:
         faults.spoil_logits()
-        runner._heartbeat.launched(out)  # as it is when the step runs
+        step_made(listener, out)  # as it is when the step runs
         faults.check(out)
-        return launch(runner, out)
 
-    PulsingRunner.launch = checked_launch  # type: ignore[method-assign]
+    HeartbeatListener.step_made = checked  # type: ignore[method-assign]
     sys.argv = ["-c", *arguments]
     exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 

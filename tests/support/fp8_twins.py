@@ -14,7 +14,7 @@ from torch import Tensor
 from inflight.attention.base import AttentionBackend, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.loading import loader
-from inflight.loading.forward import fp8_linear
+from inflight.loading.quantization import fp8_linear
 
 __all__ = ["Fp8Reference", "fp8_twins"]
 
@@ -46,15 +46,15 @@ def _rounded(x: Tensor, scale: Tensor | None) -> Tensor:
 @contextmanager
 def fp8_twins() -> Iterator[None]:
     """Weights and KV in fp8 load and run on this CPU."""
-    select_backend = loader.select_backend
+    select_attention = loader.select_attention
 
     def select(name: str, specs: list[LayerSpec], *args: Any) -> AttentionBackend:
         if name == "auto" and specs[0].kv_cache_dtype == E4M3:
             return Fp8Reference()
-        return select_backend(name, specs, *args)
+        return select_attention(name, specs, *args)
 
     with (
         patch.object(fp8_linear, "unsupported", lambda device, dtype: None),
-        patch.object(loader, "select_backend", select),
+        patch.object(loader, "select_attention", select),
     ):
         yield

@@ -14,17 +14,18 @@ from torch import Tensor
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
-from inflight.kernels.gpu import gpu_sampler
 from inflight.loading import loader
 from inflight.loading.forward.acceleration import use_ops
 from inflight.ops.base import FusedOps
 from inflight.ops.reference import ReferenceOps
-from inflight.runner import graphs
+from inflight.runner import base, graphs
 from inflight.runner.device_runner import DeviceRunner
-from inflight.sampling import native, sampler
+from inflight.sampling import sampler
 from inflight.sampling.choose import draw
 from inflight.sampling.metadata import Kind, RandomGroup
+from inflight.sampling.reference import ReferenceSampling
 from inflight.sampling.unusable import NO_TOKEN
 
 
@@ -100,9 +101,22 @@ def choose(logits: Tensor, columns: Tensor, out: Tensor | None = None, marks: bo
     return out
 
 
+class ChosenBy(ReferenceSampling):
+    """The reference, but for a kernel that chooses tokens."""
+
+    draws = True
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self._kernel = kernel
+
+    def choose(self, logits: Tensor, columns: Tensor, marks: bool = True, bitmask: Any = None) -> Tensor:
+        assert bitmask is None
+        return self._kernel(logits, columns, marks=marks)
+
+
 def fused_by(ops: FusedOps) -> Callable[..., Any]:
     """What replaces `accelerate`: the model as on a GPU, by `ops`."""
-    return lambda model, device, passes, length, int8: use_ops(model, ops, passes, length)
+    return lambda model, device, passes, length, scheme: use_ops(model, ops, passes, length)
 
 
 def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +128,9 @@ def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
-    monkeypatch.setattr(loader, "select_backend", lambda *args: DeviceAttention())
+    monkeypatch.setattr(loader, "select_attention", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
-    for module in (sampler, native):
-        monkeypatch.setattr(module, "can_launch", lambda device: True)
-    monkeypatch.setattr(gpu_sampler, "choose", choose)
+    monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(choose))
     # As on a GPU: on a CPU the host looks whether there is anything to mark.
     monkeypatch.setattr(sampler, "mark_unusable", lambda ids, tops: torch.where(tops.isfinite(), ids, NO_TOKEN))
 
@@ -127,7 +139,7 @@ def graph_core(path: str, **options: Any) -> EngineCore:
     """An engine on a `DeviceRunner` in float32; `enforce_eager: true` is the engine to compare it with."""
     values = dict(model=path, dtype="float32", device="cpu", admission="free_blocks", num_gpu_blocks_override=128)
     config = EngineConfig.from_dict(values | options)
-    return EngineCore(config, DeviceRunner(config))
+    return make_core(config, DeviceRunner(config))
 
 
 def captured_by(core: EngineCore) -> FakeCapturer:

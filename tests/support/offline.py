@@ -6,7 +6,9 @@ from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.device.device_queue import DeviceQueue
+from inflight.engine import assembly
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.device_runner import DeviceRunner
@@ -27,13 +29,13 @@ def make_config(path: str, **options: Any) -> EngineConfig:
 
 def make_core(path: str, **options: Any) -> EngineCore:
     config = make_config(path, **options)
-    return EngineCore(config, make_runner(config))
+    return assembly.make_core(config, make_runner(config))
 
 
 def make_device_core(path: str, queue: DeviceQueue | None = None, **options: Any) -> EngineCore:
     """With the runner of a GPU over CPU tensors; launches ahead unless told otherwise."""
     config = make_config(path, **{"async_scheduling": True, **options})
-    return EngineCore(config, DeviceRunner(config, queue=queue))
+    return assembly.make_core(config, DeviceRunner(config, queue=queue))
 
 
 def run(
@@ -50,7 +52,7 @@ def run(
             assert failure is None, failure
         for delta in core.step().deltas:
             deltas.setdefault((delta.request_id, delta.index), []).append(delta)
-        core.check_integrity()
+        check_core(core)
         steps += 1
     return deltas
 

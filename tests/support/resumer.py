@@ -12,6 +12,7 @@ import numpy as np
 from frontend_rig import RecordingClient, RecordingStats
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.output.output_processor import OutputProcessor
@@ -62,7 +63,7 @@ class CoreEngine(SteppedEngine):
 
     def stop(self, request_id: int, index: int | None) -> None:
         self.core.abort(request_id, index)
-        self.core.check_integrity()
+        check_core(self.core)
 
     def step(self) -> StepMessage | None:
         return self.core.step() if self.core.has_work else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from inflight.config import EngineConfig
+from inflight.engine.integrity import check_core
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine, SimulatedInfo
 from inflight_tools.simulator.incidents import Incidents
@@ -65,5 +66,5 @@ def simulate(
     )
     outcome = simulation.run()
     for replica in outcome.replicas:
-        replica.check_integrity()
+        check_core(replica)
     return outcome

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from random_steps import RandomSteps
 
+from inflight.device.batch_state import BatchState
 from inflight.engine.step import SchedulerOutput
 from inflight.kernels.gpu import gpu_step_inputs
-from inflight.runner.batch_state import BatchState
 from inflight.runner.step_inputs import DeviceState, StepInputTensors, StepSize, make_inputs, put_tokens
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload

@@ -9,7 +9,8 @@ from engine_rig import Info
 from slots import SeenStep, SlotOwners
 
 from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
+from inflight.engine.assembly import make_core
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
@@ -18,6 +19,9 @@ from inflight.engine.step import SchedulerOutput, StepOutput
 
 class RecordingRunner:
     """Samples token 1 for every row that samples, and records the steps."""
+
+    draft_runner = None
+    num_collected_first = 0
 
     def __init__(self, info: Info) -> None:
         self.info = info
@@ -47,7 +51,7 @@ class Clocked:
         config = EngineConfig.from_dict({"model": "none", "block_size": 4, "enable_prefix_caching": False, **options})
         self.runner = RecordingRunner(Info(num_blocks=num_blocks))
         self.now = 0
-        self.core = EngineCore(config, self.runner, clock=lambda: 0.0)  # deadlines give an order, and never pass
+        self.core = make_core(config, self.runner, clock=lambda: 0.0)  # deadlines give an order, and never pass
         self.scheduler = self.core.scheduler
         self.requests: dict[int, Request] = {}
         self.sequences: dict[tuple[int, int], Request] = {}
@@ -78,7 +82,7 @@ class Clocked:
         """Run one step and check the invariants."""
         count = len(self.runner.steps)
         self.core.step()
-        self.core.check_integrity()
+        check_core(self.core)
         out = SeenStep()
         for step in self.runner.steps[count:]:  # two when launch-ahead starts
             out = self._slots.see(step)

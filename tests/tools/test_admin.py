@@ -67,15 +67,13 @@ def test_no_key_only_if_asked_for(run: Any, command: str) -> None:
     assert Recorded.keys == []
 
 
-@pytest.mark.parametrize(
-    "key", ["short", "k" * 15, "k" * 257, "a key with some spaces", KEY + ",", KEY + "=", KEY + ":"]
-)
-def test_a_key_that_triton_cannot_take_is_refused(run: Any, key: str) -> None:
-    refused = run("serve", "--admin-key", key)
-    assert refused.exit_code == 2
-    assert "16 to 256 characters" in refused.output
-    with pytest.raises(LauncherError, match="16 to 256 characters"):
-        TritonServer(".", admin_key=key)
+def test_a_key_that_triton_cannot_take_is_refused(run: Any) -> None:
+    for key in ["short", "k" * 15, "k" * 257, "a key with some spaces", KEY + ",", KEY + "=", KEY + ":"]:
+        refused = run("serve", "--admin-key", key)
+        assert refused.exit_code == 2
+        assert "16 to 256 characters" in refused.output
+        with pytest.raises(LauncherError, match="16 to 256 characters"):
+            TritonServer(".", admin_key=key)
 
 
 def test_made_keys_are_taken() -> None:

@@ -49,6 +49,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def documents(script: ModuleType) -> list[Any]:
+    """The docstrings of the standard library, which takes seconds to read."""
     return script.stdlib_documents()
 
 
@@ -87,18 +88,15 @@ def test_checkpoint_is_a_grouped_query_llama_with_tied_embeddings(model: Any) ->
     assert stored.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_tokenizer_round_trips_text(tokenizer: Any) -> None:
+    for text in [
         "Return the value.",
         "  leading and trailing  ",
         "def f(x):\n\treturn x  # tab\r\n",
         "naïve café: 東京, Ελλάδα, שלום",
         "👩‍🚀🏳️‍🌈 and e\u0301 and \x00",
-    ],
-)
-def test_tokenizer_round_trips_text(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    ]:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
 def test_special_tokens(tokenizer: Any, model: Any) -> None:
@@ -113,6 +111,7 @@ def test_chat_template_asks_for_the_assistant(tokenizer: Any) -> None:
     assert text == "<|endoftext|><|im_start|>user\nWhat is json.dumps?<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.nightly
 def test_greedy_output_reads_as_words(model: Any, tokenizer: Any, documents: list[Any]) -> None:
     known_pairs = {pair for document in documents for pair in pairs_of(document.text)}
     known_words = {word for pair in known_pairs for word in pair}
@@ -125,6 +124,7 @@ def test_greedy_output_reads_as_words(model: Any, tokenizer: Any, documents: lis
     assert len(noise & known_pairs) < 15
 
 
+@pytest.mark.nightly
 @torch.inference_mode()
 def test_model_predicts_documentation_at_every_position(
     model: Any, tokenizer: Any, documents: list[Any], script: ModuleType
@@ -155,6 +155,7 @@ def test_texts_are_gathered_in_order_once_and_clean(script: ModuleType, tmp_path
     ]
 
 
+@pytest.mark.nightly
 def test_split_does_not_depend_on_order(script: ModuleType, documents: list[Any]) -> None:
     train, held_out = script.split(documents)
     assert set(train).isdisjoint(held_out) and set(train) | set(held_out) == set(documents)
@@ -162,6 +163,7 @@ def test_split_does_not_depend_on_order(script: ModuleType, documents: list[Any]
     assert 0.01 < len(held_out) / len(documents) < 0.04
 
 
+@pytest.mark.nightly
 def test_same_seed_same_checkpoint(script: ModuleType, documents: list[Any], tmp_path: Path) -> None:
     recipe = script.Recipe(
         vocab_size=320,

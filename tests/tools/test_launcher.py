@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -94,16 +93,16 @@ def test_picked_ports_are_free_and_distinct() -> None:
             sock.bind(("127.0.0.1", port))
 
 
-@pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
-def test_a_port_in_use_names_the_port_and_the_option(repository: Path, option: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = TritonServer(repository, **{f"{option}_port": port})
-        with pytest.raises(LauncherError, match=rf"port {port} .*in use.*--{option}-port"):
-            server.start()
-        assert server.process is None
+def test_a_port_in_use_names_the_port_and_the_option(repository: Path) -> None:
+    for option in ["http", "grpc", "metrics"]:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            server = TritonServer(repository, **{f"{option}_port": port})
+            with pytest.raises(LauncherError, match=rf"port {port} .*in use.*--{option}-port"):
+                server.start()
+            assert server.process is None
 
 
 def test_one_port_for_two_services_is_rejected(repository: Path) -> None:
@@ -111,22 +110,19 @@ def test_one_port_for_two_services_is_rejected(repository: Path) -> None:
         TritonServer(repository, http_port=8123, metrics_port=8123).start()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_an_unusable_address_or_file_is_named(repository: Path) -> None:
+    for options, says in [
         ({"http_port": 99999}, r"port 99999 \(HTTP\) must be between 0 and 65535; change --http-port"),
         ({"grpc_port": -1}, r"port -1 \(GRPC\) must be between 0 and 65535; change --grpc-port"),
         ({"host": "203.0.113.1"}, "cannot listen on host '203.0.113.1': .*; change --host"),
         ({"host": "a..b"}, r"cannot listen on host 'a\.\.b': .*; change --host"),
         ({"host": "203.0.113.1", "http_port": 8000}, "change --host"),
         ({"log_file": "/dev/full"}, "/dev/full: not a regular file"),
-    ],
-)
-def test_an_unusable_address_or_file_is_named(repository: Path, options: dict[str, Any], says: str) -> None:
-    server = TritonServer(repository, **options)
-    with pytest.raises(LauncherError, match=says):
-        server.start()
-    assert server.process is None
+    ]:
+        server = TritonServer(repository, **options)
+        with pytest.raises(LauncherError, match=says):
+            server.start()
+        assert server.process is None
 
 
 def test_no_such_repository(tmp_path: Path) -> None:
@@ -207,7 +203,7 @@ def test_the_reason_of_a_load_failure_comes_from_the_log() -> None:
 
 
 def test_session_members_and_ended_children() -> None:
-    # The shell leads a session; one child of it sleeps, another one becomes a zombie, as nobody waits for it.
+    # The shell leads a session; one child of it sleeps, another one becomes a zombie, because no process waits for it.
     script = "sleep 600 & sh -c 'kill -FPE $$' & exec sleep 600"
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as leader:
         try:
@@ -264,20 +260,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
     server.stop()
 
 
-@needs_server
-def test_successors_keep_their_ports_though_somebody_has_had_one_meanwhile(repository: Path, backend: Path) -> None:
-    (backend / "model.py").write_text(WITHOUT_CHILD)
-    with TritonServer(repository, backend_dir=backend, exit_timeout=5, metrics_port=None) as server:
-        ports = dict(server.ports)
-    refused = server.successor()
-    with socket.socket() as thief:
-        thief.bind(("127.0.0.1", ports["GRPC"]))
-        with pytest.raises(LauncherError, match=rf"port {ports['GRPC']} \(GRPC\) .*in use"):
-            refused.start()
-    with refused.successor() as third:
-        assert third.ports == ports
-
-
+@pytest.mark.nightly
 @needs_server
 def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path, backend: Path) -> None:
     (repository / "echo").rename(repository / "broken")
@@ -313,21 +296,21 @@ def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Pa
             _ = server.metrics_address
 
 
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        ({"a": {"model": "x"}, "b": {"model": "y", "drain_timeout": 90}}, 90),
-        ({"a": {"model": "x", "drain_timeout": "7"}}, 7),
-        ({"a": {"model": "x", "drain_timeout": 7}, "b": {"model": "y"}}, 30),
-        ({"a": {"model": "x", "drain_timeout": -1}, "b": ["nonsense"]}, 30),
-        ({}, 30),
-    ],
-)
-def test_a_stop_waits_as_long_as_the_longest_drain(tmp_path: Path, said: dict[str, Any], seconds: float) -> None:
-    for name, settings in said.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "1" / "model.json").write_text(json.dumps(settings))
-    assert longest_drain([tmp_path]) == seconds
+def test_a_stop_waits_as_long_as_the_longest_drain(tmp_path: Path) -> None:
+    for number, (said, seconds) in enumerate(
+        [
+            ({"a": {"model": "x"}, "b": {"model": "y", "drain_timeout": 90}}, 90),
+            ({"a": {"model": "x", "drain_timeout": "7"}}, 7),
+            ({"a": {"model": "x", "drain_timeout": 7}, "b": {"model": "y"}}, 30),
+            ({"a": {"model": "x", "drain_timeout": -1}, "b": ["nonsense"]}, 30),
+            ({}, 30),
+        ]
+    ):
+        for name, settings in said.items():
+            version = tmp_path / str(number) / name / "1"
+            version.mkdir(parents=True)
+            (version / "model.json").write_text(json.dumps(settings))
+        assert longest_drain([tmp_path / str(number)]) == seconds
 
 
 PARENT = """

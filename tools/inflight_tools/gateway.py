@@ -22,7 +22,7 @@ ApiKey = Annotated[
     ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="A file with one key a line; empty lines and those that start with # do not count.")
+    Path | None, typer.Option(help="A file with one key a line; empty lines and lines that start with # do not count.")
 ]
 
 

@@ -19,7 +19,7 @@ _STATE, _EXIT_CODE = 0, 49  # fields 3 and 52 of /proc/PID/stat, counted behind 
 
 
 def children(parent: int, name: str) -> list[int]:
-    """Process ids of the children of `parent` whose name starts with `name`, with those that it has not reaped."""
+    """Process ids of the children of `parent` whose name starts with `name`, including zombies."""
     found = []
     for pid in _child_pids(parent):
         with contextlib.suppress(OSError):  # it ended meanwhile

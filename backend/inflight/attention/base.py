@@ -15,7 +15,6 @@ from torch import Tensor
 from inflight.attention.int8 import SCALE_BYTES
 
 __all__ = [
-    "KV_DTYPES",
     "AttentionBackend",
     "AttentionMetadata",
     "KVCache",
@@ -23,13 +22,9 @@ __all__ = [
     "LayerSpec",
     "current_batch",
     "forward_context",
-    "unsupported_dtype",
-    "unsupported_kv_dtype",
 ]
 
 
-# Values of `kv_cache_dtype` in the configuration; None is the model's dtype.
-KV_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Bytes of the scale stored with each token's key of one head, and with its value.
 _SCALE_BYTES = {torch.int8: SCALE_BYTES}
 
@@ -65,21 +60,6 @@ class LayerSpec:
         stored = self.kv_cache_dtype or dtype
         elements = self.key_head_size + self.value_head_size
         return self.num_kv_heads * (elements * stored.itemsize + 2 * _SCALE_BYTES.get(stored, 0))
-
-
-def unsupported_dtype(dtype: torch.dtype) -> str | None:
-    """The reason for `AttentionBackend.unsupported` unless `dtype` is float32, bfloat16 or float16."""
-    if dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    return f"dtype={str(dtype).removeprefix('torch.')} (supported: float32, bfloat16 and float16)"
-
-
-def unsupported_kv_dtype(spec: LayerSpec, *supported: str) -> str | None:
-    """The reason for `AttentionBackend.unsupported` unless the layer's `kv_cache_dtype` is one of `supported`."""
-    name = next(name for name, dtype in KV_DTYPES.items() if dtype == spec.kv_cache_dtype)
-    if name in supported:
-        return None
-    return f"kv_cache_dtype={name!r} (supported: {' and '.join(map(repr, supported))})"
 
 
 @dataclass(slots=True)

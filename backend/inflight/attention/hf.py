@@ -2,7 +2,7 @@
 
 Any decoder that calls attention through the interface runs on the paged pool unchanged: the function
 registered here receives query, key and value with positions already applied.  Without a registered mask
-function transformers builds no mask; what a layer's mask says is in its spec (`probing.py`).
+function transformers builds no mask; what a layer's mask says is in its spec (`loading/recognise/attention_probe.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.attention import int8
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_kv_dtype
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.dtypes import unsupported_kv_dtype
 
 __all__ = ["ReferenceAttention", "attend_request"]
 
@@ -22,7 +23,7 @@ class ReferenceAttention:
     capturable = False
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        return unsupported_kv_dtype(spec, "auto", "int8")
+        return unsupported_kv_dtype(spec.kv_cache_dtype, "auto", "int8")
 
     def new_cache(
         self, num_blocks: int, block_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device

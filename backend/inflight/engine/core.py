@@ -4,48 +4,57 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
-from inflight.engine.host_swap import SwapSpace
-from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import (
-    AddRequest,
-    RequestFailed,
-    SequenceDelta,
-    StepMessage,
-    StepStats,
-    TokenColumns,
-)
-from inflight.engine.policies.load_shedding import Shedding, tokens_of_a_row
-from inflight.engine.policies.selection import make_policies
-from inflight.engine.queue_limits import QueueCaps
+from inflight.engine.drafting.draft_model import DraftRunner
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, TokenColumns
+from inflight.engine.policies.base import ArrivalPolicy
+from inflight.engine.queue_limits import QueueLimits
 from inflight.engine.request import Request, Status
 from inflight.engine.request_factory import ModelInfo, make_sequences, refusal
-from inflight.engine.scheduler import Scheduler, SchedulerLimits
+from inflight.engine.scheduler import Scheduler
+from inflight.engine.stats import step_stats
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.engine.step_trace import StepTrace
 
-__all__ = ["EngineCore", "ModelInfo", "Runner"]
+__all__ = ["EngineCore", "EngineParts", "ModelInfo", "Runner"]
 
 
 class Runner(Protocol):
-    """Owns the device: turns batches into tokens, in the order in which they are launched.
-
-    It may count, in `num_collected_first`, launches that had to wait for the tokens of the step before, and have a
-    `draft_runner` (engine/drafting/draft_model.py).
-    """
+    """Owns the device: turns batches into tokens, in the order in which they are launched."""
 
     @property
     def info(self) -> ModelInfo:
         """Facts of the loaded checkpoint."""
+
+    @property
+    def draft_runner(self) -> DraftRunner | None:
+        """Runs the model that drafts for this one; None: there is none."""
+
+    @property
+    def num_collected_first(self) -> int:
+        """Launches so far that had to wait for the tokens of the step before."""
 
     def launch(self, out: SchedulerOutput) -> Any:
         """Start a step, which may wait for those before it on the device; its ticket goes to `collect`."""
 
     def collect(self, ticket: Any) -> StepOutput:
         """Wait for the tokens of the oldest step that was launched and not collected."""
+
+
+class EngineParts(NamedTuple):
+    """What the core is made of; `engine/assembly.py` builds it from the options.
+
+    Attributes:
+        limits: how many sequences may wait.
+        shedding: asked about a request behind `limits`.
+    """
+
+    scheduler: Scheduler
+    limits: QueueLimits
+    shedding: ArrivalPolicy
 
 
 class _Launched(NamedTuple):
@@ -68,24 +77,27 @@ class EngineCore:
     Args:
         config: engine options.
         runner: the device side, with the checkpoint loaded.
+        parts: made for this runner.
         clock: seconds now, on the clock of deadlines, arrivals and the runner's times.
+        listeners: are told what happens, beside the engine's own.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        parts: EngineParts,
+        clock: Callable[[], float] = time.monotonic,
+        listeners: Iterable[EngineListener] = (),
+    ) -> None:
         self.config = config
         self.runner = runner
         self.info = runner.info
         self.clock = clock
-        self.pool = KVPool(self.info.num_blocks, config.block_size)
-        self.swap = SwapSpace(
-            self.info.num_host_blocks, config.block_size, self.info.swap_seconds_per_block, config.preemption_mode
-        )
-        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-        policies = make_policies(config, clock, self.info.grammars, getattr(runner, "draft_runner", None))
-        self.scheduler = Scheduler(limits, self.pool, policies, self.swap, clock)
-        self.caps = QueueCaps(config)
-        self.shedding = Shedding(config, self.scheduler, clock)
-        self.trace = self._make_trace()
+        self.scheduler, self.limits, self.shedding = parts
+        self.pool = self.scheduler.pool
+        self.listeners = self.scheduler.listeners
+        self.listeners += listeners
         self._live: dict[int, list[Request]] = {}
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
         self._max_launched = 2 if config.async_scheduling else 1
@@ -103,7 +115,7 @@ class EngineCore:
 
     @property
     def only_holds(self) -> bool:
-        """Whether all that is left waits for something outside of the engine: steps do nothing until it comes."""
+        """Whether all requests wait for something outside of the engine: steps do nothing until it comes."""
         scheduler = self.scheduler
         return bool(scheduler.held) and not (self._launched or scheduler.running or len(scheduler.waiting))
 
@@ -119,31 +131,22 @@ class EngineCore:
             return failure
         sequences = make_sequences(message, self.info, self.config.enable_prefix_caching, self.clock)
         live = [request for request in sequences if request.status is Status.WAITING]
-        failure = self.shedding.refusal(live, self.caps.refusal(live, self.scheduler.running))
+        failure = self.shedding.refusal(live, self.limits.refusal(live, self.scheduler.running))
         if failure is not None and not message.replayed:
             return failure
         leader, *leader.children = live
         self._live[message.request_id] = sequences
-        self.caps.arrived(live)
+        for listener in self.listeners:
+            listener.arrived(live)
         self.scheduler.add(leader)
-        if self.trace is not None:
-            self.trace.arrived(live)
         return None
 
     def abort(self, request_id: int, index: int | None = None) -> None:
         """End a request, or one of its sequences; unknown and ended ones are ignored."""
-        sequences = self._live.get(request_id, [])
-        live = [request for request in sequences if request.status is not Status.FINISHED]
-        if index is None:
+        for request in self._live.get(request_id, []):
             # A leader takes along the children that still wait for its prompt.
-            for request in sequences:
-                if request.status is not Status.FINISHED:
-                    self.scheduler.abort(request)
-        elif index < len(sequences) and sequences[index].status is not Status.FINISHED:
-            self.scheduler.abort(sequences[index])
-        self.caps.ended([request for request in live if request.status is Status.FINISHED])
-        if self.trace is not None:
-            self.trace.ended(sequences, self.clock())
+            if request.status is not Status.FINISHED and index in (None, request.index):
+                self.scheduler.abort(request)
         self._forget_if_done(request_id)
 
     def step(self) -> StepMessage:
@@ -157,38 +160,33 @@ class EngineCore:
             out = self.scheduler.schedule()
             if not out.slots:
                 break
+            for listener in self.listeners:
+                listener.step_made(out)
             ticket = self.runner.launch(out)
             self._launched.append(_Launched(out, ticket, start, ahead=bool(self._launched)))
         if not self._launched:
-            return StepMessage([], self.stats(SchedulerOutput(), 0.0), failed=self._give_up())
+            return StepMessage([], step_stats(self, SchedulerOutput(), 0.0), failed=self._give_up())
         step = self._launched.popleft()
         result = self.runner.collect(step.ticket)
-        news, tokens = self.scheduler.update(step.out, result)
-        return self._account(step, result, news, tokens)
+        deltas, tokens = self.scheduler.update(step.out, result)
+        return self._report(step, result, deltas, tokens)
 
-    def _account(
-        self, step: _Launched, result: StepOutput, news: list[SequenceDelta], tokens: TokenColumns
+    def _report(
+        self, step: _Launched, result: StepOutput, deltas: list[SequenceDelta], tokens: TokenColumns
     ) -> StepMessage:
-        """Tell the policies and the trace what the step took, and the frontend what it brought."""
-        ended = [self._live[delta.request_id][delta.index] for delta in news if delta.finish_reason is not None]
-        self.caps.ended(ended)
-        end = self.clock()
-        start = result.started if step.ahead else step.start
-        if not result.failure:
-            # Whoever waits for the step waits for making it, too.
-            self.scheduler.policies.budget.observe(step.out, result.ended - start)
-            self.swap.observe(step.out, result.ended - result.started)
-            self.shedding.observe(step.out, start, end, tokens_of_a_row(news, tokens))
-        stats = self.stats(step.out, end - start)
-        if self.trace is not None:
-            self.trace.add(step.out, result, stats, (start, end))
-            self.trace.ended(ended, end)
-        for request in ended:
-            self._forget_if_done(request.request_id)
+        """Tell the listeners what the step took, and the frontend what it brought."""
+        start, end = result.started if step.ahead else step.start, self.clock()
+        stats = step_stats(self, step.out, end - start)
+        done = DoneStep(step.out, result, deltas, tokens, stats, start, end)
+        for listener in self.listeners:
+            (listener.step_failed if result.failure else listener.step_done)(done)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._forget_if_done(delta.request_id)
         failed = self._give_up()
         if failed:  # their blocks are back
-            stats = self.stats(step.out, end - start)
-        return StepMessage(news, stats, tokens, failed)
+            stats = step_stats(self, step.out, end - start)
+        return StepMessage(deltas, stats, tokens, failed)
 
     def _give_up(self) -> list[RequestFailed]:
         """End the requests that the scheduler cannot go on with, each with all its sequences."""
@@ -200,53 +198,6 @@ class EngineCore:
                 failed.append(failure)
         return failed
 
-    def stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
-        """The state after a step that took `seconds`."""
-        scheduler, pool = self.scheduler, self.pool
-        return StepStats(
-            running=len(scheduler.running),
-            waiting=self.caps.num_live - len(scheduler.running),
-            preempted_total=scheduler.num_preempted_total,
-            blocks_used=pool.num_used,
-            blocks_free=pool.num_available,
-            prefix_queries_total=pool.num_prefix_queries,
-            prefix_hits_total=pool.num_prefix_hits,
-            prompt_tokens=out.num_prompt_tokens,
-            batch_size=len(out.slots),
-            scheduled_tokens=out.num_tokens,
-            step_seconds=seconds,
-            host_blocks_used=self.swap.num_used,
-            swapped_out_total=self.swap.num_swapped_out,
-            swapped_in_total=self.swap.num_swapped_in,
-            collected_first_total=getattr(self.runner, "num_collected_first", 0),
-            draft_totals=scheduler.policies.draft_counts.totals(),
-        )
-
-    def _make_trace(self) -> StepTrace | None:
-        config = self.config
-        if not config.num_traced_steps:
-            return None
-        return StepTrace(
-            config.num_traced_steps,
-            model=config.model,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            num_blocks=self.info.num_blocks,
-        )
-
     def _forget_if_done(self, request_id: int) -> None:
         if all(request.status is Status.FINISHED for request in self._live.get(request_id, ())):
             self._live.pop(request_id, None)
-
-    def check_integrity(self) -> None:
-        """Assert the invariants over all live requests; when idle, that every block came back."""
-        self.scheduler.check_integrity()
-        live = [
-            request for of_one in self._live.values() for request in of_one if request.status is not Status.FINISHED
-        ]
-        assert self.caps.num_live == len(live), "a sequence that arrived or ended is not counted"
-        if not self.has_work:
-            assert not self._live, "a request is remembered that no queue holds"
-            assert self.pool.num_used == 0, "an idle engine owns blocks"
-            assert self.swap.num_used == 0, "an idle engine holds host blocks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from inflight.engine.messages import RequestFailed
-from inflight.engine.policies.base import NotYet
+from inflight.engine.policies.base import NotYet, RequestQueue
 from inflight.engine.request import Request
 
 __all__ = ["HELD_POLL_SECONDS", "HeldRequests"]
@@ -15,15 +15,19 @@ HELD_POLL_SECONDS = 0.002
 
 
 class HeldRequests:
-    """They are out of the queue, so that others pass them, and are asked about again each step.
+    """They are out of the queue, so that others pass them, and admission is asked about them again in each step.
 
     Args:
-        limit: requests held at most.
+        queue: where they wait before and after.
         clock: seconds; a request that is held past its deadline fails.
+
+    Attributes:
+        limit: requests held at most.
     """
 
-    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+    def __init__(self, queue: RequestQueue, clock: Callable[[], float], limit: int = 256) -> None:
         self.limit = limit
+        self._queue = queue
         self._clock = clock
         self._requests: dict[Request, None] = {}  # in the order in which they were held
 
@@ -36,17 +40,24 @@ class HeldRequests:
     def __contains__(self, request: object) -> bool:
         return request in self._requests
 
-    def hold(self, request: Request, answer: NotYet) -> None:
-        """Keep a request.  Its deadline counts from the first time that it was held since it last ran."""
+    def hold(self, request: Request, answer: NotYet) -> bool:
+        """Take a request out of the queue; False where no more may be held.
+
+        Its deadline counts from the first time that it was held since it last ran.
+        """
+        if len(self._requests) >= self.limit:
+            return False
+        self._queue.remove(request)
         self._requests[request] = None
         if request.held_until is None:
             request.held_until = self._clock() + answer.seconds
+        return True
 
-    def recall(self, admits: Callable[[Request], bool | NotYet]) -> tuple[list[Request], list[RequestFailed]]:
-        """Let go of the requests that have another answer now, and of those that wait in vain or past their deadline.
+    def recall(self, admits: Callable[[Request], bool | NotYet]) -> list[RequestFailed]:
+        """Put requests that have another answer now at the front of the queue, in the order in which they were held.
 
         Returns:
-            The former, in the order in which they were held; the latter, with the reason.
+            Why others fail: they can never start, or waited past their deadline.
         """
         now = self._clock()
         ready: list[Request] = []
@@ -62,7 +73,9 @@ class HeldRequests:
                 failed[request] = RequestFailed(request.request_id, "UNAVAILABLE", text)
         for request in [*ready, *failed]:
             del self._requests[request]
-        return ready, list(failed.values())
+        for request in reversed(ready):
+            self._queue.add_first(request)
+        return list(failed.values())
 
     def remove(self, request: Request) -> None:
         """A held request ended."""

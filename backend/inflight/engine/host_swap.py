@@ -12,13 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.cost_model import OnlineStepCost, step_load
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 
-__all__ = ["SwapSpace"]
+__all__ = ["RecomputeCost", "SwapSpace"]
+
+
+class RecomputeCost(Protocol):
+    """What it takes to compute KV again; learned from the steps."""
+
+    def seconds(self, start: int, end: int) -> float:
+        """To compute the tokens from position `start` to `end` of a request."""
+
+    def step_done(self, step: DoneStep) -> None:
+        """See `EngineListener`."""
 
 
 @dataclass(slots=True)
@@ -36,28 +47,28 @@ class _Held:
     num_computed_tokens: int
 
 
-class SwapSpace:
+class SwapSpace(EngineListener):
     """Host blocks, and the choice between swap and recompute.
 
     Args:
-        num_blocks: blocks that the host memory holds; 0 always recomputes.
+        num_blocks: blocks that the host memory holds; 0: KV is always computed again.
         block_size: tokens in a block.
         seconds_per_block: what it takes to copy one block out and in again, as the runner measured it.
-        mode: "swap" whenever there is room, "recompute" never, "auto" per victim what is cheaper: the
-            copies both ways, or the tokens at the rate at which this engine was seen to compute prompts.
+        cost: swap only what costs more to compute again than to copy both ways; None: whenever there is room.
 
     Attributes:
         num_swapped_out, num_swapped_in: blocks copied, ever.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, seconds_per_block: float = 0.0, mode: str = "auto") -> None:
-        self.num_blocks = 0 if mode == "recompute" else num_blocks
+    def __init__(
+        self, num_blocks: int, block_size: int, seconds_per_block: float = 0.0, cost: RecomputeCost | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.seconds_per_block = seconds_per_block
         self.num_swapped_out = 0
         self.num_swapped_in = 0
-        self._always = mode == "swap"
-        self._model = OnlineStepCost()
+        self._cost = cost
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
         # Of the step that is being made: a host block that it copies in must not be overwritten before.
@@ -68,11 +79,6 @@ class SwapSpace:
     def num_used(self) -> int:
         """Host blocks that waiting requests hold."""
         return self.num_blocks - len(self._free) - len(self._returning)
-
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        """A step took this long: learn what prompts cost."""
-        if self.num_blocks and not self._always and not (out.swap_out or out.swap_in):
-            self._model.observe(step_load(out), seconds)
 
     def swap_out(self, request: Request, pool: KVPool) -> None:
         """Copy out what a request has computed, if that is cheaper, before `pool` takes its blocks.
@@ -88,14 +94,17 @@ class SwapSpace:
         if count <= 0:
             return
         computed = min(computed, (first + count) * self.block_size)
-        if not self._always:
-            again = self._model.cost.recompute_seconds(first * self.block_size, computed)
-            if again <= count * self.seconds_per_block:
-                return
+        cost, copies = self._cost, count * self.seconds_per_block
+        if cost is not None and cost.seconds(first * self.block_size, computed) <= copies:
+            return
         blocks = [self._free.pop() for _ in range(count)]
         self._held[request] = _Held(first, blocks, computed)
         self.num_swapped_out += count
         self._copies_out.update(zip(blocks, request.block_ids[first : first + count]))
+
+    def step_done(self, step: DoneStep) -> None:
+        if self._cost is not None:
+            self._cost.step_done(step)
 
     def send(self, out: SchedulerOutput) -> None:
         """Hand the pending copies to the step that was just made; a step without rows is not executed."""
@@ -125,8 +134,8 @@ class SwapSpace:
         self.num_swapped_in += len(wanted)
         return wanted
 
-    def drop(self, request: Request) -> None:
-        """A waiting request ended: free its host blocks."""
+    def ended(self, request: Request) -> None:
+        """Free the host blocks of a request that ended while it waited."""
         held = self._held.pop(request, None)
         if held is not None:
             self._free += reversed(held.blocks)

@@ -21,8 +21,8 @@ its blocks: nobody shares them as a prefix before, and steps have less to do.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from inflight.engine.request import Request
@@ -258,29 +258,3 @@ class KVPool:
         assert block_hash is not None
         del self._block_of[block_hash]
         self._hash_of[block] = None
-
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert invariants 1 and 2 against the block tables of all live requests.
-
-        Raises:
-            AssertionError: naming the first block that is lost, held twice or miscounted.
-        """
-        tables: Counter[int] = Counter()
-        for request in requests:
-            assert len(set(request.block_ids)) == len(request.block_ids), "a block table names a block twice"
-            tables.update(request.block_ids)
-            room = len(request.block_ids) * self.block_size
-            assert request.num_computable_tokens == min(room, request.max_total_tokens - 1), "its room is miscounted"
-            writable = request.block_ids[request.num_computed_tokens // self.block_size :]
-            for block in writable:
-                assert self._ref[block] == 1, f"block {block} is written to and shared"
-        assert self.num_references == tables.total(), "block tables are miscounted"
-        for block in range(self.num_blocks):
-            assert self._ref[block] == tables[block], f"block {block}: {self._ref[block]} != {tables[block]} tables"
-        unowned = [*self._free, *self._cached]
-        owned = [block for block in range(self.num_blocks) if self._ref[block]]
-        assert sorted(unowned + owned) == list(range(self.num_blocks)), "a block is lost or in two places"
-        assert all(self._hash_of[block] is None for block in self._free), "a free block is in the prefix cache"
-        for block_hash, block in self._block_of.items():
-            assert self._hash_of[block] == block_hash, f"block {block} is found under another hash"
-        assert len(self._block_of) == sum(h is not None for h in self._hash_of)

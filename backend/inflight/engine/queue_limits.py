@@ -12,14 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight.config import EngineConfig
+from inflight.engine.events import EngineListener
 from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request
 
-__all__ = ["QueueCaps"]
+__all__ = ["QueueLimits"]
 
 
-class QueueCaps:
+class QueueLimits(EngineListener):
     """Counts the live sequences, and refuses requests that do not fit the queue.
 
     Attributes:
@@ -28,21 +29,21 @@ class QueueCaps:
         of_tenant: live sequences by account, where there are tenants.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, accounts: TenantAccounts) -> None:
         self.num_live = 0
         self._max_num_seqs = config.max_num_seqs
         self._max_queue_size = config.max_queue_size
         self._class_limits = {number: options.max_queue_size for number, options in config.priority_classes.items()}
         self._tenants = config.tenants
-        self.accounts = TenantAccounts(config)
+        self.accounts = accounts
         self._of_class: Counter[int] = Counter()
         self.of_tenant: Counter[str] = Counter()
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         self._count(sequences, 1)
 
-    def ended(self, sequences: Sequence[Request]) -> None:
-        self._count(sequences, -1)
+    def ended(self, request: Request) -> None:
+        self._count([request], -1)
 
     def _count(self, sequences: Sequence[Request], change: int) -> None:
         self.num_live += change * len(sequences)
@@ -58,7 +59,7 @@ class QueueCaps:
     def refusal(self, sequences: Sequence[Request], running: Sequence[Request]) -> RequestFailed | None:
         """Why these sequences, all those of one request, may not wait beside the others; None if they may.
 
-        Whoever could start at once is in nobody's way.
+        A request that can start immediately never counts against a limit.
         """
         for cap in (*self._tenant_caps(sequences[0], running), *self._caps(sequences[0], running)):
             failure = cap.refusal(sequences)

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from inflight.engine.attached import Attached
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import NewRow
 
 __all__ = ["FinishReason", "Request", "Status"]
 
@@ -64,6 +66,7 @@ class Request:
             or every token, where log probabilities are asked for.
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
         draft_state: what the drafter knows of it.
+        attached: passed through to the runner; policies, listeners and step hooks read it, the scheduler never does.
         held_until: when it fails, if what it waits for outside of the engine has not come; None: nothing.
     """
 
@@ -82,6 +85,7 @@ class Request:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     max_total_tokens: int = 0
+    attached: Attached | None = None
 
     status: Status = Status.WAITING
     token_ids: array[int] = field(init=False)
@@ -113,3 +117,23 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    def ends_with(self, token: int, num_tokens: int) -> FinishReason | None:
+        """Why `token` as its `num_tokens`-th ends the sequence; None: it goes on."""
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
+
+    def new_row(self) -> NewRow:
+        """What the runner must know of it in its slot."""
+        return NewRow(
+            self.slot,
+            self.request_id,
+            self.index,
+            self.token_ids.tobytes(),
+            self.num_prompt_tokens,
+            list(self.block_ids),
+            self.params,
+            self.seed,
+            self.attached,
+        )

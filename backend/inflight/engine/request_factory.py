@@ -13,7 +13,6 @@ from inflight.engine.request import Request, Status
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.grammars.base import Grammars
-from inflight.grammars.spec import GrammarSpec
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
 
@@ -105,8 +104,8 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
         )
     _check_ids("input_ids", message.prompt_token_ids, info)
     message.params.validate(vocab_size=info.vocab_size)
-    if message.params.grammar is not None:
-        _start_grammar(message.params.grammar, info.grammars)
+    if message.params.grammar is not None and info.grammars is None:
+        raise ValueError("structured output is not supported by this engine")
     total = max_total_tokens(message.params, num_tokens, info.max_model_len)
     if message.output_token_ids:
         _check_outputs(message, info, total - num_tokens)
@@ -117,13 +116,6 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
             f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
             "or the prompt, or raise kv_cache_memory"
         )
-
-
-def _start_grammar(spec: GrammarSpec, grammars: Grammars | None) -> None:
-    """Compile it while the request waits; admission asks for the outcome."""
-    if grammars is None:
-        raise ValueError("structured output is not supported by this engine")
-    grammars.start(spec)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inflight.engine.delta_logprobs import add_logprobs
-from inflight.engine.drafting.safe_drafter import observed, proposed
+from inflight.engine.events import EngineListener
 from inflight.engine.held_requests import HeldRequests
 from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
-from inflight.engine.policies.base import NotYet, Policies
-from inflight.engine.pool_without import PoolWithout
+from inflight.engine.policies.base import NotYet, Policies, UrgencyPolicy
 from inflight.engine.request import FinishReason, Request, Status
-from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
+from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_failures import lost_requests
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -33,17 +32,10 @@ _LOOK_AHEAD = 16
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What one step may hold.
-
-    Attributes:
-        max_num_seqs: requests in a step, and slots in the runner's batch state.
-        max_num_batched_tokens: tokens in a step.
-        max_num_held: requests that may wait for something outside of the engine while others pass them.
-    """
+    """The most that one step has: requests (and slots in the runner's batch state), tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_held: int = 256
 
 
 class Scheduler:
@@ -63,9 +55,11 @@ class Scheduler:
     preempt every other, and the pool holds at least one request of `max_model_len` (checked at load).
 
     Args:
+        swap: host memory for the blocks of preempted requests; None: they are computed again.
         clock: seconds, for the deadlines of requests that are held back.
 
     Attributes:
+        listeners: are told of each event; the engine core appends to them.
         held: requests whose admission answered "not yet".
         failed: requests that cannot go on, maybe one for each sequence; who ends them clears it.
     """
@@ -74,17 +68,18 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         pool: KVPool,
-        policies: Policies | None = None,
+        policies: Policies,
         swap: SwapSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = pool
         self.swap = swap if swap is not None else SwapSpace(0, pool.block_size)
-        self.policies = policies if policies is not None else Policies()
-        self.waiting = self.policies.order
+        self.policies = policies
+        self.listeners: list[EngineListener] = [self.swap, *policies.listeners]
+        self.waiting = policies.order
         self.running: list[Request] = []
-        self.held = HeldRequests(limits.max_num_held, clock)
+        self.held = HeldRequests(self.waiting, clock)
         self.failed: list[RequestFailed] = []
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -105,7 +100,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End a live request at once; what the step in flight makes of it is dropped by `update`."""
+        """End a live request at once; `update` drops its tokens of the steps in flight."""
         self._finish(request, FinishReason.ABORT)
 
     def schedule(self) -> SchedulerOutput:
@@ -115,12 +110,12 @@ class Scheduler:
         blocks last, then drafts.  Every scheduled token has its block.
         """
         out, self._rows = SchedulerOutput(), []
-        self.policies.budget.begin(self.running)
-        self.policies.admission.begin()
+        for listener in self.listeners:
+            listener.step_begins(self.running)
         if self.held:
-            self._recall_held()
-        if self.waiting.preempts:
-            self._admit_urgent(out)
+            self.failed += self.held.recall(lambda request: self._admission(request, self.pool.find_prefix(request)))
+        if self.policies.urgency is not None:
+            self._admit_urgent(out, self.policies.urgency)
         urgent = self._rows.copy()
         self._schedule_running(out)
         for request in urgent:  # they have their tokens of this step
@@ -129,7 +124,10 @@ class Scheduler:
             self._admit_waiting(out)
         if self.policies.drafter is not None and self.policies.drafter.active:
             self._add_drafts(out)
-        self._close(out)
+        self.swap.send(out)
+        if out.slots:  # else it does not run, and what the runner must know waits for the next step
+            self._in_flight.append(self._rows)
+            out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> tuple[list[SequenceDelta], TokenColumns]:
@@ -169,73 +167,38 @@ class Scheduler:
 
     # -- making a step ---------------------------------------------------------------------
 
-    def _recall_held(self) -> None:
-        """Put held requests that need not wait any longer back in line; give up those that waited too long."""
-
-        def admits(request: Request) -> bool | NotYet:
-            return self.policies.admission.admits(request, self.pool.find_prefix(request), self.running, self.pool)
-
-        ready, failed = self.held.recall(admits)
-        for request in reversed(ready):  # each goes to the front of the queue
-            self.waiting.add_first(request)
-        self.failed += failed
-
-    def _hold(self, request: Request, answer: NotYet) -> bool:
-        """Take a request out of the queue, so that others pass it; False where no more may be held."""
-        if len(self.held) >= self.held.limit:
-            return False
-        self.waiting.remove(request)
-        self.held.hold(request, answer)
-        return True
-
-    def _admission(self, request: Request, prefix: Sequence[int], running: Sequence[Request]) -> bool | NotYet:
-        """Admission's answer; a yes takes a free slot, too."""
+    def _admission(
+        self, request: Request, prefix: Sequence[int], beside: Sequence[Request] | None = None
+    ) -> bool | NotYet:
+        """Admission's answer, beside all running requests or some; a yes takes a free slot, too."""
+        running = self.running if beside is None else beside
         answer = self.policies.admission.admits(request, prefix, running, self.pool)
         return answer if isinstance(answer, NotYet) else answer and bool(self._free_slots)
 
-    def _admit_urgent(self, out: SchedulerOutput) -> None:
-        """Admit those next in line that outrank running requests, before these get their tokens.
-
-        Where room is lacking, those outranked are preempted for it, if that makes enough.  One token is left to
-        each running.
-        """
-        line = self.waiting.next_requests(1)
-        if not line or next(self.waiting.outranked(line[0], self.running), None) is None:
-            return  # the usual case, and quickly found
-        for request in self.waiting.next_requests(_LOOK_AHEAD):
+    def _admit_urgent(self, out: SchedulerOutput, urgency: UrgencyPolicy) -> None:
+        """Admit requests that outrank running ones, before these get their tokens; one is left to each running."""
+        for request in urgency.next_requests(self.running):
             left = self.limits.max_num_batched_tokens - out.num_tokens
-            victims = self.waiting.outranked(request, self.running)
-            if left <= 0 or (first := next(victims, None)) is None:
+            victims = list(self.waiting.outranked(request, self.running))
+            if left <= 0 or not victims:
                 return
             prefix = self.pool.find_prefix(request)
             num_tokens = self._grant(request, prefix, max(1, left - len(self.running)))
             if num_tokens <= 0:
-                continue  # nobody is preempted for a request that the budget passes over
-            # What is behind it gives way to it also later, when blocks run out: the others must have room.
-            ahead = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
-            answer = self._admission(request, prefix, ahead)
+                continue  # no request is preempted for one that the budget passes over
+            # Requests behind it give way to it also later, when blocks run out: the others must have room.
+            beside = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
+            answer = self._admission(request, prefix, beside)
+            giving_way = [] if answer else list(urgency.giving_way(request, prefix, beside, victims, self.pool))
+            while not answer and giving_way:
+                self._preempt(giving_way.pop(0), out)
+                answer = self._admission(request, prefix, beside)
             if not answer:
-                giving_way = [first]  # one is enough, as a rule
-                if not self._suffices(request, prefix, ahead, giving_way):
-                    giving_way.extend(victims)
-                    if not self._suffices(request, prefix, ahead, giving_way):
-                        return
-                while not answer and giving_way:
-                    self._preempt(giving_way.pop(0), out)
-                    answer = self._admission(request, prefix, ahead)
-                if not answer:
-                    return
+                return
             if not isinstance(answer, NotYet):
                 self._admit(out, request, prefix, num_tokens)
-            elif not self._hold(request, answer):
+            elif not self.held.hold(request, answer):
                 return
-
-    def _suffices(
-        self, request: Request, prefix: Sequence[int], ahead: Sequence[Request], victims: Sequence[Request]
-    ) -> bool:
-        """Whether there would be room for `request` if `victims` gave way; their slots are enough in any case."""
-        rest = PoolWithout(self.pool, victims)
-        return self.policies.admission.admits(request, prefix, ahead, rest) is True
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
         """Give running requests whose turn it is their tokens, at least one to each that has one to compute.
@@ -260,16 +223,8 @@ class Scheduler:
             elif num_tokens > 0:
                 self._append(out, request, num_tokens)
             left -= num_tokens
-        self._prepend_decodes(out, decodes, positions)
-
-    def _prepend_decodes(self, out: SchedulerOutput, decodes: list[Request], positions: list[int]) -> None:
-        """Schedule one token, which samples, of each, ahead of all other rows; their counts are past it."""
         self._rows[:0] = decodes
-        out.slots[:0] = [request.slot for request in decodes]
-        out.num_computed_tokens[:0] = positions
-        out.num_scheduled_tokens[:0] = [1] * len(decodes)
-        out.samples[:0] = [True] * len(decodes)
-        out.num_tokens += len(decodes)
+        out.prepend_decodes([request.slot for request in decodes], positions)
 
     def _make_room(self, request: Request, missing: int, left: int, out: SchedulerOutput) -> int:
         """Tokens that a request of `running` gets of the `missing` ones; there are blocks for them then."""
@@ -285,39 +240,26 @@ class Scheduler:
             if num_tokens <= 0:
                 return 0
         end = request.num_computed_tokens + num_tokens
-        if end > request.num_computable_tokens:
-            blocks = self._extend_or_preempt(request, end, out)
-            if blocks is None:
-                return 0
-            out.new_block_ids[request.slot] = blocks
-        return num_tokens
-
-    def _extend_or_preempt(self, request: Request, num_tokens: int, out: SchedulerOutput) -> list[int] | None:
-        """Blocks for a request of `running` to hold `num_tokens`; preempts until there are enough, or itself.
-
-        Victims are those from it on: whoever is in the batch already stays in it.
-        """
-        while (blocks := self.pool.extend(request, num_tokens)) is None:
+        if end <= request.num_computable_tokens:
+            return num_tokens
+        while (blocks := self.pool.extend(request, end)) is None:
+            # Requests ahead of it are in the batch already, and stay in it.
             victim = self.policies.victim(self.running[self.running.index(request) :])
             self._preempt(victim, out)
             if victim is request:
-                return None
-        return blocks
+                return 0
+        out.new_block_ids[request.slot] = blocks
+        return num_tokens
 
     def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        """Schedule the next `num_tokens` tokens of a request that holds their blocks: of its prompt, or tokens
-        that were computed once before.  Whoever comes next may share them."""
+        """Schedule the next `num_tokens` tokens of a request that has their blocks; the next one can share them."""
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + num_tokens
         samples = end == request.num_total_tokens
         if samples:
             request.num_total_tokens += 1
         self._rows.append(request)
-        out.slots.append(request.slot)
-        out.num_scheduled_tokens.append(num_tokens)
-        out.num_computed_tokens.append(computed)
-        out.samples.append(samples)
-        out.num_tokens += num_tokens
+        out.append(request.slot, num_tokens, computed, samples)
         out.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - computed)
         self._publish(request)
 
@@ -335,11 +277,11 @@ class Scheduler:
             if left <= 0 or not self._free_slots:
                 return
             prefix = self.pool.find_prefix(request)
-            answer = self._admission(request, prefix, self.running)
-            if isinstance(answer, NotYet) and self._hold(request, answer):
+            answer = self._admission(request, prefix)
+            if isinstance(answer, NotYet) and self.held.hold(request, answer):
                 continue
             if answer is not True:
-                return  # nobody overtakes it: it would never find room
+                return  # no request overtakes it: it would never find room
             num_tokens = self._grant(request, prefix, left)
             if num_tokens > 0:
                 self._admit(out, request, prefix, num_tokens)
@@ -368,19 +310,9 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.status = _RUNNING
         request.held_until = None
-        self.waiting.admitted(request)
-        self.policies.admission.admitted(request, prefix, self.pool)
-        row = NewRow(
-            request.slot,
-            request.request_id,
-            request.index,
-            request.token_ids.tobytes(),
-            request.num_prompt_tokens,
-            list(request.block_ids),
-            request.params,
-            request.seed,
-        )
-        out.new_rows.append(row)
+        for listener in self.listeners:
+            listener.admitted(request, len(prefix) * self.pool.block_size)
+        out.new_rows.append(request.new_row())
         self._append(out, request, num_tokens)
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
@@ -408,7 +340,7 @@ class Scheduler:
             limit = min(self.limits.max_num_batched_tokens - out.num_tokens, request.max_total_tokens - total)
             if limit <= 0 or not out.samples[row]:
                 continue
-            drafts = proposed(drafter, request, total - 1 - request.num_tokens, limit)
+            drafts = list(drafter.propose(request, total - 1 - request.num_tokens, limit))[:limit]
             computed = request.num_computed_tokens
             if computed + len(drafts) > request.num_computable_tokens:
                 blocks = self.pool.extend(request, computed + len(drafts))
@@ -422,15 +354,6 @@ class Scheduler:
                 out.num_tokens += len(drafts)
                 request.num_computed_tokens = request.num_total_tokens = computed + len(drafts)
 
-    def _close(self, out: SchedulerOutput) -> None:
-        """Send what the runner must know.  A step without rows does not run, and its news wait for the next one."""
-        self.swap.send(out)
-        if not out.slots:
-            return
-        self._in_flight.append(self._rows)
-        if self._num_kept_blocks:
-            out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
-
     # -- taking a step in ------------------------------------------------------------------
 
     def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
@@ -438,7 +361,7 @@ class Scheduler:
         taken: list[int] = []
         for token in tokens:
             taken.append(token)
-            if token in request.stop_ids or request.num_tokens + len(taken) >= request.max_total_tokens:
+            if request.ends_with(token, request.num_tokens + len(taken)) is not None:
                 break
         request.token_ids.extend(taken)
         request.num_tokens += len(taken)
@@ -448,7 +371,7 @@ class Scheduler:
             if self.pool.truncate(request, request.num_tokens):
                 self._num_kept_blocks[request.slot] = len(request.block_ids)
         assert self.policies.drafter is not None
-        observed(self.policies.drafter, request, num_drafts, len(tokens) - 1)
+        self.policies.drafter.observe(request, num_drafts, len(tokens) - 1)
         return self._full_delta(request, taken)
 
     def _full_delta(self, request: Request, tokens: list[int]) -> SequenceDelta:
@@ -459,14 +382,14 @@ class Scheduler:
             request.full_delta_at = request.full_delta_at + 1 if wants_all else request.max_total_tokens
             delta.num_cached_tokens = request.num_cached_tokens
             for child in reversed(request.children):  # their prompt's blocks are computed now
-                self.waiting.add_first(child)
+                if child.status is _WAITING:
+                    self.waiting.add_first(child)
             request.children = []
-        if tokens[-1] in request.stop_ids:
-            delta.finish_reason, delta.stop_token = "stop", tokens[-1]
-            self._finish(request, FinishReason.STOP, keep_running_entry=True)
-        elif request.num_tokens >= request.max_total_tokens:
-            delta.finish_reason = "length"
-            self._finish(request, FinishReason.LENGTH, keep_running_entry=True)
+        reason = request.ends_with(tokens[-1], request.num_tokens)
+        if reason is not None:
+            delta.finish_reason = reason.value
+            delta.stop_token = tokens[-1] if reason is FinishReason.STOP else None
+            self._finish(request, reason, keep_running_entry=True)
         return delta
 
     def _finish(self, request: Request, reason: FinishReason, *, keep_running_entry: bool = False) -> None:
@@ -477,37 +400,20 @@ class Scheduler:
             self._release(request)
         elif request in self.held:
             self.held.remove(request)
-            self.swap.drop(request)
-        elif request.status is _WAITING and request in self.waiting:
+        elif request in self.waiting:
             self.waiting.remove(request)
-            self.swap.drop(request)
-        if request.num_output_tokens:
-            self.policies.admission.ended(request)
-        request.status = _FINISHED
-        request.finish_reason = reason
-        for child in request.children:  # a leader that ends before its prompt is computed takes them along
-            child.status = _FINISHED
-            child.finish_reason = reason
-        request.children = []
+        # A leader that ends before its prompt is computed takes its children along.
+        children, request.children = request.children, []
+        for sequence in (request, *(child for child in children if child.status is _WAITING)):
+            sequence.status, sequence.finish_reason = _FINISHED, reason
+            for listener in self.listeners:
+                listener.ended(sequence)
 
     def _release(self, request: Request) -> None:
-        """What a running request holds goes back; it is WAITING or FINISHED next."""
+        """Return what a running request holds; it is WAITING or FINISHED next."""
         self._publish(request)
-        self.waiting.left(request)
-        self.policies.admission.left(request)
+        for listener in self.listeners:
+            listener.left(request)
         self.pool.release(request)
         self._free_slots.append(request.slot)
         request.slot = -1
-
-    def check_integrity(self) -> None:
-        """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""
-        queued = [*self.waiting, *self.held]
-        live = [*self.running, *queued]
-        assert len(set(map(id, live))) == len(live), "a request is in two places"
-        assert all(r.status is _RUNNING and r.slot >= 0 for r in self.running)
-        assert all(r.status is _WAITING and r.slot < 0 and not r.block_ids for r in queued)
-        assert len(self.held) <= self.held.limit, "more requests are held than may be"
-        slots = [*self._free_slots, *(r.slot for r in self.running)]
-        assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot is lost or held twice"
-        self.pool.check_integrity(self.running)
-        self.swap.check_integrity(queued)

@@ -1,4 +1,4 @@
-"""What the engine has to do now, for operators.  Pure Python, no torch."""
+"""The engine's state in numbers: after each step, and for operators who ask.  Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,39 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from inflight.engine.messages import StepStats
 from inflight.engine.step import SchedulerOutput
 
 if TYPE_CHECKING:
     from inflight.engine.core import EngineCore
 
-__all__ = ["engine_stats"]
+__all__ = ["engine_stats", "step_stats"]
 
 _MAX_TENANTS = 100  # made-up names must not make the answer large
 _STARTED = time.monotonic()
+
+
+def step_stats(core: EngineCore, out: SchedulerOutput, seconds: float) -> StepStats:
+    """The state after the step `out`, which took `seconds`."""
+    scheduler, pool, swap = core.scheduler, core.pool, core.scheduler.swap
+    return StepStats(
+        running=len(scheduler.running),
+        waiting=core.limits.num_live - len(scheduler.running),
+        preempted_total=scheduler.num_preempted_total,
+        blocks_used=pool.num_used,
+        blocks_free=pool.num_available,
+        prefix_queries_total=pool.num_prefix_queries,
+        prefix_hits_total=pool.num_prefix_hits,
+        prompt_tokens=out.num_prompt_tokens,
+        batch_size=len(out.slots),
+        scheduled_tokens=out.num_tokens,
+        step_seconds=seconds,
+        host_blocks_used=swap.num_used,
+        swapped_out_total=swap.num_swapped_out,
+        swapped_in_total=swap.num_swapped_in,
+        collected_first_total=core.runner.num_collected_first,
+        draft_totals=scheduler.policies.draft_counts.totals(),
+    )
 
 
 def engine_stats(core: EngineCore) -> dict[str, Any]:
@@ -30,7 +54,7 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
         tenants: with fair queueing, `running` and `waiting` sequences by account, the busiest 100; else None.
         num_tenants: accounts with live sequences, None without fair queueing.
     """
-    stats = core.stats(SchedulerOutput(), 0.0)
+    stats = step_stats(core, SchedulerOutput(), 0.0)
     answer = {
         "pid": os.getpid(),
         "uptime_seconds": time.monotonic() - _STARTED,
@@ -39,7 +63,7 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
         "num_tenants": None,
     }
     if core.config.tenants:
-        live, of = core.caps.of_tenant, core.caps.accounts.of
+        live, of = core.limits.of_tenant, core.limits.accounts.of
         running = Counter(of(request.tenant) for request in core.scheduler.running)
         answer["num_tenants"] = len(live)
         answer["tenants"] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from inflight.engine.attached import Attached
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
 
@@ -25,6 +26,7 @@ class NewRow(msgspec.Struct, array_like=True):
         num_prompt_tokens: where the output starts.
         block_ids: the whole block table so far.
         seed: 64-bit seed of the sequence's noise.
+        attached: for step hooks.
     """
 
     slot: int
@@ -35,6 +37,7 @@ class NewRow(msgspec.Struct, array_like=True):
     block_ids: list[int]
     params: SamplingParams
     seed: int
+    attached: Attached | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -72,6 +75,22 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     preempted: list[int] = []
     swap_out: dict[int, int] = {}
     swap_in: dict[int, int] = {}
+
+    def append(self, slot: int, num_tokens: int, num_computed: int, samples: bool) -> None:
+        """Add a row behind the others."""
+        self.slots.append(slot)
+        self.num_scheduled_tokens.append(num_tokens)
+        self.num_computed_tokens.append(num_computed)
+        self.samples.append(samples)
+        self.num_tokens += num_tokens
+
+    def prepend_decodes(self, slots: list[int], num_computed: list[int]) -> None:
+        """Add rows of one token that samples ahead of all others."""
+        self.slots[:0] = slots
+        self.num_computed_tokens[:0] = num_computed
+        self.num_scheduled_tokens[:0] = [1] * len(slots)
+        self.samples[:0] = [True] * len(slots)
+        self.num_tokens += len(slots)
 
 
 class StepOutput(msgspec.Struct, array_like=True):

@@ -1,22 +1,22 @@
 """Step trace: what each of the last steps did, for which sequences, and how long it took.  No torch.
 
-The engine core adds one `StepRecord` a step, made of lists that the step has anyway; nothing is formatted
-before someone asks.  docs/tracing.md says how to ask; `inflight trace` draws the answer.
+One `StepRecord` a step is made of lists that the step has anyway; nothing is formatted before a question comes.
+docs/tracing.md says how to ask; `inflight trace` draws the answer.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from inflight.engine.messages import StepStats
-from inflight.engine.request import Request, Status
-from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.config import EngineConfig
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.request import FinishReason, Request
 
-__all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "TraceError", "sequence_key"]
+__all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "TraceError", "make_trace", "sequence_key"]
 
 FORMAT = "inflight step trace 1"
 
@@ -147,57 +147,46 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Trace).decode
 
 
-class StepTrace:
+class StepTrace(EngineListener):
     """A bounded ring of steps, with the sequences that they name.
 
     Args:
-        limit: steps to keep.
-        model, max_num_seqs, max_num_batched_tokens, block_size, num_blocks: go into the `Trace`.
+        config: `num_traced_steps` is how many steps to keep; other options go into the `Trace`.
+        num_blocks: of the KV pool.
+        clock: seconds, on the engine's clock.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        *,
-        model: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        block_size: int,
-        num_blocks: int,
-    ) -> None:
-        self.limit = limit
-        self._head = (model, max_num_seqs, max_num_batched_tokens, block_size, num_blocks)
+    def __init__(self, config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = config.num_traced_steps
+        sizes = config.max_num_seqs, config.max_num_batched_tokens, config.block_size
+        self._head = (config.model, *sizes, num_blocks)
+        self._clock = clock
         self._steps: deque[StepRecord] = deque()
         self._live: dict[int, Request] = {}
         # Ended sequences go when the step that ended them leaves the ring: no later one names them.
         self._ended: dict[int, RequestRecord] = {}
+        self._ended_in_step: list[Request] = []
         self._number = 0
         self._unsent: StepRecord | None = None  # the step whose message is yet to be sent
         self._key_of: dict[int, int] = {}  # slot -> the sequence in it
 
-    def arrived(self, requests: Iterable[Request]) -> None:
-        """Sequences that the core has taken."""
-        for request in requests:
+    def arrived(self, sequences: Sequence[Request]) -> None:
+        for request in sequences:
             self._live[sequence_key(request.request_id, request.index)] = request
 
-    def add(self, out: SchedulerOutput, result: StepOutput, stats: StepStats, times: tuple[float, float]) -> None:
-        """Take a step in.
-
-        Args:
-            times: the engine's clock when the step began and when its tokens were taken in.
-        """
-        start, end = times
+    def step_done(self, step: DoneStep) -> None:
+        out, result, stats = step.out, step.result, step.stats
         sampling = result.ended if result.forward_end is None else result.forward_end
         preempted = [self._key_of[slot] for slot in out.preempted]  # before their slots have new owners
         for row in out.new_rows:
             self._key_of[row.slot] = sequence_key(row.request_id, row.index)
         record = StepRecord(
             self._number,
-            start,
-            result.started - start,
+            step.start,
+            result.started - step.start,
             sampling - result.started,
             result.ended - sampling,
-            end - result.ended,
+            step.end - result.ended,
             0.0,
             stats.running,
             stats.waiting,
@@ -217,28 +206,42 @@ class StepTrace:
                 self._ended.pop(key, None)
         self._steps.append(record)
         self._unsent = record
+        for request in self._ended_in_step:
+            self._end(request, step.end)
+        self._ended_in_step.clear()
+
+    def step_failed(self, step: DoneStep) -> None:
+        self.step_done(step)
+
+    def ended(self, request: Request) -> None:
+        if request.finish_reason is FinishReason.ABORT:
+            self._end(request, self._clock())
+        else:  # by the step that is done next
+            self._ended_in_step.append(request)
 
     def sent(self, seconds: float) -> None:
-        """How long it took to send what the last `add` was about."""
+        """How long it took to send the output of the last step."""
         if self._unsent is not None:
             self._unsent.send, self._unsent = seconds, None
 
-    def ended(self, requests: Iterable[Request], now: float) -> None:
-        """Record the end of those of `requests` that have ended."""
-        for request in requests:
-            if request.status is not Status.FINISHED:
-                continue
-            key = sequence_key(request.request_id, request.index)
-            if self._live.pop(key, None) is None or not self._steps or len(self._steps[-1].ended) >= _MAX_ENDED:
-                continue
-            self._ended[key] = _record(request, now)
-            self._steps[-1].ended.append(key)
+    def _end(self, request: Request, now: float) -> None:
+        """The end of a sequence belongs to the last step."""
+        key = sequence_key(request.request_id, request.index)
+        if self._live.pop(key, None) is None or not self._steps or len(self._steps[-1].ended) >= _MAX_ENDED:
+            return
+        self._ended[key] = _record(request, now)
+        self._steps[-1].ended.append(key)
 
     def snapshot(self) -> Trace:
         """The present content; later steps do not change it, but the `send` of the last one may."""
         requests = [*self._ended.values(), *(_record(request, None) for request in self._live.values())]
         requests.sort(key=lambda request: (request.arrival, request.key))
         return Trace(FORMAT, time.time() - time.monotonic(), *self._head, requests, list(self._steps))
+
+
+def make_trace(config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> StepTrace | None:
+    """The trace that `model.json` asks for; None if it is off."""
+    return StepTrace(config, num_blocks, clock) if config.num_traced_steps else None
 
 
 def _record(request: Request, end: float | None) -> RequestRecord:

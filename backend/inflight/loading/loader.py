@@ -21,14 +21,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
-from inflight.attention.selection import select_backend
-from inflight.config import ConfigError, EngineConfig
+from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.dtypes import KV_DTYPES
+from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of
+from inflight.device.step_hook import StepHook
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
+from inflight.kernels.registry import select_attention
 from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -38,13 +40,13 @@ from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.errors import LoadError, in_models_code
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
-from inflight.loading.forward.fp8_linear import check_device
 from inflight.loading.forward.last_logits import KeepsLogits
-from inflight.loading.forward.rotary import RequestRotary, attach_request_rotary
+from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.profile_step import largest_step
+from inflight.loading.quantization.selection import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
@@ -128,7 +130,7 @@ class LoadedModel:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
         host_cache: host memory for swapped requests, if any.
-        rotary: its `step` must be called before each forward pass, if there is one.
+        hooks: what must be told of each step before its forward pass.
     """
 
     config: EngineConfig
@@ -140,7 +142,7 @@ class LoadedModel:
     dtype: torch.dtype
     start: float
     host_cache: HostCache | None = None
-    rotary: RequestRotary | None = None
+    hooks: list[StepHook] = field(default_factory=list)
     _sizing: _Sizing | None = field(default=None, repr=False)
 
     def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
@@ -207,7 +209,7 @@ def load(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
-    check_device(config, device, dtype)
+    scheme_of(config).check(config, device, dtype)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -215,7 +217,7 @@ def load(config: EngineConfig) -> LoadedModel:
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
     probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
-    backend = select_backend(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    backend = select_attention(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     scales = kv_scales(config, model, probed, text_config, length)
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
@@ -291,11 +293,13 @@ def _load_check(
     expected = _reference(model, model_type, found, device) if config.check_on_load else None
     num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
     step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
-    loaded.rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
-    loaded.info.rope = None if loaded.rotary is None else loaded.rotary.choice
-    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], config.quantization == "int8")
+    rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
+    if rotary is not None:
+        loaded.info.rope = rotary.choice
+        loaded.hooks.append(rotary)
+    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], scheme_of(config).tolerance)
     check = LoadCheck(
-        model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.rotary, tuple(limits)
+        model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.hooks, tuple(limits)
     )
     if allowed > EXACT:
         _require_right(check, lambda part: part.structure_error(model, loaded.layers), EXACT, "in float32 ")
@@ -318,15 +322,12 @@ def _checked_forward(
     model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
 ) -> Any:
     """The fastest forward pass that agrees with transformers' attention."""
-    int8 = config.quantization == "int8"
-    if int8 and (device.type != "cpu" or not config.native_forward):
-        raise ConfigError('quantization="int8" requires a CPU and native_forward; remove it')
-    forward = model
+    forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, max_model_len, int8)
+            forward = accelerate(model, device, check.passes, max_model_len, scheme)
         except CannotQuantize as why:
-            raise LoadError(f'quantization="int8" is not supported: {why}; remove it') from why
+            raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
     _require(check, forward)
     return forward
 

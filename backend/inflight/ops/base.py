@@ -9,14 +9,14 @@ a whole decoder is one native call: `loading/forward/native_decoder.py`.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Union
 
 import torch
 from torch import Tensor
 
 from inflight.attention.base import LayerAttention, LayerSpec
 
-__all__ = ["E4M3_MAX", "MIN_SCALE", "Angles", "FusedOps", "HeadNorms", "QuantizedRows", "projection_sizes"]
+__all__ = ["E4M3_MAX", "MIN_SCALE", "Angles", "FusedOps", "HeadNorms", "QuantizedRows", "Rows", "projection_sizes"]
 
 E4M3_MAX = 448.0  # the largest number in float8_e4m3fn
 MIN_SCALE = 1e-12  # of a row of zeros; its reciprocal is finite
@@ -33,6 +33,10 @@ class QuantizedRows:
 
     values: Tensor
     scales: Tensor
+
+
+# Of a layer's input: [T, H] in the model's dtype, or quantized.
+Rows = Union[Tensor, QuantizedRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +85,19 @@ class Angles:
 class FusedOps(Protocol):
     """An implementation of the small operations.  T tokens, H hidden size, D head size, I MLP width.
 
-    Rows may be strided (slices of a merged projection); the last dimension is contiguous.
+    Rows may be strided (slices of a merged projection); the last dimension is contiguous.  With `quantized`, the result
+    is rounded to the dtype and then becomes `quantize_rows` of that.
     """
 
     name: str
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; or x [T, heads, D] with weight [D]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
+        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H]; or, not quantized, x [T, heads, D] with weight [D]."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0, quantized: bool = False
+    ) -> Rows:
         """residual [T, H] += factor * x [T, H] in place, rounded to its dtype; returns the `rms_norm` of that."""
-
-    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
-        """`quantize_rows` of `rms_norm` of x [T, H]: the norm is rounded to its dtype first."""
-
-    def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
-    ) -> QuantizedRows:
-        """`quantize_rows` of `add_rms_norm`."""
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate query [T, Hq, D] and key [T, Hkv, D] in place by cos, sin [T, R], R <= D.
@@ -124,11 +123,8 @@ class FusedOps(Protocol):
             query [T, Hq, Dk].
         """
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, quantized: bool = False) -> Rows:
         """[T, 2 I] -> [T, I]: silu(left half) * right half."""
-
-    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
-        """`quantize_rows` of `silu_and_mul`."""
 
     def quantize_rows(self, x: Tensor) -> QuantizedRows:
         """x [T, H], each row with its own scale."""

@@ -7,13 +7,13 @@ they are bitwise equal.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from inflight.attention.base import LayerAttention
-from inflight.ops.base import E4M3_MAX, MIN_SCALE, Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
+from inflight.ops.base import E4M3_MAX, MIN_SCALE, Angles, FusedOps, HeadNorms, QuantizedRows, Rows, projection_sizes
 
 __all__ = ["ReferenceOps", "rotate_and_write_in_parts"]
 
@@ -23,26 +23,19 @@ class ReferenceOps:
 
     name = "reference"
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
         """See `FusedOps.rms_norm`; a new contiguous tensor in the dtype of `x`."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return (scaled * weight.float()).to(x.dtype).contiguous()
+        out = (scaled * weight.float()).to(x.dtype).contiguous()
+        return self.quantize_rows(out) if quantized else out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0, quantized: bool = False
+    ) -> Rows:
         """See `FusedOps.add_rms_norm`; the result has the dtype of `residual`."""
         residual.copy_(residual.float() + x.float() * factor)
-        return self.rms_norm(residual, weight, eps)
-
-    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
-        """See `FusedOps.rms_norm_quantized`."""
-        return self.quantize_rows(self.rms_norm(x, weight, eps))
-
-    def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
-    ) -> QuantizedRows:
-        """See `FusedOps.add_rms_norm_quantized`."""
-        return self.quantize_rows(self.add_rms_norm(x, residual, weight, eps, factor))
+        return self.rms_norm(residual, weight, eps, quantized)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `FusedOps.rotary`."""
@@ -59,14 +52,11 @@ class ReferenceOps:
         """See `FusedOps.rotate_and_write`; without norms the result is a view of `qkv`."""
         return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, quantized: bool = False) -> Rows:
         """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
-
-    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
-        """See `FusedOps.silu_and_mul_quantized`."""
-        return self.quantize_rows(self.silu_and_mul(gate_up))
+        out = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+        return self.quantize_rows(out) if quantized else out
 
     def quantize_rows(self, x: Tensor) -> QuantizedRows:
         """See `FusedOps.quantize_rows`."""
@@ -84,8 +74,8 @@ def rotate_and_write_in_parts(
     parts = qkv.split(projection_sizes(spec), dim=-1)
     query, key, value = (part.unflatten(-1, (count, -1)) for part, count in zip(parts, heads))
     if norms is not None:
-        query = ops.rms_norm(query, norms.query_weight, norms.eps)
-        key = ops.rms_norm(key, norms.key_weight, norms.eps)
+        query = cast(Tensor, ops.rms_norm(query, norms.query_weight, norms.eps))
+        key = cast(Tensor, ops.rms_norm(key, norms.key_weight, norms.eps))
     if angles is not None:
         ops.rotary(query, key, *angles.of_tokens())
     layer.backend.write(key, value, layer.cache, batch)

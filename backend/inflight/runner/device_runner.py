@@ -24,20 +24,18 @@ from inflight.config import EngineConfig
 from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.loading.loader import LoadedModel, load
-from inflight.runner import cpu_threads
-from inflight.runner.batch_state import BatchState
-from inflight.runner.forward_pass import ForwardPass
+from inflight.loading.loader import LoadedModel
+from inflight.runner.base import BaseRunner, load_on_threads
 from inflight.runner.graphs import Padding, decode_graphs
-from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs, PromptLogprobs
-from inflight.runner.row_faults import RowFaults, fail_rows
+from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs
+from inflight.runner.row_faults import fail_rows
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
 from inflight.runner.step_output import step_output
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload, upload_bytes
-from inflight.sampling import Sampler, SamplerOutput, SamplingMetadata, SamplingTable
+from inflight.sampling import SamplerOutput, SamplingMetadata
 from inflight.sampling.metadata import COLUMN_LINES
-from inflight.sampling.rules import DEVICE_RULES, rules_of
+from inflight.sampling.rules import DEVICE_RULES
 
 __all__ = ["DeviceRunner", "DeviceStep"]
 
@@ -125,15 +123,12 @@ class _Ticket:
     result: StepOutput | None = None
 
 
-class DeviceRunner:
+class DeviceRunner(BaseRunner):
     """Implements `Runner` (engine/core.py); all of its methods are called in one thread.
 
     Args:
         config: engine options; the checkpoint is loaded and the KV pool allocated here.
         loaded, queue: the checkpoint and its device's queue, if not those of `config`: for tests.
-
-    Attributes:
-        num_collected_first: steps whose launch waited for the step before, because a rule of a row reads tokens.
 
     Raises:
         LoadError, ConfigError: see `loader.load`.
@@ -142,28 +137,14 @@ class DeviceRunner:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel | None = None, queue: DeviceQueue | None = None
     ) -> None:
-        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
-        loaded = loaded or load(config)
-        self.info = info = loaded.info
-        self.model = loaded.model
-        self.backend = loaded.backend
-        self.device = device = loaded.device
-        self.queue = queue or queue_of(device)
-        self.host_cache = loaded.host_cache
-        self.rotary = loaded.rotary
+        loaded = loaded or load_on_threads(config)
+        super().__init__(config, loaded, DEVICE_RULES)
+        info, device = self.info, self.device
         slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self.state = BatchState(slots, info.max_model_len, config.block_size, device)
-        rules = rules_of(info.grammars, DEVICE_RULES)
-        self.table = SamplingTable(slots, info.vocab_size, device, rules)
-        self.faults = RowFaults(self.table, info.eos_token_ids)
-        self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, DEVICE_RULES)
-        self.forward = ForwardPass(self.model, slots)
-        self.prompt_logprobs = PromptLogprobs(self.state)
+        self.queue = queue or queue_of(device)
         self.rows = RowWriter(self.state, slots)
         self.device_state = DeviceState.allocate(slots, info.max_model_len, config.block_size, device)
         self.inputs = StepInputTensors.allocate(tokens, self.device_state)
-        self.num_collected_first = 0
         num_bytes = upload_bytes(slots, tokens)
         self._upload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._ring = [self._new_buffers(num_bytes, tokens) for _ in range(_RING)]
@@ -171,7 +152,7 @@ class DeviceRunner:
         self._in_flight: deque[_Ticket] = deque()
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
-        capturable = self.rotary is None or self.rotary.capturable
+        capturable = all(hook.capturable for hook in self.hooks)
         self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable)
         loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
@@ -260,11 +241,9 @@ class DeviceRunner:
     def _take_in(self, out: SchedulerOutput) -> None:
         self.state.apply(out)
         self.rows.apply(out)
-        self.state.fill_rows(out)
-        self.prompt_logprobs.fill_rows(out)
+        self.fill_rows(out)
         for row in out.new_rows:
             self._admissions[row.slot] += 1
-        self.faults.fill_rows(out.new_rows)
 
     def _launch(self, ticket: _Ticket) -> None:
         out, rows = ticket.out, ticket.rows
@@ -321,8 +300,8 @@ class DeviceRunner:
         buffers, num_logits = ticket.buffers, len(ticket.rows.row_of_logits)
         ticket.started.record()
         step.upload.copy()
-        if self.rotary is not None:
-            self.rotary.step(ticket.out)
+        for hook in self.hooks:
+            hook.step(ticket.out, step.metadata)
         logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
         if sampled is None:
             ticket.forward_end.record()

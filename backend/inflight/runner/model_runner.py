@@ -10,24 +10,20 @@ from torch import Tensor
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
-from inflight.device.host_cache import HostCache
+from inflight.device.batch_state import StepInputs
 from inflight.device.memory import Outcome, attempt
 from inflight.device.upload import upload
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.loading.loader import load
-from inflight.runner import cpu_threads
-from inflight.runner.batch_state import BatchState, StepInputs
-from inflight.runner.forward_pass import ForwardPass
-from inflight.runner.prompt_logprobs import PromptLogprobs
-from inflight.runner.row_faults import RowFaults, fail_rows, run_without_faulty_rows
+from inflight.runner.base import BaseRunner, load_on_threads
+from inflight.runner.row_faults import fail_rows, run_without_faulty_rows
 from inflight.runner.step_output import step_output
-from inflight.sampling import Sampler, SamplingMetadata, SamplingTable
-from inflight.sampling.rules import rules_of
+from inflight.sampling import SamplingMetadata
+from inflight.sampling.rules import RULES
 
 __all__ = ["ModelRunner"]
 
 
-class ModelRunner:
+class ModelRunner(BaseRunner):
     """Runs ragged batches of one checkpoint on one device, each to its end before the next.
 
     Implements `Runner` (engine/core.py).  `pipeline.ThreadedRunner` calls `prepare` and `execute` from two
@@ -41,22 +37,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
-        loaded = load(config)
-        self.info = loaded.info
-        self.model = loaded.model
-        self.backend = loaded.backend
-        self.device = loaded.device
-        self.host_cache: HostCache | None = None
-        self.state = BatchState(config.max_num_seqs, self.info.max_model_len, config.block_size, self.device)
-        rules = rules_of(self.info.grammars)
-        self.table = SamplingTable(config.max_num_seqs, self.info.vocab_size, self.device, rules)
-        self.faults = RowFaults(self.table, self.info.eos_token_ids)
-        self.sampler = Sampler()
-        self.sampler.warm_up(self.info.vocab_size, loaded.dtype, self.device)
-        self.forward = ForwardPass(self.model, config.max_num_seqs)
-        self.prompt_logprobs = PromptLogprobs(self.state)
-        self.rotary = loaded.rotary
+        loaded = load_on_threads(config)
+        super().__init__(config, loaded, RULES)
         loaded.allocate(lambda out: self.execute(out, self.prepare(out)))
         self.host_cache = loaded.host_cache
 
@@ -82,7 +64,7 @@ class ModelRunner:
         started = time.monotonic()
         if self.host_cache is not None:
             self.host_cache.swap(out)
-        self._fill_rows(out)
+        self.fill_rows(out)
         inputs, failure = prepared
         step = None
         if inputs is not None:
@@ -95,8 +77,8 @@ class ModelRunner:
         return step
 
     def _run(self, out: SchedulerOutput, inputs: StepInputs) -> StepOutput:
-        if self.rotary is not None:
-            self.rotary.step(out)
+        for hook in self.hooks:
+            hook.step(out, inputs.metadata)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
         keep, ask = (upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices))
         input_ids, slots = self.state.input_ids(inputs), inputs.slot_of_token[inputs.logits_indices]
@@ -109,11 +91,6 @@ class ModelRunner:
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()
         step.forward_end = forward_end
         return step
-
-    def _fill_rows(self, out: SchedulerOutput) -> None:
-        self.state.fill_rows(out)
-        self.prompt_logprobs.fill_rows(out)
-        self.faults.fill_rows(out.new_rows)
 
     def _sample(
         self,

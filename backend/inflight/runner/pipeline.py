@@ -30,7 +30,10 @@ class TwoPartRunner(Protocol):
 class ThreadedRunner:
     """Executes steps in the thread of `device`, so that the next one can be made and prepared meanwhile."""
 
-    def __init__(self, runner: TwoPartRunner, device: ThreadPoolExecutor) -> None:
+    num_collected_first = 0  # `prepare` needs no token of the step before
+
+    def __init__(self, runner: TwoPartRunner, device: ThreadPoolExecutor, draft_runner: Any = None) -> None:
+        self.draft_runner = draft_runner
         self.runner = runner
         self.info = runner.info
         self._device = device
@@ -50,14 +53,16 @@ def make_runner(config: EngineConfig) -> Any:
     """
     draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes what is left
     runner = _device_runner(config)
-    if config.async_scheduling and isinstance(runner, ModelRunner):
+    if config.async_scheduling and not _on_gpu(config):
         device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch
-        runner = ThreadedRunner(runner, device)
-        draft_runner = draft_runner and ThreadedRunner(draft_runner, device)
-    if draft_runner is not None:
-        runner.draft_runner = draft_runner
+        return ThreadedRunner(runner, device, draft_runner and ThreadedRunner(draft_runner, device))
+    runner.draft_runner = draft_runner
     return runner
 
 
 def _device_runner(config: EngineConfig) -> Any:
-    return DeviceRunner(config) if device_of(config.device).type == "cuda" else ModelRunner(config)
+    return DeviceRunner(config) if _on_gpu(config) else ModelRunner(config)
+
+
+def _on_gpu(config: EngineConfig) -> bool:
+    return device_of(config.device).type == "cuda"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from inflight.device.batch_state import BatchState
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.step import SchedulerOutput
-from inflight.runner.batch_state import BatchState
 from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
 
 __all__ = ["AskedPositions", "PendingPromptLogprobs", "PromptLogprobs"]

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from inflight.attention.base import AttentionMetadata
+from inflight.device.batch_state import StepInputs
 from inflight.device.memory import out_of_memory
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
-from inflight.runner.batch_state import StepInputs
 from inflight.sampling import SamplingTable
 
 __all__ = ["RowFaults", "fail_rows", "run_without_faulty_rows"]

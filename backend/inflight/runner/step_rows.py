@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from inflight.device.batch_state import BatchState
 from inflight.engine.step import SchedulerOutput
-from inflight.runner.batch_state import BatchState
 from inflight.runner.step_inputs import Line, StepSize
 from inflight.runner.step_upload import ALIGNMENT, StepUpload
 from inflight.sampling.rules.ragged import flatten_ranges

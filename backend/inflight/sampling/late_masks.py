@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from inflight.sampling.metadata import COLUMN_LINES, Kind, SamplingMetadata
-from inflight.sampling.rules.grammar_mask import apply_bitmask
 
 __all__ = ["mask_where_needed"]
 
 
 def mask_where_needed(
-    kernel: ModuleType, logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata
+    logits: Tensor, token_ids: Tensor, metadata: SamplingMetadata
 ) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """The tokens with the one mask of `metadata`, which has no edits.
+    """The tokens with the one mask of `metadata`, which has no edits, and whose `ops` draw masked rows.
 
     Args:
-        kernel: `kernels/cpu/cpu_sampler.py`.
         token_ids: int64[R], chosen without the mask; changed in place.
 
     Returns:
@@ -32,10 +28,10 @@ def mask_where_needed(
         return token_ids, logits, {}
     rows, bitmask = needed.rows, needed.bitmask()
     index = torch.from_numpy(rows)
-    token_ids[index] = kernel.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
+    token_ids[index] = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
     if metadata.logprobs:
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        apply_bitmask(logits, rows, bitmask)
+        metadata.ops.mask(logits, rows, bitmask)
     return token_ids, logits, needed.failures
 
 

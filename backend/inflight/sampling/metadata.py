@@ -13,6 +13,8 @@ from torch import Tensor
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.logprobs import PendingLogprobs
+from inflight.sampling.ops import SamplingOps
+from inflight.sampling.reference import REFERENCE
 from inflight.sampling.rules import LogitsEdit, LogitsMask
 
 __all__ = ["COLUMN_LINES", "Kind", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
@@ -112,15 +114,16 @@ class SamplingMetadata:
 
     Attributes:
         num_rows: R.
+        ops: what the device computes it with.
         vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
-        greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where a kernel (`native.py`)
+        greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where `ops.choose`
             draws all of them.
         columns: int64[COLUMN_LINES, R] on the device, one column per row, in any order.  Lines: row of
             the logits; the row's two int32 keys (`noise.row_keys`), the first in the low half; top_k;
             then inverse temperature, top_p and min_p as the bits of float64; `Kind`.  May be None
             if all rows are greedy.
-        random_groups: the random rows once more, grouped by how they are drawn; empty where a
-            kernel draws all of them.
+        random_groups: the random rows once more, grouped by how they are drawn; empty where
+            `ops.choose` draws all of them.
         masks: changes to the logits that come first.  Log probabilities are those of what they leave.
         edits: the other changes to the logits, in order of application.
         logprobs: row -> number of top entries, for the rows that return log probabilities.
@@ -128,6 +131,7 @@ class SamplingMetadata:
     """
 
     num_rows: int
+    ops: SamplingOps = field(default=REFERENCE, compare=False)
     vocab_size: int | None = None
     greedy_rows: Tensor | None = None
     columns: Tensor | None = None
@@ -138,6 +142,6 @@ class SamplingMetadata:
     logprobs_rows: Tensor | None = None
 
     @classmethod
-    def all_greedy(cls, num_rows: int) -> SamplingMetadata:
+    def all_greedy(cls, num_rows: int, ops: SamplingOps = REFERENCE) -> SamplingMetadata:
         """Every row takes the argmax of its logits and nothing else."""
-        return cls(num_rows)
+        return cls(num_rows, ops)

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import mask_words
-from inflight.kernels.gpu.launch import can_launch
 from inflight.sampling.candidates import largest, largest_values
 from inflight.sampling.choose import draw
 from inflight.sampling.late_masks import mask_where_needed
 from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.native import cpu_sampler, native_choose
+from inflight.sampling.ops import SamplingOps
 from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
-from inflight.sampling.rules.grammar_mask import apply_bitmask
 from inflight.sampling.table import sampling_metadata
 from inflight.sampling.unusable import are_finite, mark_unusable
 
@@ -56,20 +54,25 @@ class Sampler:
         return SamplerOutput(token_ids, rows, token_logprobs(masked[index], chosen, tops), failures)
 
     def warm_up(
-        self, vocab_size: int, dtype: torch.dtype, device: torch.device, rules: Sequence[type[LogitsRule]] = RULES
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: SamplingOps,
+        rules: Sequence[type[LogitsRule]] = RULES,
     ) -> None:
-        """Compile the GPU kernels for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
-        if not can_launch(device):
+        """Compile `ops` for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
+        if not ops.compiles:
             return
         params = [SamplingParams(top_k=2), *(rule.warm_up_params for rule in rules)]
         token = np.zeros(1, dtype=np.int32)
         rows = [SampleRow(p, seed=0, position=1, prompt_token_ids=token, output_token_ids=token[:0]) for p in params]
         logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
-        metadata = sampling_metadata(rows, vocab_size, device, rules)
+        metadata = sampling_metadata(rows, vocab_size, device, rules, ops)
         self(logits, metadata)  # edits are made to a float32 copy
         self(logits, replace(metadata, edits=[]))
         bitmask = np.full((1, mask_words(vocab_size)), -1, dtype=np.int32)
-        apply_bitmask(logits.float(), np.zeros(1, dtype=np.int64), bitmask)  # not all vocabularies have grammars
+        ops.mask(logits.float(), np.zeros(1, dtype=np.int64), bitmask)  # not all vocabularies have grammars
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -92,13 +95,12 @@ def _edited(logits: Tensor, edits: Sequence[LogitsEdit]) -> Tensor:
 
 def _choose_masked(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor, dict[int, str]]:
     """int64[R], the masked logits of all rows that return log probabilities, and the masks' failures."""
-    kernel = cpu_sampler() if logits.is_cpu else None
-    if metadata.edits or len(metadata.masks) > 1 or kernel is None:
+    if metadata.edits or len(metadata.masks) > 1 or not metadata.ops.draws_masked:
         masked = _edited(logits, metadata.masks)
         failures = {row: reason for mask in metadata.masks for row, reason in mask.failures.items()}
         return _choose(masked, metadata, logits), masked, failures
     token_ids = _choose(logits, metadata, logits)
-    return mask_where_needed(kernel, logits, token_ids, metadata)
+    return mask_where_needed(logits, token_ids, metadata)
 
 
 def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Tensor:
@@ -106,10 +108,8 @@ def _choose(logits: Tensor, metadata: SamplingMetadata, of_model: Tensor) -> Ten
     if metadata.edits:
         logits = edit_logits(logits, metadata)
     suspect = logits is not of_model
-    choose = None if metadata.columns is None else native_choose(logits.device)
-    if choose is not None:
-        assert metadata.columns is not None
-        token_ids = choose(logits, metadata.columns, not suspect)
+    if metadata.columns is not None and metadata.ops.draws:
+        token_ids = metadata.ops.choose(logits, metadata.columns, not suspect)
         return mark_unusable(token_ids, largest_values(of_model)) if suspect else token_ids
     greedy = metadata.greedy_rows
     if greedy is None:

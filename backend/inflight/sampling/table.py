@@ -11,8 +11,9 @@ from torch import Tensor
 from inflight.device.upload import upload
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
-from inflight.sampling.native import native_choose
 from inflight.sampling.noise import mix_seed, row_keys
+from inflight.sampling.ops import SamplingOps
+from inflight.sampling.reference import REFERENCE
 from inflight.sampling.rules import RULES, LogitsMask, LogitsRule, Put, RowBatch
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
@@ -44,6 +45,7 @@ class SamplingTable:
         vocab_size: V, the last dimension of the logits.
         device: where the logits are.
         rules: kinds of logits rules, in order of application.
+        ops: what the device computes with.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class SamplingTable:
         vocab_size: int,
         device: torch.device | str = "cpu",
         rules: Sequence[type[LogitsRule]] = RULES,
+        ops: SamplingOps = REFERENCE,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._has_kernel = native_choose(self.device) is not None
+        self._ops = ops
         self._flags = np.zeros(max_num_seqs, dtype=np.int64)
         self._bucket = np.zeros(max_num_seqs, dtype=np.int64)
         self._origin = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -138,7 +141,7 @@ class SamplingTable:
         slots = np.asarray(slots, dtype=np.int64)
         flags = self._flags[slots]
         needed = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
-        metadata = SamplingMetadata.all_greedy(len(slots))
+        metadata = SamplingMetadata.all_greedy(len(slots), self._ops)
         if columns is not None:
             metadata.num_rows, metadata.columns = columns.shape[1], columns
         if not needed:
@@ -160,6 +163,7 @@ class SamplingTable:
                 num_prompt_tokens=self._num_prompt_tokens[slots],
                 token_ids=_NO_TOKENS if token_ids is None else token_ids,
                 put=put or self._put,
+                ops=self._ops,
                 history=history,
             )
             self._add_edits(metadata, flags, batch, has_tokens=token_ids is not None)
@@ -168,7 +172,7 @@ class SamplingTable:
     def fill_columns(
         self, columns: np.ndarray, slots: np.ndarray, positions: np.ndarray, rows: np.ndarray | None = None
     ) -> None:
-        """Describe R rows to the kernel that draws them (`native.py`).
+        """Describe R rows to the kernel that draws them (`SamplingOps.choose`).
 
         Args:
             columns: int64[COLUMN_LINES, C >= R] on the host, overwritten; see `SamplingMetadata.columns`.  The
@@ -195,11 +199,11 @@ class SamplingTable:
         return upload(array, self.device)
 
     def _add_random(self, metadata: SamplingMetadata, slots: np.ndarray, positions: np.ndarray) -> None:
-        if self._has_kernel and metadata.columns is not None:
+        if self._ops.draws and metadata.columns is not None:
             return
         # One array of 8-byte values, so that one copy brings everything to the device.
         packed = np.empty((COLUMN_LINES, len(slots)), dtype=np.int64)
-        if self._has_kernel:
+        if self._ops.draws:
             self.fill_columns(packed, slots, positions)
             metadata.columns = upload(packed, self.device)
             return
@@ -261,9 +265,10 @@ def sampling_metadata(
     vocab_size: int,
     device: torch.device | str = "cpu",
     rules: Sequence[type[LogitsRule]] = RULES,
+    ops: SamplingOps = REFERENCE,
 ) -> SamplingMetadata:
     """Describe rows without keeping a table: for one-off calls; a step loop keeps a `SamplingTable`."""
-    table = SamplingTable(len(rows), vocab_size, device, rules)
+    table = SamplingTable(len(rows), vocab_size, device, rules, ops)
     token_ids = np.zeros((len(rows), max((row.position for row in rows), default=0)), dtype=np.int32)
     for slot, row in enumerate(rows):
         table.set_row(slot, row.params, row.seed, row.eos_token_ids, len(row.prompt_token_ids))

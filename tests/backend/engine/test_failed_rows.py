@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from drafters import KINDS, HashDrafter
 from engine_rig import VOCAB, Info, PagedHashRunner, add, expected_output, make_core
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import RequestFailed, StepMessage
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.step_trace import StepTrace
 
 WHY = "the logits are not finite"
 POISON = VOCAB - 1
@@ -68,10 +71,10 @@ class Seen:
     def run(self, core: EngineCore) -> None:
         for _ in range(20_000):
             if not core.has_work:
-                core.check_integrity()
+                check_core(core)
                 return
             self.take(core.step())
-            core.check_integrity()
+            check_core(core)
         raise AssertionError("still busy")
 
 
@@ -114,11 +117,11 @@ def test_nobody_finds_its_blocks_as_a_prefix() -> None:
 
 
 def test_the_trace_has_its_end() -> None:
-    core, seen = poisoned_core(step_trace=True), Seen()
+    trace = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
+    core, seen = poisoned_core(listeners=[trace]), Seen()
     add(core, 1, [1, POISON], max_tokens=5, ignore_eos=True)
     seen.run(core)
-    assert core.trace is not None
-    assert core.trace.snapshot().requests[0].finish_reason == "abort"
+    assert trace.snapshot().requests[0].finish_reason == "abort"
 
 
 loads = st.fixed_dictionaries(
@@ -140,7 +143,6 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     loads,
     st.lists(arrivals, min_size=1, max_size=8),
@@ -157,7 +159,7 @@ def test_exactly_those_fail_that_meet_the_token(
     for request_id, (gap, prompt, max_tokens, n, priority) in enumerate(load):
         for _ in range(gap):
             seen.take(core.step())
-            core.check_integrity()
+            check_core(core)
         fields = {"priority": priority, "arrival": float(request_id)}
         params = add(core, request_id, prompt, fields, max_tokens=max_tokens, n=n, ignore_eos=True)
         wanted[request_id] = prompt, *expected_output(prompt, params, info), n

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from drafters import KINDS, HashDrafter
 from engine_rig import Info, PagedHashRunner, add, expected_output, make_core
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import StepMessage
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.step_trace import StepTrace
 
 WHY = "the step ran out of memory"
 GARBAGE = 255  # no token, but `next_token` hashes it
@@ -79,10 +83,10 @@ class Seen:
     def run(self, core: EngineCore, limit: int = 20_000) -> None:
         for _ in range(limit):
             if not core.has_work:
-                core.check_integrity()
+                check_core(core)
                 return
             self.take(core.step())
-            core.check_integrity()
+            check_core(core)
         raise AssertionError(f"still busy after {limit} steps")
 
 
@@ -152,21 +156,25 @@ def test_what_was_computed_behind_a_failed_prefix_is_not_found_either() -> None:
     assert not core.pool._block_of, "the runner of this test computes them right, a model would not"
 
 
-def test_a_failed_step_teaches_the_policies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, seen = failing_core({1}), Seen()
-    observed = []
-    monkeypatch.setattr(core.scheduler.policies.budget, "observe", lambda out, seconds: observed.append(out))
+def test_a_failed_step_teaches_the_policies_nothing() -> None:
+    class Learner(EngineListener):
+        def step_done(self, step: DoneStep) -> None:
+            assert not step.result.failure
+            learned.append(step)
+
+    learned: list[DoneStep] = []
+    core, seen = failing_core({1}, listeners=[Learner()]), Seen()
     add(core, 1, [1, 2, 3], max_tokens=5, ignore_eos=True)
     seen.run(core)
-    assert len(observed) == 1
+    assert len(learned) == 1
 
 
 def test_the_trace_has_the_failed_step() -> None:
-    core, seen = failing_core({0}, step_trace=True, async_scheduling=True), Seen()
+    ring = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
+    core, seen = failing_core({0}, listeners=[ring], async_scheduling=True), Seen()
     add(core, 1, [1, 2, 3], max_tokens=5, ignore_eos=True)
     seen.run(core)
-    assert core.trace is not None
-    trace = core.trace.snapshot()
+    trace = ring.snapshot()
     assert [step.ended for step in trace.steps] == [[trace.requests[0].key], []]
     assert trace.requests[0].finish_reason == "abort"
 
@@ -191,7 +199,6 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     loads,
     st.lists(arrivals, min_size=1, max_size=10),
@@ -211,7 +218,7 @@ def test_whatever_fails_the_others_get_exactly_their_tokens(
     for request_id, (gap, prompt, max_tokens, n, priority, abort_after) in enumerate(load):
         for _ in range(gap):
             seen.take(core.step())
-            core.check_integrity()
+            check_core(core)
             step += 1
             for victim in [victim for victim, due in aborts.items() if due == step]:
                 core.abort(victim)

@@ -16,6 +16,8 @@ from engine_rig import Info, expected_output, make_core
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight import worker
+from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.frontend_channels import (
     Frontend,
@@ -28,6 +30,7 @@ from inflight.engine.frontend_channels import (
     split_step,
 )
 from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import (
     REQUESTS_PER_FRONTEND,
     AbortRequest,
@@ -46,7 +49,7 @@ from inflight.engine.messages import (
     encode,
 )
 from inflight.engine.sampling_params import SamplingParams
-from inflight.worker import _serve
+from inflight.engine.step_trace import StepTrace
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 STATS = StepStats(1, 0, 0, 1, 9, 0, 0, 0, 1, 1, 0.001)
@@ -159,8 +162,10 @@ def test_split_step_without_rows_is_empty():
 class Rig:
     """The step loop over a hashing runner, in this thread: what a message triggers comes next in the inbox."""
 
-    def __init__(self, core: EngineCore, count: int) -> None:
-        self.core = core
+    def __init__(self, count: int, **options: Any) -> None:
+        trace = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
+        self.core = make_core(Info(), listeners=[trace], **options)
+        self.engine = worker.Engine(self.core, trace)
         self.inbox: SimpleQueue = SimpleQueue()
         self.channels = [Recorder() for _ in range(count)]
         self.frontends = [Frontend(number, channel) for number, channel in enumerate(self.channels)]
@@ -192,13 +197,13 @@ class Rig:
             return message
 
         self.core.step = step_and_look  # type: ignore[method-assign]
-        _serve(self.core, Frontends(self.core.live_ids, READY), self.inbox, make_heartbeat())
-        self.core.check_integrity()
+        worker.serve(self.engine, Frontends(self.core.live_ids, READY), self.inbox, make_heartbeat())
+        check_core(self.core)
 
 
 @pytest.fixture
 def rig():
-    return Rig(make_core(Info(), step_trace=True), 2)
+    return Rig(2)
 
 
 def test_two_frontends_get_what_each_would_get_alone(rig):
@@ -228,7 +233,7 @@ def test_answers_and_refusals_go_to_who_asked(rig):
 
 
 def test_a_waiting_frontend_hears_of_steps_that_bring_it_nothing():
-    rig = Rig(make_core(Info(), max_num_seqs=1), 3)
+    rig = Rig(3, max_num_seqs=1)
     rig.put(1, AddRequest(request_id(1, 1), PROMPT, LONG))
     rig.put(2, AddRequest(request_id(2, 1), PROMPT, LONG))
     rig.run()
@@ -354,7 +359,9 @@ class Engine:
         self.threads = [
             threading.Thread(target=accept_into, args=(inbox, owner, self._connection), daemon=True),
             threading.Thread(
-                target=_serve, args=(core, Frontends(core.live_ids, READY), inbox, make_heartbeat()), daemon=True
+                target=worker.serve,
+                args=(worker.Engine(core, None), Frontends(core.live_ids, READY), inbox, make_heartbeat()),
+                daemon=True,
             ),
         ]
         for thread in self.threads:

@@ -6,8 +6,8 @@ import pytest
 from drafters import add_gate
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 
+from inflight.engine.integrity import check_core, check_scheduler
 from inflight.engine.messages import decode_to_frontend, encode
-from inflight.engine.scheduler import Scheduler, SchedulerLimits
 
 
 class Clock:
@@ -60,7 +60,7 @@ def test_a_request_held_too_long_fails_with_the_reason():
     (failure,) = message.failed
     assert (failure.request_id, failure.code) == (1, "UNAVAILABLE")
     assert "waited too long for its grammar to compile" in failure.message
-    core.check_integrity()
+    check_core(core)
     assert not core.has_work, "all of its sequences ended"
 
 
@@ -77,7 +77,7 @@ def test_a_sequence_held_too_long_fails_its_whole_request():
     (failure,) = core.step().failed
     assert failure.request_id == 1
     assert not core.has_work
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_held_request_can_be_aborted():
@@ -86,7 +86,7 @@ def test_a_held_request_can_be_aborted():
     add(core, 1, [1], max_tokens=2)
     core.step()
     core.abort(1)
-    core.check_integrity()
+    check_core(core)
     assert not core.has_work
 
 
@@ -133,14 +133,12 @@ def test_the_deadline_starts_anew_once_a_request_has_run():
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_at_the_limit_of_held_requests_nobody_overtakes(limit):
     core = make_core(Info(), max_num_seqs=8)
-    old = core.scheduler
-    limits = SchedulerLimits(8, 2048, max_num_held=limit)
-    core.scheduler = Scheduler(limits, old.pool, old.policies, old.swap)
+    core.scheduler.held.limit = limit
     add_gate(core, dict.fromkeys(range(5)))
     for request_id in range(6):
         add(core, request_id, [1], max_tokens=2)
     out = core.scheduler.schedule()
-    core.scheduler.check_integrity()
+    check_scheduler(core.scheduler)
     assert len(core.scheduler.held) == limit
     assert not out.slots, "the first request that cannot be held keeps its place"
 
@@ -156,6 +154,6 @@ def test_an_urgent_request_that_cannot_be_held_preempts_nobody(limit):
     for request_id in range(10, 13):
         add(core, request_id, [3], {"priority": 0}, max_tokens=2)
     core.step()
-    core.check_integrity()
+    check_core(core)
     assert (len(core.scheduler.running), core.scheduler.num_preempted_total) == (3, 0)
     assert len(core.scheduler.held) == limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.engine.integrity import check_pool
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ def test_extend_is_all_or_nothing():
     assert pool.extend(second, 8) is None
     assert second.block_ids == []
     assert pool.num_available == 1
-    pool.check_integrity([first, second])
+    check_pool(pool, [first, second])
 
 
 def test_a_hit_leaves_a_token_to_compute():
@@ -60,7 +61,7 @@ def test_eviction_takes_the_least_recently_used_prefix_and_its_tail_first():
     pool.extend(taker, 4)
     assert len(pool.find_prefix(request([1] * 9))) == 1, "the older prefix lost its tail and kept its head"
     assert len(pool.find_prefix(request([2] * 9))) == 2
-    pool.check_integrity([taker])
+    check_pool(pool, [taker])
 
 
 def test_blocks_in_use_are_shared_and_survive_their_first_owner():
@@ -72,7 +73,7 @@ def test_blocks_in_use_are_shared_and_survive_their_first_owner():
     assert second.block_ids[:2] == first.block_ids[:2]
     assert second.num_computed_tokens == 8
     pool.release(first)
-    pool.check_integrity([second])
+    check_pool(pool, [second])
     assert pool.num_used == 3
 
 
@@ -85,10 +86,10 @@ def test_equal_blocks_computed_at_the_same_time_are_published_once():
         each.num_computed_tokens = 8
     for each in requests:
         pool.publish(each, 8)
-    pool.check_integrity(requests)
+    check_pool(pool, requests)
     for each in requests:
         pool.release(each)
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert pool.num_available == 8
 
 
@@ -105,4 +106,4 @@ def test_integrity_notices_a_stolen_block():
     thief = request([2] * 4)
     thief.block_ids = [victim.block_ids[0]]
     with pytest.raises(AssertionError):
-        pool.check_integrity([victim, thief])
+        check_pool(pool, [victim, thief])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from virtual_clock import Clocked
 
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import RequestFailed
 
 CAPS: dict[str, dict[str, Any]] = {
@@ -60,10 +61,10 @@ def test_an_abort_gives_the_places_back(cap: str) -> None:
     refused(rig, 1)
     rig.core.abort(waiting.request_id, 2)  # a child takes nobody along
     rig.core.abort(waiting.request_id, 2)
-    rig.core.check_integrity()
+    check_core(rig.core)
     rig.core.abort(waiting.request_id)
     rig.core.abort(waiting.request_id)
-    rig.core.check_integrity()
+    check_core(rig.core)
     rig.add(2, 4, n=4)
     rig.run()
 
@@ -91,7 +92,7 @@ def test_other_classes_and_tenants_do_not_count() -> None:
     assert "tenant 'a'" in refused(rig, 1, tenant="a").message
     assert "(tenants: max_queued=2, and 1 may run)" in refused(rig, 4, tenant="a").message
     rig.run()
-    assert not rig.core.caps.of_tenant, "a tenant without sequences is forgotten"
+    assert not rig.core.limits.of_tenant, "a tenant without sequences is forgotten"
 
 
 def test_a_tenants_running_limit_leaves_no_room_for_what_is_beyond_it() -> None:

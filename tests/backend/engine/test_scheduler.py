@@ -8,6 +8,7 @@ import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 from slots import SlotOwners
 
+from inflight.engine.integrity import check_core, check_scheduler
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import (
     AddRequest,
@@ -29,7 +30,7 @@ def scheduled(core):
     slots = vars(core).setdefault("slots", SlotOwners())
     pairs = list(zip(slots.see(out).request_ids, out.num_scheduled_tokens))
     core.scheduler.update(out, step)
-    core.scheduler.check_integrity()
+    check_scheduler(core.scheduler)
     return pairs
 
 
@@ -167,7 +168,7 @@ def test_an_invalid_request_is_refused_and_changes_nothing(prompt, params, messa
     assert failure.code == "INVALID_ARG"
     assert re.search(message, failure.message)
     assert not core.has_work
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_full_queue_refuses_requests_until_it_drains():
@@ -192,12 +193,12 @@ def test_abort_frees_blocks_at_once_in_every_state():
     collect(core, outputs, reasons)
     core.abort(2)  # waiting
     core.abort(1, 0)  # running; its sibling waits
-    core.check_integrity()
+    check_core(core)
     run_until_idle(core, outputs, reasons)
     assert set(reasons) == {(1, 1)}
     core.abort(1)  # ended
     core.abort(77)  # never seen
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_full_delta_is_made_only_for_more_than_a_token():
@@ -240,6 +241,15 @@ def test_a_request_that_ended_while_the_step_ran_gets_no_delta():
         (1, entries[0], Logprobs.of([[], *prompts[0]]))
     ]
     assert columns.token_ids == []
+
+
+def test_a_sequence_that_is_aborted_before_the_prompt_is_computed_does_not_run():
+    core = make_core(Info(), max_num_seqs=4)
+    add(core, 1, [1] * 10, n=3, max_tokens=5, ignore_eos=True)
+    core.abort(1, 1)
+    outputs: dict[tuple[int, int], list[int]] = {}
+    run_until_idle(core, outputs, {})
+    assert sorted(outputs) == [(1, 0), (1, 2)]
 
 
 def test_columns_are_deltas_on_the_other_side_of_the_pipe():

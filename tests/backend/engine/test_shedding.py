@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from drafters import Gate
 from engine_rig import Info, make_core, repeating_model
 
+from inflight.engine import assembly
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.policies.load_shedding import _Pace
 from inflight.engine.sampling_params import SamplingParams
@@ -56,7 +59,7 @@ class Rig:
     def until_idle(self) -> None:
         while self.core.has_work:
             self.step()
-        self.core.check_integrity()
+        check_core(self.core)
 
     def warm_up(self, tokens: int = 10) -> None:
         """Twelve requests of ten tokens, so that it knows what steps take and how long outputs are."""
@@ -198,6 +201,34 @@ def test_a_request_that_is_late_is_not_started_and_lets_others_pass() -> None:
     assert running == {6} and not computed, "5 was passed over, 6 was not"
     rig.until_idle()
     assert [failed.request_id for failed in rig.failed] == [5], "nobody aborted it, so the engine did"
+
+
+def test_a_limit_that_names_share_is_what_each_of_them_waits_for() -> None:
+    """Names that clients make up have one account, so a second name waits for the first one's request."""
+    rig = Rig(tenants={"*": {"max_running": 1}})
+    rig.warm_up()
+    assert rig.add(tenant="one") is None
+    rig.step()
+    failure = rig.add(timeout=12.0, tenant="another")
+    assert failure is not None and failure.shed, "three slots are free, and none of them for this account"
+    assert rig.add(timeout=30.0, tenant="another") is None
+
+
+def test_a_policy_can_be_put_outside_the_one_that_knows_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(*args: Any) -> Any:
+        policies = make_policies(*args)
+        policies.admission = Gate(policies.admission, {})
+        return policies
+
+    make_policies = assembly.make_policies
+    monkeypatch.setattr(assembly, "make_policies", gated)
+    rig = Rig()
+    rig.warm_up()
+    for _ in range(8):
+        assert rig.add(timeout=1000.0) is None
+    rig.step()
+    failure = rig.add(timeout=12.0)
+    assert failure is not None and failure.shed
 
 
 def test_an_aborted_request_does_not_make_outputs_look_shorter() -> None:

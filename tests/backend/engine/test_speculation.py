@@ -18,13 +18,15 @@ from engine_rig import (
     repeating_model,
     run_until_idle,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.core import EngineCore
-from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
-from inflight.engine.drafting.draft_model import DraftModel
-from inflight.engine.drafting.modelled import ModelDrafts
+from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
+from inflight.engine.drafting.draft_model import DraftModel, ModelGuesser
+from inflight.engine.drafting.safe_drafter import SafeDrafter
+from inflight.engine.integrity import check_core, check_draft_model
+from inflight.engine.stats import step_stats
 
 METHODS: list[dict[str, Any]] = [
     {"method": "suffix"},
@@ -50,19 +52,18 @@ class StepClock:
         return len(self.runner.batch_sizes) / 1000 if self.runner is not None else 0.0
 
 
-def drafter_of(core: EngineCore) -> ThriftyDrafter:
-    drafter = core.scheduler.policies.drafter
-    assert isinstance(drafter, ThriftyDrafter)
-    return drafter
+def drafter_of(core: EngineCore) -> AdaptiveDrafter:
+    safe = core.scheduler.policies.drafter
+    assert isinstance(safe, SafeDrafter) and isinstance(safe.inner, AdaptiveDrafter)
+    return safe.inner
 
 
 def model_of(core: EngineCore) -> DraftModel:
     guesser = drafter_of(core)._guesser
-    assert isinstance(guesser, ModelDrafts)
+    assert isinstance(guesser, ModelGuesser)
     return guesser._model
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*METHODS, MODEL]),
     st.tuples(st.integers(1, 12), st.sampled_from([20, 128])),  # the draft model's blocks of 16 tokens, and its length
@@ -127,7 +128,7 @@ def test_every_request_gets_the_tokens_that_it_gets_without(
             for request_id, when in aborts.items():
                 if when == step:
                     core.abort(request_id)
-                    core.check_integrity()
+                    check_core(core)
             collect(core, outputs, reasons)
         run_until_idle(core, outputs, reasons)
     for key, (tokens, reason) in expected.items():
@@ -139,7 +140,7 @@ def test_every_request_gets_the_tokens_that_it_gets_without(
     assert not drafter._sequences, "an ended request is remembered"
     if method is MODEL:
         model = model_of(core)
-        model.check_integrity()
+        check_draft_model(model)
         assert not model._rows, "the draft model remembers an ended request"
     else:
         assert not drafter._guesser._own, "an ended request is remembered"
@@ -160,7 +161,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(method: dict[str, Any]) ->
     assert core.runner.num_drafts == counts.tokens and core.runner.num_accepted == counts.accepted  # type: ignore[attr-defined]
     assert len(core.runner.batch_sizes) == 1 + 500 - 1 - counts.accepted  # type: ignore[attr-defined]
     assert sum(counts.at) == counts.accepted and counts.at == sorted(counts.at, reverse=True)
-    assert core.stats(engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
+    assert step_stats(core, engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
 
 
 def test_a_later_request_copies_what_an_earlier_one_of_its_tenant_got() -> None:
@@ -239,7 +240,7 @@ def test_a_step_of_the_draft_model_that_fails_costs_no_request_anything() -> Non
     params = engine_rig.SamplingParams(max_tokens=30, ignore_eos=True)
     assert list(outputs.values()) == [expected_output([1, 2, 3], params, core.info)[0]] * 2
     assert core.scheduler.policies.draft_counts.accepted
-    model.check_integrity()
+    check_draft_model(model)
 
 
 def test_a_draft_model_that_raises_is_no_worse_than_none(caplog: pytest.LogCaptureFixture) -> None:

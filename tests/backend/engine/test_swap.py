@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from engine_rig import Info, add, collect, done_step, expected_output, make_core, run_until_idle
 
 from inflight.engine.host_swap import SwapSpace
+from inflight.engine.integrity import check_core
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.cost_model import StepCost
+from inflight.engine.policies.recompute_cost import LearnedRecomputeCost
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
@@ -30,7 +32,7 @@ def copies(swap: SwapSpace) -> dict[int, int]:
 
 
 def test_a_request_resumes_with_all_that_it_had_computed():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     request = running(pool, 11)
     blocks = list(request.block_ids)
     swap.swap_out(request, pool)
@@ -43,7 +45,7 @@ def test_a_request_resumes_with_all_that_it_had_computed():
 
 
 def test_blocks_found_in_the_prefix_cache_are_not_copied_in():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     request = running(pool, 11)
     swap.swap_out(request, pool)
     host = list(copies(swap))
@@ -52,7 +54,7 @@ def test_blocks_found_in_the_prefix_cache_are_not_copied_in():
 
 
 def test_shared_blocks_are_not_copied_and_count_while_they_are_cached():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     first = running(pool, 11)
     second = running(pool, 11)
     assert second.block_ids[:2] == first.block_ids[:2]
@@ -65,7 +67,7 @@ def test_shared_blocks_are_not_copied_and_count_while_they_are_cached():
 
 
 def test_what_does_not_fit_the_host_is_recomputed():
-    pool, swap = KVPool(8, 4), SwapSpace(2, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(2, 4)
     request = running(pool, 11)
     swap.swap_out(request, pool)
     assert list(copies(swap).values()) == request.block_ids[:2]
@@ -77,7 +79,7 @@ def test_what_does_not_fit_the_host_is_recomputed():
 
 
 def test_copies_wait_for_a_step_with_rows():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     swap.swap_out(running(pool, 11), pool)
     empty = SchedulerOutput()
     swap.send(empty)
@@ -88,7 +90,7 @@ def test_copies_wait_for_a_step_with_rows():
 
 def test_a_step_does_not_overwrite_host_blocks_that_it_copies_in():
     """An urgent request may resume in the very step that preempts another one for it."""
-    pool, swap = KVPool(12, 4), SwapSpace(3, 4, mode="swap")
+    pool, swap = KVPool(12, 4), SwapSpace(3, 4)
     back, victim = running(pool, 11), running(pool, 11, token=2)
     swap.swap_out(back, pool)
     pool.release(back)
@@ -102,10 +104,10 @@ def test_a_step_does_not_overwrite_host_blocks_that_it_copies_in():
 
 def observed(seconds_per_block: float, seconds_per_token: float) -> SwapSpace:
     """A swap space in mode "auto" that has observed prompts at this rate."""
-    swap = SwapSpace(100, 4, seconds_per_block)
+    swap = SwapSpace(100, 4, seconds_per_block, LearnedRecomputeCost())
     for count in (10, 40, 80, 20, 60) * 8:
         out = SchedulerOutput(slots=[0], num_scheduled_tokens=[count], num_computed_tokens=[0])
-        swap.observe(out, 0.001 + count * seconds_per_token)
+        swap.step_done(done_step(out, 0.001 + count * seconds_per_token))
     return swap
 
 
@@ -118,16 +120,16 @@ def test_the_cheaper_of_swap_and_recompute_is_chosen(seconds_per_block, swaps):
 
 
 def test_nothing_is_swapped_before_the_cost_of_prompts_is_known():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, 1e-9)
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4, 1e-9, LearnedRecomputeCost())
     swap.swap_out(running(pool, 11), pool)
     assert copies(swap) == {}
 
 
 def test_steps_with_copies_are_not_fitted():
-    swap = SwapSpace(8, 4, 0.001)
+    swap = SwapSpace(8, 4, 0.001, LearnedRecomputeCost())
     out = SchedulerOutput(slots=[0], num_scheduled_tokens=[50], num_computed_tokens=[0])
     out.swap_in = {1: 1}
-    swap.observe(out, 1.0)
+    swap.step_done(done_step(out, 1.0))
     pool = KVPool(8, 4)
     swap.swap_out(running(pool, 11), pool)
     assert copies(swap) == {}
@@ -159,7 +161,7 @@ def test_swap_computes_no_token_twice(caching, overlap):
     outputs, reasons = {}, {}
     run_until_idle(core, outputs, reasons)
     assert core.scheduler.num_preempted_total >= 2
-    assert core.swap.num_swapped_in > 0
+    assert core.scheduler.swap.num_swapped_in > 0
     for i in range(1, 4):
         assert outputs[i, 0] == expected_output([i] * 20, params[i], core.info)[0]
     assert sum(computed) == 3 * (20 + 30 - 1), "the last token of each is never computed"
@@ -170,7 +172,7 @@ def test_a_request_with_prompt_logprobs_is_swapped_like_any_other():
     add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
     add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True, prompt_logprobs=0)
     run_until_idle(core, {}, {})
-    assert core.swap.num_swapped_in > 0
+    assert core.scheduler.swap.num_swapped_in > 0
 
 
 def test_aborting_a_swapped_request_frees_its_host_blocks():
@@ -178,11 +180,11 @@ def test_aborting_a_swapped_request_frees_its_host_blocks():
     add(core, 1, [1] * 20, max_tokens=40, ignore_eos=True)
     add(core, 2, [2] * 20, max_tokens=40, ignore_eos=True)
     outputs, reasons = {}, {}
-    while not core.swap.num_used:
+    while not core.scheduler.swap.num_used:
         collect(core, outputs, reasons)
     core.abort(2)
-    assert core.swap.num_used == 0
-    core.check_integrity()
+    assert core.scheduler.swap.num_used == 0
+    check_core(core)
     run_until_idle(core, outputs, reasons)
     assert set(reasons) == {(1, 0)}
 
@@ -196,7 +198,7 @@ def test_statistics_count_swaps():
         stats = core.step().stats
         peak = max(peak, stats.host_blocks_used)
     assert peak > 0
-    assert stats.swapped_out_total == stats.swapped_in_total == core.swap.num_swapped_out >= peak
+    assert stats.swapped_out_total == stats.swapped_in_total == core.scheduler.swap.num_swapped_out >= peak
     assert stats.host_blocks_used == 0
 
 
@@ -204,11 +206,11 @@ def test_recompute_mode_has_no_host_blocks():
     core = make_core(
         Info(num_blocks=16, num_host_blocks=8), block_size=4, swap_space="1MiB", preemption_mode="recompute"
     )
-    assert core.swap.num_blocks == 0
+    assert core.scheduler.swap.num_blocks == 0
 
 
 def test_integrity_notices_a_lost_host_block():
-    pool, swap = KVPool(8, 4), SwapSpace(8, 4, mode="swap")
+    pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     request = running(pool, 11)
     swap.swap_out(request, pool)
     swap.check_integrity([request])

@@ -15,6 +15,7 @@ from offline import make_core, make_device_core, tokens
 from tokenizers import Tokenizer
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.spec import GrammarSpec
@@ -103,7 +104,7 @@ class Answers:
             failed += message.failed
             for delta in message.deltas:
                 deltas.setdefault((delta.request_id - first, delta.index), []).append(delta)
-        self.core.check_integrity()
+        check_core(self.core)
         return {key: (tokens(found), found[-1].finish_reason) for key, found in deltas.items()}, failed
 
     def text(self, token_ids: list[int]) -> str:

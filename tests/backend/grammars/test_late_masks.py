@@ -11,13 +11,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from logprobs_of import logprobs_of
+from sampling_tables import new_table
 from tokenizers import Tokenizer
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import MaskJob
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import GrammarSpec
-from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling import Sampler
 from inflight.sampling.rules import rules_of
 from inflight.sampling.rules.grammar_mask import LateMask, Mask
 from inflight.sampling.unusable import NO_TOKEN
@@ -59,7 +60,7 @@ def test_the_same_tokens_as_with_the_masks_made_first(
     grammars: GuidanceGrammars, tokenizer: Tokenizer, drawn: list, seed: int, poison: bool
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    table = SamplingTable(len(drawn), VOCAB, "cpu", rules_of(grammars))
+    table = new_table(len(drawn), VOCAB, "cpu", rules_of(grammars))
     tokens = np.zeros((len(drawn), 64), dtype=np.int32)
     slots, positions, preferred = [], [], []
     for slot, (params, which, num_drafts, preference) in enumerate(drawn):
@@ -91,7 +92,7 @@ def test_the_same_tokens_as_with_the_masks_made_first(
     late = Sampler()(logits, metadata)
     for index, mask in enumerate(metadata.masks):
         assert isinstance(mask, LateMask)
-        metadata.masks[index] = Mask(mask.rows, mask.jobs, mask.make)
+        metadata.masks[index] = Mask(mask.ops, mask.rows, mask.jobs, mask.make)
     first = Sampler()(logits, metadata)
     differ = np.flatnonzero((late.token_ids != first.token_ids).numpy()).tolist()
     chosen = first.token_ids.tolist()
@@ -115,7 +116,7 @@ def test_no_mask_is_made_for_a_model_that_writes_what_it_should(
         fill(self, jobs, *args, **options)
 
     monkeypatch.setattr(GuidanceGrammars, "fill", counting)
-    table = SamplingTable(3, VOCAB, "cpu", rules_of(grammars))
+    table = new_table(3, VOCAB, "cpu", rules_of(grammars))
     for slot in range(3):
         table.set_row(slot, SamplingParams(temperature=temperature, grammar=DIGITS), slot, [EOS], 2)
     digit, letter = (tokenizer.encode(text, add_special_tokens=False).ids[0] for text in ("7", "x"))

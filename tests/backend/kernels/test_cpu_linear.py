@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.linear import MAX_INT8_INPUTS, PackedWeight, linear
+from inflight.kernels.cpu.linear import PackedWeight, linear
+from inflight.kernels.cpu.weight_format import INT8, MAX_INT8_INPUTS
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
+from inflight.loading.quantization.int8 import Int8
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -140,7 +142,7 @@ def test_unsupported_weights_are_rejected_by_name(weight: Tensor, reason: str) -
 def test_int8_rounds_weights_and_inputs_to_nearest(isa: str, dtype: torch.dtype, gated: bool) -> None:
     weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
     bias = random(75, dtype=dtype, seed=3)
-    packed = PackedWeight(weights, [bias, None], gated=gated, int8=True)
+    packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=INT8)
     for rows in (1, 7, 40):
         x = 3 * random(rows, 68, dtype=dtype, seed=rows)
         parts = [F.linear(quantized(x), quantized(weight)) for weight in weights]
@@ -156,21 +158,21 @@ def quantized(rows: Tensor) -> Tensor:
 
 
 def test_a_row_is_bitwise_independent_of_other_rows_in_int8(isa: str) -> None:
-    packed = PackedWeight([random(50, 64, dtype=torch.float32)], int8=True)
+    packed = PackedWeight([random(50, 64, dtype=torch.float32)], stored_as=INT8)
     x = random(40, 64, dtype=torch.float32, seed=1)
     assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
 
 
 def test_rows_of_zeros_stay_zero_in_int8() -> None:
-    packed = PackedWeight([torch.zeros(8, 8)], int8=True)
+    packed = PackedWeight([torch.zeros(8, 8)], stored_as=INT8)
     assert linear(torch.ones(2, 8), packed).tolist() == [[0.0] * 8] * 2
-    assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], int8=True)).tolist() == [[0.0] * 8] * 2
+    assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], stored_as=INT8)).tolist() == [[0.0] * 8] * 2
 
 
 def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
     weight = random(8, 6, dtype=torch.float32)
-    packed = PackedWeight([weight], int8=True)
-    assert not packed.is_int8
+    packed = PackedWeight([weight], stored_as=INT8)
+    assert packed.scales is None
     assert torch.equal(packed.unpack()[0], weight)
 
 
@@ -178,7 +180,7 @@ def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
 @pytest.mark.parametrize("place", [0, 37, 129])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_that_is_not_finite_stays_so_in_int8(isa: str, dtype: torch.dtype, place: int, value: float) -> None:
-    weight = PackedWeight([random(75, 132, dtype=dtype)], int8=True)
+    weight = PackedWeight([random(75, 132, dtype=dtype)], stored_as=INT8)
     x = random(3, 132, dtype=dtype, seed=1)
     expected = linear(x, weight)
     x[1, place] = value
@@ -190,7 +192,7 @@ def test_a_row_that_is_not_finite_stays_so_in_int8(isa: str, dtype: torch.dtype,
 def test_a_weight_that_is_nan_stays_so_in_int8(isa: str) -> None:
     plain = random(5, 64, dtype=torch.float32)
     plain[2, 7] = float("nan")
-    result = linear(random(3, 64, dtype=torch.float32, seed=1), PackedWeight([plain], int8=True))
+    result = linear(random(3, 64, dtype=torch.float32, seed=1), PackedWeight([plain], stored_as=INT8))
     assert result.isnan().sum(0).tolist() == [0, 0, 3, 0, 0]
 
 
@@ -200,14 +202,14 @@ def test_the_longest_int8_products_do_not_overflow(isa: str) -> None:
     assert size * 127**2 < 2**31 <= (size + 4) * 127**2
     weight = torch.ones(2, size)
     weight[1] = -1.0
-    result = linear(torch.stack([torch.ones(size), -torch.ones(size)]), PackedWeight([weight], int8=True))
+    result = linear(torch.stack([torch.ones(size), -torch.ones(size)]), PackedWeight([weight], stored_as=INT8))
     assert torch.allclose(result, torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * size, rtol=1e-6)
 
 
 def test_longer_int8_products_are_refused_by_name() -> None:
     size = MAX_INT8_INPUTS + 4
-    with pytest.raises(ValueError, match=f"at most {MAX_INT8_INPUTS} input features, not {size}"):
-        PackedWeight([torch.zeros(1, size)], int8=True)
+    with pytest.raises(ValueError, match=f"{size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
+        PackedWeight([torch.zeros(1, size)], stored_as=INT8)
     model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
     with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        accelerate(model, torch.device("cpu"), lambda forward: True, 256, int8=True)
+        accelerate(model, torch.device("cpu"), lambda forward: True, 256, Int8())

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import mask_words
 from inflight.kernels.cpu import cpu_sampler
 from inflight.kernels.cpu.library import instruction_set, use_instruction_set
-from inflight.sampling import Sampler, SamplingTable, native
+from inflight.sampling import Sampler, SamplingTable
 from inflight.sampling.metadata import COLUMN_LINES, Kind
 from inflight.sampling.unusable import NO_TOKEN
 
@@ -46,14 +47,12 @@ def columns_of(table: SamplingTable, rows: int, position: int) -> torch.Tensor:
 
 
 def by_torch(logits: torch.Tensor, params: list[SamplingParams], seed: int, position: int) -> list[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "cpu_sampler", lambda: None)
-        table = SamplingTable(len(params), logits.shape[-1])
-        for slot, one in enumerate(params):
-            table.set_row(slot, one, seed + slot, [], 1)
-        metadata = table.select(np.arange(len(params)), np.full(len(params), position))
-        tokens: list[int] = Sampler()(logits, metadata).token_ids.tolist()
-        return tokens
+    table = SamplingTable(len(params), logits.shape[-1])
+    for slot, one in enumerate(params):
+        table.set_row(slot, one, seed + slot, [], 1)
+    metadata = table.select(np.arange(len(params)), np.full(len(params), position))
+    tokens: list[int] = Sampler()(logits, metadata).token_ids.tolist()
+    return tokens
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,7 +67,7 @@ def test_the_tokens_of_torch_whatever_the_vocabulary(data: st.DataObject) -> Non
         logits = logits.round()  # ties
     barred = torch.rand(len(params), size, generator=rng) < data.draw(st.sampled_from([0.0, 0.5, 0.98]))
     logits.masked_fill_(barred, -INF)
-    table = SamplingTable(len(params), size)
+    table = new_table(len(params), size)
     for slot, one in enumerate(params):
         table.set_row(slot, one, seed + slot, [], 1)
     columns = columns_of(table, len(params), position)
@@ -84,7 +83,7 @@ def test_the_tokens_of_torch_whatever_the_vocabulary(data: st.DataObject) -> Non
 
 
 def test_rows_in_any_order_with_padding_between(each_set: None) -> None:
-    table = SamplingTable(6, 500)
+    table = new_table(6, 500)
     for slot in range(6):
         table.set_row(slot, SamplingParams(top_k=slot % 3 * 5, temperature=0.7), slot, [], 1)
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
@@ -102,7 +101,7 @@ def test_rows_in_any_order_with_padding_between(each_set: None) -> None:
 
 
 def test_a_bias_beyond_measure_and_rows_that_are_not_numbers() -> None:
-    table = SamplingTable(4, 300)
+    table = new_table(4, 300)
     for slot in range(4):
         table.set_row(slot, SamplingParams(temperature=1e-5 if slot == 3 else 1.0), slot, [], 1)
     logits = torch.zeros(4, 300)

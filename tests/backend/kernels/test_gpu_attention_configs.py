@@ -10,11 +10,11 @@ from attention_cases import spec
 from paged_case import PagedCase
 
 from inflight.attention.reference import ReferenceAttention
-from inflight.attention.selection import select_backend
 from inflight.config import ConfigError
 from inflight.kernels.gpu import launch
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card, padded, tile_for
+from inflight.kernels.registry import select_attention
 
 H200, A100, L40S = Card((9, 0), 132, 227 * 1024), Card((8, 0), 108, 163 * 1024), Card((8, 9), 142, 99 * 1024)
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class TestSelection:
     )
     def test_unsupported_features_are_named(self, monkeypatch: pytest.MonkeyPatch, layer, dtype, reason: str) -> None:
         with pytest.raises(ConfigError, match=reason):
-            select_backend("gpu", [layer], dtype, 16, CPU)
+            select_attention("gpu", [layer], dtype, 16, CPU)
 
     @pytest.mark.skipif(not launch.interpreted(), reason="kernels are compiled here")
     def test_fp8_requires_a_card_that_supports_it(self) -> None:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from inflight.grammars.base import mask_words
 from inflight.kernels.gpu import gpu_bitmask
-from inflight.sampling.rules import grammar_mask
+from inflight.kernels.gpu.gpu_sampling import GpuSampling
+from inflight.sampling.reference import ReferenceSampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -22,7 +23,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @given(vocab=st.sampled_from([1, 31, 32, 33, 100, 257]), count=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_bits_that_are_0_become_minus_infinity(monkeypatch, kernel: bool, vocab: int, count: int, seed: int) -> None:
     monkeypatch.setattr(gpu_bitmask, "_BLOCK", 64)
-    monkeypatch.setattr(grammar_mask, "can_launch", lambda device: kernel)
     rng = np.random.default_rng(seed)
     rows = np.sort(rng.choice(5, count, replace=False)).astype(np.int64)
     bitmask = rng.integers(-(2**31), 2**31, (count, mask_words(vocab)), dtype=np.int64).astype(np.int32)
@@ -33,5 +33,5 @@ def test_bits_that_are_0_become_minus_infinity(monkeypatch, kernel: bool, vocab:
             if not words[token // 32] >> token % 32 & 1:
                 expected[row, token] = -torch.inf
     edited = logits.clone().to(DEVICE if kernel else "cpu")
-    grammar_mask.apply_bitmask(edited, rows, bitmask)
+    (GpuSampling() if kernel else ReferenceSampling()).mask(edited, rows, bitmask)
     assert torch.equal(edited.cpu(), expected)

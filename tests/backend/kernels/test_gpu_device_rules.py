@@ -14,12 +14,16 @@ from random_steps import RandomSteps
 
 pytest.importorskip("triton")
 
+from sampling_tables import new_table
+
+from inflight.device.batch_state import BatchState
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_bad_words, gpu_penalties
-from inflight.runner.batch_state import BatchState
+from inflight.kernels.gpu.gpu_sampling import GpuSampling
 from inflight.runner.step_rows import StepRows
-from inflight.sampling import SamplingTable, sampler
-from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties
+from inflight.sampling import SamplingTable, ops, sampler
+from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.rules import DEVICE_RULES
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,18 +38,23 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+def device_table_of(max_num_seqs: int, vocab_size: int, kernel: bool) -> SamplingTable:
+    """With rules whose edits are applied by kernels, or by their definitions."""
+    if kernel:
+        return SamplingTable(max_num_seqs, vocab_size, DEVICE, DEVICE_RULES, GpuSampling())
+    return SamplingTable(max_num_seqs, vocab_size, CPU, DEVICE_RULES, ReferenceSampling())
+
+
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.booleans())
 def test_logits_equal_those_of_the_host_s_counts(monkeypatch, seed: int, kernel: bool) -> None:
     """Bit for bit: slots that change hands, drafts that are refused, histories that come back."""
     monkeypatch.setattr(gpu_penalties, "_COUNTED_BLOCK", 16)
-    for module in (device_penalties, device_bad_words):
-        monkeypatch.setattr(module, "can_launch", lambda device: kernel)
-    monkeypatch.setattr(device_penalties, "_FIRST_ROWS", 1)
+    monkeypatch.setattr(ops, "_FIRST_ROWS", 1)
     limits, rng = (4, 30, 4), random.Random(seed)
     state, steps = BatchState(*limits, CPU), RandomSteps(rng, *limits, VOCAB)
     device = DEVICE if kernel else CPU
-    host_table, device_table = SamplingTable(4, VOCAB), SamplingTable(4, VOCAB, device, DEVICE_RULES)
+    host_table, device_table = new_table(4, VOCAB), device_table_of(4, VOCAB, kernel)
     for _ in range(10):
         out = steps.step()
         state.fill_rows(out)
@@ -72,11 +81,10 @@ def test_logits_equal_those_of_the_host_s_counts(monkeypatch, seed: int, kernel:
 def test_bad_words_equal_those_that_the_host_matches(monkeypatch, seed: int, kernel: bool) -> None:
     """With four tokens most heads match somewhere; a step may be lost between `prepare` and `apply`."""
     monkeypatch.setattr(gpu_bad_words, "_BLOCK", 4)
-    monkeypatch.setattr(device_bad_words, "can_launch", lambda device: kernel)
     limits, rng, vocab = (4, 30, 4), random.Random(seed), 4
     state, steps = BatchState(*limits, CPU), RandomSteps(rng, *limits, vocab)
     device = DEVICE if kernel else CPU
-    host_table, device_table = SamplingTable(4, vocab), SamplingTable(4, vocab, device, DEVICE_RULES)
+    host_table, device_table = new_table(4, vocab), device_table_of(4, vocab, kernel)
     num_banned = 0
     for _ in range(12):
         out = steps.step()
@@ -105,7 +113,7 @@ def test_bad_words_equal_those_that_the_host_matches(monkeypatch, seed: int, ker
 
 
 def test_words_are_uploaded_when_they_change() -> None:
-    table = SamplingTable(2, VOCAB, "cpu", DEVICE_RULES)
+    table = new_table(2, VOCAB, "cpu", DEVICE_RULES)
     table.set_row(0, SamplingParams(temperature=0.0, bad_words_ids=[[i, i + 1] for i in range(30)]), 0, [], 3)
     history, sizes = torch.zeros(3, 50, dtype=torch.int32), []
     for step in range(4):
@@ -127,7 +135,7 @@ def test_words_are_uploaded_when_they_change() -> None:
 def test_a_step_uploads_as_much_for_a_long_history_as_for_a_short_one() -> None:
     sizes = []
     for length in (5, 5000):
-        table = SamplingTable(1, VOCAB, "cpu", DEVICE_RULES)
+        table = new_table(1, VOCAB, "cpu", DEVICE_RULES)
         table.set_row(0, SamplingParams(temperature=0.0, repetition_penalty=1.1), 0, [], length)
         uploaded: list[np.ndarray] = []
         table.select(
@@ -141,7 +149,7 @@ def test_a_step_uploads_as_much_for_a_long_history_as_for_a_short_one() -> None:
 
 
 def test_count_rows_are_for_slots_that_ask_and_are_used_again() -> None:
-    table = SamplingTable(100, VOCAB, "cpu", DEVICE_RULES)
+    table = new_table(100, VOCAB, "cpu", DEVICE_RULES)
     asks, plain = SamplingParams(temperature=0.0, presence_penalty=1.0), SamplingParams(temperature=0.0)
     history, logits = torch.zeros(101, 50, dtype=torch.int32), torch.zeros(10, VOCAB)
 
@@ -161,7 +169,7 @@ def test_count_rows_are_for_slots_that_ask_and_are_used_again() -> None:
 
 
 def test_a_request_without_penalties_after_one_with_them_is_left_alone() -> None:
-    table = SamplingTable(1, VOCAB, "cpu", DEVICE_RULES)
+    table = new_table(1, VOCAB, "cpu", DEVICE_RULES)
     table.set_row(0, SamplingParams(temperature=0.0, repetition_penalty=2.0), 0, [], 5)
     table.set_row(0, SamplingParams(temperature=0.0), 0, [], 5)
     assert table.select([0], [7]).edits == []

@@ -21,12 +21,12 @@ pytest.importorskip("triton")
 
 from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention, attend_request
-from inflight.attention.selection import select_backend
 from inflight.config import ConfigError
 from inflight.kernels.gpu import gpu_flash3
 from inflight.kernels.gpu.gpu_attention_configs import Card
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 from inflight.kernels.gpu.launch import interpreted
+from inflight.kernels.registry import select_attention
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
@@ -174,9 +174,9 @@ def test_layers_of_several_kinds_in_a_step(calls: Calls) -> None:
 )
 def test_unsupported_features_are_named(layer: LayerSpec, dtype: torch.dtype, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        select_backend("flash3", [layer], dtype, 16, CPU)
-    assert select_backend("flash3", [LAYER], torch.bfloat16, 16, CPU).name == "flash3"
-    assert select_backend("auto", [LAYER], torch.bfloat16, 16, CPU).name != "flash3"
+        select_attention("flash3", [layer], dtype, 16, CPU)
+    assert select_attention("flash3", [LAYER], torch.bfloat16, 16, CPU).name == "flash3"
+    assert select_attention("auto", [LAYER], torch.bfloat16, 16, CPU).name != "flash3"
 
 
 @pytest.mark.usefixtures("calls")

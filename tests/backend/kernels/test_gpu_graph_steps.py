@@ -13,7 +13,7 @@ from offline import make_core, run, tokens
 
 pytest.importorskip("triton")
 
-from graph_rig import captured_by, fused_by, graph_core, pretend_a_card
+from graph_rig import ChosenBy, captured_by, fused_by, graph_core, pretend_a_card
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_attention, gpu_attention_configs, gpu_sampler
@@ -21,7 +21,7 @@ from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
-from inflight.runner import step_inputs
+from inflight.runner import base, step_inputs
 from inflight.runner.graphs import DecodeGraphs
 
 pytestmark = [
@@ -55,13 +55,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dic
 
 @pytest.fixture
 def card(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = gpu_sampler.choose
     pretend_a_card(monkeypatch)
     small = gpu_attention_configs.Card((9, 0), 2, 227 * 1024)  # few programs share a request's keys
-    monkeypatch.setattr(loader, "select_backend", lambda *args: GpuAttention(small))
+    monkeypatch.setattr(loader, "select_attention", lambda *args: GpuAttention(small))
     monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
     monkeypatch.setattr(step_inputs, "can_launch", lambda device: True)
-    monkeypatch.setattr(gpu_sampler, "choose", choose)
+    monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(gpu_sampler.choose))
     monkeypatch.setattr(gpu_sampler, "BLOCK", 256)
     monkeypatch.setattr(DecodeGraphs, "measure", lambda self, meter: 0)
     for module in (gpu_attention, gpu_attention_configs):

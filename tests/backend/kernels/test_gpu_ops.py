@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import can_launch
+from inflight.kernels.registry import select_ops
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference import ReferenceOps
-from inflight.ops.selection import select_ops
 
 pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -133,14 +133,16 @@ def test_quantized_results_are_those_of_two_steps(shape, dtype):
     """Bitwise: a norm or a gate, rounded to its dtype, then quantized."""
     x, weight = poisoned(random(*shape, dtype=dtype), 16, 8), random(shape[1], dtype=dtype, seed=1)
     assert_same_rows(
-        kernels.rms_norm_quantized(x, weight, 1e-5), kernels.quantize_rows(kernels.rms_norm(x, weight, 1e-5))
+        kernels.rms_norm(x, weight, 1e-5, quantized=True), kernels.quantize_rows(kernels.rms_norm(x, weight, 1e-5))
     )
     sums = [random(*shape, dtype=dtype, seed=2) for _ in range(2)]
-    got = kernels.add_rms_norm_quantized(x, sums[0], weight, 1e-5, 0.22)
+    got = kernels.add_rms_norm(x, sums[0], weight, 1e-5, 0.22, quantized=True)
     assert_same_rows(got, kernels.quantize_rows(kernels.add_rms_norm(x, sums[1], weight, 1e-5, 0.22)))
     assert torch.equal(*sums)
     gate_up = poisoned(random(shape[0], 2 * shape[1], dtype=dtype, seed=3) * 8, 8, 16)
-    assert_same_rows(kernels.silu_and_mul_quantized(gate_up), kernels.quantize_rows(kernels.silu_and_mul(gate_up)))
+    assert_same_rows(
+        kernels.silu_and_mul(gate_up, quantized=True), kernels.quantize_rows(kernels.silu_and_mul(gate_up))
+    )
 
 
 def test_a_factor_of_what_is_added():
@@ -171,9 +173,9 @@ def test_no_tokens():
     assert kernels.rms_norm(empty, weight, 1e-6).shape == (0, 64)
     assert kernels.add_rms_norm(empty, empty.clone(), weight, 1e-6).shape == (0, 64)
     assert kernels.silu_and_mul(empty).shape == (0, 32)
-    assert kernels.rms_norm_quantized(empty, weight, 1e-6).values.shape == (0, 64)
-    assert kernels.add_rms_norm_quantized(empty, empty.clone(), weight, 1e-6).scales.shape == (0,)
-    assert kernels.silu_and_mul_quantized(empty).values.shape == (0, 32)
+    assert kernels.rms_norm(empty, weight, 1e-6, quantized=True).values.shape == (0, 64)
+    assert kernels.add_rms_norm(empty, empty.clone(), weight, 1e-6, quantized=True).scales.shape == (0,)
+    assert kernels.silu_and_mul(empty, quantized=True).values.shape == (0, 32)
     kernels.rotary(empty.view(0, 2, 32), empty.view(0, 2, 32), empty[:, :32], empty[:, :32])
 
 

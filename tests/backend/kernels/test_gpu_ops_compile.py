@@ -50,9 +50,9 @@ with target(arch) as compiled:
         ops.rotate_and_write(qkv, *layer_and_batch(tokens, None), norms, angles)
         if arch >= 89:
             ops.quantize_rows(hidden)
-            ops.rms_norm_quantized(hidden, torch.empty(1024, dtype=dtype), 1e-6)
-            ops.add_rms_norm_quantized(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6)
-            ops.silu_and_mul_quantized(torch.empty(tokens, 6144, dtype=dtype))
+            ops.rms_norm(hidden, torch.empty(1024, dtype=dtype), 1e-6, quantized=True)
+            ops.add_rms_norm(hidden, hidden.clone(), torch.empty(1024, dtype=dtype), 1e-6, quantized=True)
+            ops.silu_and_mul(torch.empty(tokens, 6144, dtype=dtype), quantized=True)
             ops.rotate_and_write(qkv, *layer_and_batch(tokens, torch.float8_e4m3fn), None, angles)
         columns = torch.zeros(COLUMN_LINES, tokens + 7, dtype=torch.int64)
         for part in (columns, columns[:, :tokens], columns[:, 1 : tokens + 1]):

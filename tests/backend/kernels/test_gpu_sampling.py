@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
-from inflight.sampling import Sampler, SamplingTable, native, sampler
+from inflight.kernels.gpu.gpu_sampling import GpuSampling
+from inflight.sampling import Sampler, SamplingTable, sampler
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
-from inflight.sampling.rules import DEVICE_RULES, device_bad_words, device_penalties, penalties
+from inflight.sampling.ops import SamplingOps
+from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.rules import DEVICE_RULES
 from inflight.sampling.unusable import NO_TOKEN
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities in the interpreter
@@ -50,7 +54,7 @@ def blocks(request, monkeypatch):
 
 def both(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0) -> tuple[list[int], list[int]]:
     """Tokens by the kernel and by the CPU's sampler; row i has params[i] and seed + i."""
-    rows = SamplingTable(len(params), logits.shape[-1])
+    rows = new_table(len(params), logits.shape[-1])
     for slot, row_params in enumerate(params):
         rows.set_row(slot, row_params, seed + slot, [], 1)
     metadata = rows.select(np.arange(len(params)), np.arange(len(params)) * 3 + 1)
@@ -143,16 +147,15 @@ def test_a_row_that_is_not_finite_gets_no_token_and_the_others_theirs(where, val
 
 
 @pytest.mark.usefixtures("blocks")
-def test_what_masks_have_made_of_a_row_is_no_reason(monkeypatch):
+def test_what_masks_have_made_of_a_row_is_no_reason():
     """With edits the model's own logits decide, and not what the kernel sees."""
-    monkeypatch.setattr(native, "can_launch", lambda device: True)
     params = [msgspec.structs.replace(kind, min_tokens=3, stop_token_ids=[5]) for kind in KINDS] * 3
     logits = torch.full((len(params), 203), -float("inf"))
     logits[:, 5] = 1.0  # masked: nothing is left
     logits[len(KINDS) : 2 * len(KINDS)] = random_logits(len(KINDS), 203, 2.0)
     logits[2 * len(KINDS) :] = random_logits(len(KINDS), 203, 2.0)
     logits[2 * len(KINDS) :, 5] = NAN  # masked, and not to be hidden
-    rows = SamplingTable(len(params), 203, DEVICE)
+    rows = SamplingTable(len(params), 203, DEVICE, ops=GpuSampling())
     for slot, row_params in enumerate(params):
         rows.set_row(slot, row_params, slot, [], 1)
     metadata = rows.select(np.arange(len(params)), np.ones(len(params), dtype=np.int64))
@@ -183,7 +186,7 @@ def test_a_mask_that_leaves_few_tokens():
 
 def test_a_row_does_not_depend_on_those_beside_it():
     logits = random_logits(len(KINDS), 300, 2.0)
-    rows = SamplingTable(len(KINDS), 300)
+    rows = new_table(len(KINDS), 300)
     for slot, params in enumerate(KINDS):
         rows.set_row(slot, params, slot, [], 1)
 
@@ -211,7 +214,7 @@ def test_what_the_scratch_contains_does_not_matter(monkeypatch):
 def test_columns_in_any_order_with_padding_behind_them():
     """What a captured launch gets: a column for each row of its bucket, in a view of a larger buffer."""
     logits = random_logits(len(KINDS) + 3, 203, 2.0)
-    rows = SamplingTable(len(KINDS), 203)
+    rows = new_table(len(KINDS), 203)
     for slot, params in enumerate(KINDS):
         rows.set_row(slot, params, slot, [], 1)
     slots, positions = np.arange(len(KINDS)), np.arange(len(KINDS)) + 5
@@ -229,7 +232,7 @@ def test_columns_in_any_order_with_padding_behind_them():
 
 
 def test_rows_that_are_all_greedy_take_the_first_largest_logit():
-    rows = SamplingTable(3, 64)
+    rows = new_table(3, 64)
     for slot in range(3):
         rows.set_row(slot, SamplingParams(temperature=0.0, top_k=3), 0, [], 1)
     columns = np.empty((COLUMN_LINES, 3), dtype=np.int64)
@@ -242,7 +245,7 @@ def test_rows_that_are_all_greedy_take_the_first_largest_logit():
 
 
 def test_a_slot_reused_without_top_k_forgets_it():
-    rows = SamplingTable(1, 64)
+    rows = new_table(1, 64)
     rows.set_row(0, SamplingParams(top_k=1), 0, [], 1)
     rows.set_row(0, SamplingParams(), 0, [], 1)
     metadata = rows.select(np.zeros(12, dtype=np.int64), np.arange(12))
@@ -262,24 +265,21 @@ def test_the_sampler_uses_the_kernel_if_there_is_one(monkeypatch):
     logits = random_logits(4, 97, 2.0)
     history = np.tile(np.arange(12, dtype=np.int32) % 5, (4, 1))
 
-    def run() -> tuple[list[int], int]:
-        rows = SamplingTable(4, 97, DEVICE)
+    def run(ops: SamplingOps) -> tuple[list[int], int]:
+        rows = SamplingTable(4, 97, DEVICE, ops=ops)
         for slot, row_params in enumerate(params):
             rows.set_row(slot, row_params, slot, [], 6)
         metadata = rows.select(np.arange(4), np.full(4, 12), history)
         return Sampler()(logits.to(DEVICE), metadata).token_ids.tolist(), len(metadata.random_groups)
 
-    monkeypatch.setattr(native, "cpu_sampler", lambda: None)
-    without, groups = run()
-    for module in (penalties, native):
-        monkeypatch.setattr(module, "can_launch", lambda device: True)
-    assert run() == (without, 0)
-    assert groups > 0 or DEVICE.type == "cuda"
+    without, groups = run(ReferenceSampling())
+    assert run(GpuSampling()) == (without, 0)
+    assert groups > 0
 
 
 def test_penalties_equal_those_of_the_cpu_bit_for_bit():
     params = SamplingParams(repetition_penalty=1.17, frequency_penalty=0.33, presence_penalty=-0.71)
-    rows = SamplingTable(3, 50)
+    rows = new_table(3, 50)
     for slot in range(3):
         rows.set_row(slot, params, slot, [], 4)
     metadata = rows.select(np.arange(3), np.full(3, 40), np.tile(np.arange(40) % 9, (3, 1)))
@@ -293,9 +293,6 @@ def test_penalties_equal_those_of_the_cpu_bit_for_bit():
 
 
 def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
-    for module in (sampler, native):
-        monkeypatch.setattr(module, "can_launch", lambda device: True)
-    monkeypatch.setattr(penalties, "can_launch", lambda device: True)
     dtypes = []
     real = gpu_sampler.choose
     monkeypatch.setattr(
@@ -303,21 +300,19 @@ def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
     )
     penalised = []
     monkeypatch.setattr(gpu_penalties, "penalise", lambda x, p: penalised.append(x.dtype))
-    Sampler().warm_up(40, torch.bfloat16, DEVICE)
+    Sampler().warm_up(40, torch.bfloat16, DEVICE, GpuSampling())
     assert dtypes == [torch.float32, torch.bfloat16]
     assert penalised == [torch.float32]
 
 
 def test_warm_up_runs_those_of_a_history_on_the_device(monkeypatch):
-    for module in (sampler, native, device_penalties, device_bad_words):
-        monkeypatch.setattr(module, "can_launch", lambda device: True)
     calls = []
     monkeypatch.setattr(
         gpu_sampler, "choose", lambda x, m, marks=True: torch.zeros(len(x), dtype=torch.int64, device=DEVICE)
     )
     monkeypatch.setattr(gpu_bad_words, "ban", lambda x, m: calls.append("ban"))
     monkeypatch.setattr(gpu_penalties, "count_and_penalise", lambda x, m: calls.append("penalise"))
-    Sampler().warm_up(40, torch.bfloat16, DEVICE, DEVICE_RULES)
+    Sampler().warm_up(40, torch.bfloat16, DEVICE, GpuSampling(), DEVICE_RULES)
     assert calls == ["ban", "penalise"]
 
 

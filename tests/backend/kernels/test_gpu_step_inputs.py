@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from step_inputs_rig import CPU, VOCAB, Side, compare_steps
 
+from inflight.device.batch_state import BatchState
 from inflight.kernels.gpu import gpu_step_inputs
-from inflight.runner.batch_state import BatchState
 from inflight.runner.step_inputs import Line
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import upload_bytes

@@ -22,7 +22,7 @@ from random_steps import RandomSteps
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import mask_words
 from inflight.kernels.gpu import gpu_bad_words, gpu_bitmask, gpu_penalties, gpu_step_inputs
-from inflight.runner.batch_state import BatchState
+from inflight.device.batch_state import BatchState
 from inflight.runner.step_inputs import DeviceState, StepInputTensors, StepSize
 from inflight.runner.step_rows import RowWriter, StepRows
 from inflight.runner.step_upload import StepUpload, upload_bytes

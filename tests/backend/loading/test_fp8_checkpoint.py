@@ -23,8 +23,8 @@ from inflight.kernels.cpu import library
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading.checkpoint import weights
 from inflight.loading.errors import LoadError
-from inflight.loading.forward.fp8_linear import Fp8Linear
 from inflight.loading.loader import load
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [[7, 3, 9, 100, 5] * 4, [1, 2, 3]]

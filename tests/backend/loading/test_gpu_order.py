@@ -17,15 +17,15 @@ from graph_rig import fused_by, pretend_kernels
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
+from inflight.device.batch_state import BatchState
 from inflight.device.memory import DeviceMeter
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import loader, memory_plan
 from inflight.loading.checkpoint import kv_scales
 from inflight.loading.errors import LoadError
-from inflight.loading.forward.fp8_linear import Fp8Linear
 from inflight.loading.profile_step import largest_step
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.reference import ReferenceOps
-from inflight.runner.batch_state import BatchState
 from inflight.runner.graphs import decode_sizes
 
 CPU = torch.device("cpu")

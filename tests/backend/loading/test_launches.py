@@ -18,9 +18,9 @@ from inflight.config import EngineConfig
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading.forward import fp8_linear
 from inflight.loading.forward.fused_decoder import FusedDecoder, fuse_modules
 from inflight.loading.loader import load
+from inflight.loading.quantization import fp8_linear
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here")
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu import library
-from inflight.loading.check import load_check as checks
 from inflight.loading.forward import native_decoder
 from inflight.loading.forward.native_decoder import NativeDecoder
 from inflight.loading.forward.packed_linear import PackedLinear
 from inflight.loading.loader import LoadedModel, LoadError, load
+from inflight.loading.quantization.int8 import Int8
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
@@ -158,7 +158,7 @@ def test_int8_keys_and_values_in_the_native_decoder(llama: str) -> None:
 def test_int8_weights_that_change_logits_too_much_are_rejected(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="requires a CPU and native_forward"):
         loaded(llama, quantization="int8", native_forward=False)
-    monkeypatch.setattr(checks, "_INT8_TOLERANCE", 1e-4)
+    monkeypatch.setattr(Int8, "tolerance", 1e-4)
     with pytest.raises(
         LoadError, match=r'quantization="int8" is not supported: LlamaForCausalLM computes other logits'
     ):

@@ -151,7 +151,7 @@ def test_within_the_limit_nothing_is_replaced(tmp_path: Path, dtype: str) -> Non
     path = make_checkpoint("phi3", tmp_path, **LONGROPE)
     values = dict(model=path, device="cpu", dtype=dtype, kv_cache_memory="8MiB")
     loaded = load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 1}))
-    assert (loaded.rotary, loaded.info.rope) == (None, None)
+    assert (loaded.hooks, loaded.info.rope) == ([], None)
     assert not isinstance(loaded.model, torch.nn.Module), "such a model is a native decoder"
     assert load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 2})).info.rope == RopeChoice(
         LIMIT, False, LIMIT + 2
@@ -201,7 +201,7 @@ def test_what_a_graph_reads_keeps_its_address(tmp_path: Path, dynamic: bool) -> 
     rope = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=8.0), max_position_embeddings=LIMIT)
     path = make_checkpoint("llama", tmp_path, **(rope if dynamic else MODELS["llama"]))
     core = make_core(path, max_model_len=200)
-    shared = core.runner.rotary
+    (shared,) = core.runner.hooks
     assert shared.capturable is not dynamic
     address, candidates = shared.lengths.data_ptr(), shared.candidates
     run(core, prompts_of(SHAPES), [greedy(count) for _, count in SHAPES])

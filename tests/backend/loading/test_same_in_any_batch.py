@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
+from inflight.device.batch_state import BatchState
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.kernels.cpu import library
 from inflight.loading.forward.native_decoder import NativeDecoder
 from inflight.loading.forward.packed_experts import pack_others
 from inflight.loading.loader import LoadedModel, load
-from inflight.runner.batch_state import BatchState
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.device.device_queue import HostQueue
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight.kernels.gpu import gpu_sampler
 from inflight.loading.loader import load
+from inflight.runner import base
 from inflight.runner.device_runner import DeviceRunner
-from inflight.sampling import native, sampler
+from inflight.sampling.reference import ReferenceSampling
 
 META = torch.device("meta")
 
@@ -52,6 +53,13 @@ class Copies(TorchDispatchMode):
         return result
 
 
+class MetaSampling(ReferenceSampling):
+    draws = True
+
+    def choose(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty(len(logits), dtype=torch.int64, device=META)
+
+
 @pytest.fixture
 def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     """An engine whose device is meta, with a stand-in for the sampling kernel."""
@@ -64,13 +72,8 @@ def core(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     for cache in loaded.layers.caches:
         cache.key, cache.value = cache.key.to(META), cache.value.to(META)
     loaded.device = META
-    for module in (sampler, native):
-        monkeypatch.setattr(module, "can_launch", lambda device: device.type == "meta")
-    monkeypatch.setattr(
-        gpu_sampler, "choose", lambda logits, columns, **_: torch.empty(len(logits), dtype=torch.int64, device=META)
-    )
-    monkeypatch.setattr(sampler.Sampler, "warm_up", lambda *args: None)
-    return EngineCore(config, DeviceRunner(config, loaded, HostQueue()))
+    monkeypatch.setattr(base, "select_sampling", lambda device: MetaSampling())
+    return make_core(config, DeviceRunner(config, loaded, HostQueue()))
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {

@@ -13,13 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_queue import LazyQueue
 from offline import make_core, make_device_core, run, tokens
+from sampling_tables import new_table
 
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner import device_runner
+from inflight.runner import base, device_runner
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.row_faults import RowFaults
-from inflight.sampling import SamplingTable, sampler
+from inflight.sampling.reference import ReferenceSampling
 from inflight.sampling.rules import RULES
 
 from .test_drafts import Replayer
@@ -92,7 +94,7 @@ def test_requests_that_are_aborted_leave_nothing_in_those_that_take_their_slots(
             got.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 finished.add(key)
-        core.check_integrity()
+        check_core(core)
         if rng.random() < 0.15:
             number = rng.randrange(COUNT)
             if (number, 0) not in finished:
@@ -133,7 +135,8 @@ def test_more_steps_in_flight_than_the_ring_has_places_are_read_ahead(checkpoint
 def test_the_fake_device_notices_a_buffer_that_is_rewritten_too_early(checkpoint, expected, monkeypatch):
     monkeypatch.setattr(device_runner, "_RING", 1)
     monkeypatch.setattr(DeviceRunner, "_next_buffers", lambda self: self._ring[0])
-    monkeypatch.setattr(sampler, "native_choose", lambda device: None)  # it trusts its columns, which are overwritten
+    kernel = ReferenceSampling()  # the compiled one trusts its columns, which are overwritten
+    monkeypatch.setattr(base, "select_sampling", lambda device: kernel)
     core = make_device_core(checkpoint, LazyQueue(random.Random(2), eagerness=0.0))
     with contextlib.suppress(IndexError, RuntimeError):  # where an index was overwritten
         assert outputs(core) != expected
@@ -156,7 +159,7 @@ def test_a_rule_that_reads_tokens_waits_for_the_step_before(checkpoint):
     prompts, params = random_prompts(2, seed=5), [words, plain]
     expected = run(make_core(checkpoint), prompts, params)
     core = make_device_core(checkpoint, LazyQueue(random.Random(4), eagerness=0.0))
-    core.runner.table = SamplingTable(core.config.max_num_seqs, VOCAB, "cpu", RULES)
+    core.runner.table = new_table(core.config.max_num_seqs, VOCAB, "cpu", RULES)
     core.runner.faults = RowFaults(core.runner.table, core.info.eos_token_ids)
     got = run(core, prompts, params)
     assert {key: tokens(deltas) for key, deltas in got.items()} == {k: tokens(d) for k, d in expected.items()}

@@ -67,7 +67,7 @@ def test_every_rule_gives_the_tokens_of_the_model_runner(checkpoint, expected, o
     assert {key: tokens(of_sequence) for key, of_sequence in deltas.items()} == expected
     if "num_gpu_blocks_override" in OPTIONS[options]:
         assert core.scheduler.num_preempted_total > 10
-    assert (core.swap.num_swapped_in > 0) == (options == "swapped")
+    assert (core.scheduler.swap.num_swapped_in > 0) == (options == "swapped")
 
 
 def test_a_token_in_flight_does_not_end_up_in_the_slot_s_next_request(checkpoint) -> None:

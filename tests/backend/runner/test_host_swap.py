@@ -10,11 +10,11 @@ from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 
 from inflight.attention.base import KVCache, LayerSpec
-from inflight.attention.selection import select_backend
 from inflight.device import host_cache as swap
 from inflight.device.host_cache import HostCache, StagedHostCache, host_cache_of
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
+from inflight.kernels.registry import select_attention
 from inflight.loading.loader import LoadError
 
 
@@ -32,7 +32,7 @@ needs_kernel = pytest.mark.skipif(library.unavailable() is not None, reason=str(
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_blocks_are_restored_exactly(backend, kv_cache_dtype, block_size):
     spec = LayerSpec(4, 2, 16, 8, 0.25, kv_cache_dtype=kv_cache_dtype)
-    kernel = select_backend(backend, [spec], torch.bfloat16, block_size, torch.device("cpu"))
+    kernel = select_attention(backend, [spec], torch.bfloat16, block_size, torch.device("cpu"))
     caches = [kernel.new_cache(6, block_size, spec, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
     pools = [pool for cache in caches for pool in (cache.key, cache.value)]
     for number, pool in enumerate(pools):
@@ -148,7 +148,7 @@ def test_fp8_blocks_are_restored_exactly():
 
 def test_measuring_copies_changes_nothing():
     spec = LayerSpec(4, 2, 16, 8, 0.25)
-    kernel = select_backend("reference", [spec], torch.float32, 4, torch.device("cpu"))
+    kernel = select_attention("reference", [spec], torch.float32, 4, torch.device("cpu"))
     cache = kernel.new_cache(6, 4, spec, torch.float32, torch.device("cpu"))
     cache.key.normal_()
     cache.value.normal_()
@@ -185,7 +185,9 @@ def test_swap_and_recompute_give_the_same_output(checkpoint):
         )
         deltas = run(core, prompts, params)
         assert core.scheduler.num_preempted_total >= 5
-        assert (core.swap.num_swapped_in > 0) is (mode != "recompute"), "a copy in RAM is cheaper than a forward pass"
+        assert (core.scheduler.swap.num_swapped_in > 0) is (mode != "recompute"), (
+            "a copy in RAM is cheaper than a forward pass"
+        )
         outputs[mode] = [tokens(deltas[index, 0]) for index in range(12)]
         entries = [[entry for delta in deltas[i, 0] for entry in delta.prompt_logprobs or ()] for i in range(0, 12, 3)]
         assert [len(entry) for entry in entries] == [len(prompt) for prompt in prompts[::3]]

@@ -13,6 +13,7 @@ from offline import make_core, make_device_core
 from inflight.device import memory
 from inflight.device.memory import out_of_memory
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 
@@ -50,7 +51,7 @@ def serve(
         assert core.add_request(AddRequest(request_id, prompt, sampling)) is None
     while core.has_work:
         message = core.step()
-        core.check_integrity()
+        check_core(core)
         for delta in message.deltas:
             outputs[delta.request_id] += delta.token_ids
         failed.update((failure.request_id, failure.message) for failure in message.failed)

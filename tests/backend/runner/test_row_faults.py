@@ -12,12 +12,13 @@ from checkpoints import greedy_reference, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offline import make_core, make_device_core
+from sampling_tables import new_table
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
-from inflight.sampling import SamplingTable
 from inflight.sampling.rules import RULES, RowBatch
 
 BAD = 77  # the seed of a request that makes a rule raise
@@ -74,7 +75,7 @@ def serve(core: EngineCore, requests: dict[int, tuple[list[int], dict[str, Any]]
             assert core.add_request(AddRequest(request_id, prompt, sampling)) is None
         del waiting[:4]
         message = core.step()
-        core.check_integrity()
+        check_core(core)
         for delta in message.deltas:
             deltas[delta.request_id].append(delta)
         assert all(failure.code == "INTERNAL" for failure in message.failed)
@@ -94,7 +95,7 @@ def with_faulty_rule(core: EngineCore, place: str, error: type[BaseException] = 
     runner = runner_of(core)
     FaultyRule.place, FaultyRule.error = place, error
     rules = [*(type(rule) for _, rule in runner.table._rules), FaultyRule]
-    table = SamplingTable(core.config.max_num_seqs, core.info.vocab_size, runner.device, rules)
+    table = new_table(core.config.max_num_seqs, core.info.vocab_size, runner.device, rules)
     runner.table = runner.faults._table = table
     return core
 

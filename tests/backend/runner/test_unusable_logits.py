@@ -13,6 +13,7 @@ from offline import make_core, tokens
 from safetensors.torch import load_file, save_file
 
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.errors import LoadError
@@ -61,7 +62,7 @@ def serve(core: EngineCore, requests: list[AddRequest]) -> tuple[dict[int, list[
         assert core.add_request(request) is None
     while core.has_work:
         message = core.step()
-        core.check_integrity()
+        check_core(core)
         failed += message.failed
         for delta in message.deltas:
             deltas.setdefault(delta.request_id, []).append(delta)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.kernels import registry
 from inflight.kernels.cpu.library import instruction_set, use_instruction_set
-from inflight.sampling import SampleRow, native
+from inflight.sampling import SampleRow
 from inflight.sampling.noise import mix_seed, negative_exponential, row_keys, token_hashes
+from inflight.sampling.reference import ReferenceSampling
 
 
 class Reference:
@@ -85,7 +87,7 @@ def drawn_by(request: pytest.FixtureRequest) -> Iterator[str]:
     best = instruction_set()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(native, "cpu_sampler", lambda: None)
+            patch.setattr(registry, "select_sampling", lambda device: ReferenceSampling())
         elif request.param != "compiled" and not use_instruction_set(request.param):
             pytest.skip(f"no {request.param} here")
         yield request.param

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logprobs_of import logprobs_of
+from sampling_tables import describe, new_table
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SampleRow, SamplingTable, sampling_metadata
+from inflight.sampling import Sampler, SampleRow
 
 pytestmark = pytest.mark.usefixtures("drawn_by")
 
@@ -57,24 +58,24 @@ def make_logits(num_rows: int, dtype: torch.dtype, scale: float = 3.0) -> torch.
 )
 def test_mixed_batch_equals_each_row_alone_and_any_order(reference, drawn, dtype, scale, random):
     rows, logits = make_rows(drawn), make_logits(len(drawn), dtype, scale)
-    batch = sample(logits, sampling_metadata(rows, V))
+    batch = sample(logits, describe(rows, V))
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], sampling_metadata([row], V))
+        alone = sample(logits[i : i + 1], describe([row], V))
         assert alone.token_ids.tolist() == [batch.token_ids[i]]
         assert logprobs_of(alone).get(0) == logprobs_of(batch).get(i)
         assert batch.token_ids[i] == reference.token(logits[i].float().numpy(), row)
     order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled = sample(logits[order], sampling_metadata([rows[i] for i in order], V))
+    shuffled = sample(logits[order], describe([rows[i] for i in order], V))
     assert shuffled.token_ids.tolist() == batch.token_ids[order].tolist()
 
 
 def test_seeded_request_in_a_batch_of_64_and_another_slot():
     params = SamplingParams(temperature=0.9, top_p=0.95)
     logits = make_logits(64, torch.float32)
-    alone = SamplingTable(1, V)
+    alone = new_table(1, V)
     alone.set_row(0, params, 1234, [], 3)
-    crowd = SamplingTable(64, V)
+    crowd = new_table(64, V)
     for slot in range(64):
         crowd.set_row(slot, SamplingParams(top_k=slot, temperature=1 + slot / 64), slot, [], 3)
     crowd.set_row(41, params, 1234, [], 3)
@@ -86,7 +87,7 @@ def test_seeded_request_in_a_batch_of_64_and_another_slot():
 
 
 def test_same_token_at_the_same_position_and_others_elsewhere():
-    table = SamplingTable(1, V)
+    table = new_table(1, V)
     table.set_row(0, SamplingParams(), 7, [], 1)
     logits = make_logits(1, torch.float32, 0.1)
     first = [int(sample(logits, table.select([0], [p])).token_ids) for p in range(1, 50)]
@@ -100,7 +101,7 @@ def test_large_batch_equals_each_row_alone(size, dtype):
     """More rows than one chunk holds, and a vocabulary that is no multiple of a vector width."""
     shapes = [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}, {"temperature": 0.0}, {"top_k": 200, "top_p": 0.5}]
     logits = (torch.randn(18, size, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
-    table = SamplingTable(18, size)
+    table = new_table(18, size)
     for slot in range(18):
         table.set_row(slot, SamplingParams(**shapes[slot % 6]), slot, [], 1)
     together = sample(logits, table.select(range(18), [5] * 18)).token_ids
@@ -113,7 +114,7 @@ def test_short_nucleus_beside_a_long_one():
     logits = torch.full((2, V), -20.0)
     logits[0, :4] = torch.tensor([1.0, 0.5, 0.0, -0.5])
     logits[1, 100:400] = 0.0
-    table = SamplingTable(2, V)
+    table = new_table(2, V)
     for slot in range(2):
         table.set_row(slot, SamplingParams(top_p=0.9), slot, [], 1)
     tokens = set()
@@ -126,7 +127,7 @@ def test_short_nucleus_beside_a_long_one():
 
 def test_bfloat16_equals_float32_of_the_same_values():
     logits = make_logits(6, torch.bfloat16)
-    table = SamplingTable(6, V)
+    table = new_table(6, V)
     for slot, shape in enumerate(
         [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}, {"temperature": 0.0}, {"top_k": 3}]
     ):
@@ -141,7 +142,7 @@ def test_sampler_leaves_the_callers_logits():
     )
     logits = make_logits(4, torch.float32)
     before = logits.clone()
-    sample(logits, sampling_metadata(rows, V))
+    sample(logits, describe(rows, V))
     assert torch.equal(logits, before)
 
 
@@ -153,7 +154,7 @@ def test_logits_from_a_larger_buffer_and_from_inference_mode():
     rows = make_rows(
         [(SamplingParams(**shape), 1, 2, 3) for shape in ({}, {"top_p": 0.5}, {"top_k": 9}, {"logprobs": 2})]
     )
-    metadata = sampling_metadata(rows, V)
+    metadata = describe(rows, V)
     plain = sample(logits.clone().contiguous(), metadata)
     output = sample(logits, metadata)
     assert torch.equal(output.token_ids, plain.token_ids)

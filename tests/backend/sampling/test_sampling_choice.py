@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingTable, candidates
+from inflight.sampling import Sampler, candidates
 from inflight.sampling.candidates import argmax, top_candidates
 from inflight.sampling.choose import _weights
 
@@ -16,7 +17,7 @@ sample = Sampler()
 
 def draws(logits: torch.Tensor, params: SamplingParams, num: int, seed: int = 0) -> np.ndarray:
     """Tokens drawn from one row of logits at `num` successive positions."""
-    table = SamplingTable(1, logits.shape[-1])
+    table = new_table(1, logits.shape[-1])
     table.set_row(0, params, seed, [], 1)
     metadata = table.select(np.zeros(num, dtype=np.int64), np.arange(num) + 1)
     return sample(logits.expand(num, -1), metadata).token_ids.numpy()
@@ -59,7 +60,7 @@ def test_frequencies_match_the_probabilities(reference, params, scale):
 
 def test_frequencies_over_seeds_match_the_probabilities(reference):
     logits = torch.randn(61, generator=torch.Generator().manual_seed(2)) * 2
-    table = SamplingTable(5000, 61)
+    table = new_table(5000, 61)
     for seed in range(5000):
         table.set_row(seed, SamplingParams(), seed, [], 1)
     tokens = sample(logits.expand(5000, -1), table.select(np.arange(5000), np.full(5000, 17))).token_ids.numpy()

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logprobs_of import logprobs_of
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling import Sampler
 from inflight.sampling.sampler import edit_logits
 
 V = 41
@@ -43,7 +44,7 @@ step_strategy = st.dictionaries(st.integers(0, NUM_SLOTS - 1), turn_strategy, mi
 
 def check_alone(params, prompt, seed, tokens, position, logits, edited, chosen, logprobs) -> None:
     """A table that has seen nothing before gives the same for this row alone."""
-    table = SamplingTable(1, V)
+    table = new_table(1, V)
     table.set_row(0, params, seed, EOS, len(prompt))
     metadata = table.select([0], [position], tokens[None, :position])
     assert torch.equal(edit_logits(logits, metadata)[0], edited)
@@ -58,7 +59,7 @@ def check_alone(params, prompt, seed, tokens, position, logits, edited, chosen, 
     st.lists(step_strategy, min_size=1, max_size=6),
 )
 def test_rows_with_drafts_equal_separate_calls_with_the_same_tokens(drawn, steps):
-    table = SamplingTable(NUM_SLOTS, V)
+    table = new_table(NUM_SLOTS, V)
     tokens = np.full((NUM_SLOTS, 64), 40, dtype=np.int32)
     num_tokens = [len(prompt) for _, prompt in drawn]
     for slot, (params, prompt) in enumerate(drawn):
@@ -85,7 +86,7 @@ def test_rows_with_drafts_equal_separate_calls_with_the_same_tokens(drawn, steps
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_penalties_count_the_drafts_before_a_row_and_then_only_accepted_ones(accepted):
-    table = SamplingTable(1, V)
+    table = new_table(1, V)
     table.set_row(0, SamplingParams(temperature=0.0, frequency_penalty=1.0), 0, [], 1)
     tokens = np.array([[9, 5, 5, 6, 0, 0, 0]], dtype=np.int32)  # prompt 9, output 5, drafts 5 and 6
 
@@ -102,7 +103,7 @@ def test_penalties_count_the_drafts_before_a_row_and_then_only_accepted_ones(acc
 
 
 def test_bad_words_see_the_drafts_before_a_row():
-    table = SamplingTable(1, V)
+    table = new_table(1, V)
     table.set_row(0, SamplingParams(temperature=0.0, bad_words_ids=[[5, 6, 7], [6, 8]]), 0, [], 1)
     tokens = np.array([[5, 5, 6, 7]], dtype=np.int32)
     edited = edit_logits(torch.zeros(3, V), table.select([0] * 3, [2, 3, 4], tokens))
@@ -110,7 +111,7 @@ def test_bad_words_see_the_drafts_before_a_row():
 
 
 def test_min_tokens_count_by_position():
-    table = SamplingTable(2, V)
+    table = new_table(2, V)
     table.set_row(1, SamplingParams(temperature=0.0, min_tokens=2), 0, [3], 4)
     table.set_row(0, SamplingParams(temperature=0.0), 0, [3], 4)
     edited = edit_logits(torch.zeros(5, V), table.select([1, 1, 1, 1, 0], [4, 5, 6, 7, 4]))

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from logprobs_of import logprobs_of
+from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingTable, prompt_logprobs
+from inflight.sampling import Sampler, prompt_logprobs
 from inflight.sampling.logprobs import _chunk_logprobs
 
 V = 211
@@ -56,7 +57,7 @@ def test_int32_tokens():
 
 def test_sampled_token_comes_first_then_the_top_of_the_raw_logits():
     logits, expected = logits_and_logprobs(4)
-    table = SamplingTable(4, V)
+    table = new_table(4, V)
     biased = {int(expected[1].argmin()): 100.0}
     table.set_row(0, SamplingParams(temperature=2.0, logprobs=3), 0, [], 1)
     table.set_row(1, SamplingParams(temperature=0.0, logit_bias=biased, logprobs=0), 0, [], 1)
@@ -99,7 +100,7 @@ def test_nothing_is_read_on_the_host_before_the_entries_are(dtype):
 
 def test_minus_one_asks_for_the_whole_vocabulary_of_its_row_alone():
     logits, expected = logits_and_logprobs(2)
-    table = SamplingTable(2, V)
+    table = new_table(2, V)
     table.set_row(0, SamplingParams(temperature=0.0, logprobs=-1), 0, [], 1)
     table.set_row(1, SamplingParams(temperature=0.0, logprobs=1), 0, [], 1)
     output = Sampler()(logits, table.select(range(2), [2] * 2, np.zeros((2, 8), dtype=np.int32)))

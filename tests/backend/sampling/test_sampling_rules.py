@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_tables import describe, new_table
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SampleRow, SamplingTable, sampling_metadata
+from inflight.sampling import Sampler, SampleRow
 from inflight.sampling.rules import RULES, LogitsRule
 from inflight.sampling.rules.token_counts import TokenCounts
 from inflight.sampling.sampler import edit_logits
@@ -27,7 +28,7 @@ def make_row(params: SamplingParams, prompt=(), output=(), seed=0, eos=(0,)) -> 
 
 
 def edited(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-    return edit_logits(logits, sampling_metadata(rows, logits.shape[-1]))
+    return edit_logits(logits, describe(rows, logits.shape[-1]))
 
 
 def masked(logits: torch.Tensor) -> list:
@@ -61,7 +62,7 @@ histories = st.tuples(st.lists(token, min_size=1, max_size=12), st.lists(st.inte
 def test_edits_equal_the_reference(reference, drawn, seed):
     rows = [make_row(params, prompt, output, eos=(0, 7)) for params, (prompt, output) in drawn]
     logits = random_logits(len(rows), seed)
-    metadata = sampling_metadata(rows, V)
+    metadata = describe(rows, V)
     after = edit_logits(logits, metadata)
     for row, before, got in zip(rows, logits.numpy(), after.numpy()):
         np.testing.assert_allclose(got, reference.edited(before, row), rtol=1e-6, atol=1e-6)
@@ -74,10 +75,10 @@ class TestEveryRule:
     def metadata(self, rule: type[LogitsRule], num_rows: int = 1, row: int = 0):
         rows = [make_row(SamplingParams(temperature=0.0), [0]) for _ in range(num_rows)]
         rows[row] = make_row(rule.warm_up_params, [0], eos=())
-        return sampling_metadata(rows, V)
+        return describe(rows, V)
 
     def test_its_example_activates_it_alone(self, rule):
-        table = SamplingTable(1, V, rules=[rule])
+        table = new_table(1, V, rules=[rule])
         table.set_row(0, rule.warm_up_params, 0, [], 1)
         (edit,) = table.select([0], [1], np.zeros((1, 1), dtype=np.int32)).edits
         (same,) = self.metadata(rule).edits
@@ -91,7 +92,7 @@ class TestEveryRule:
         assert torch.equal(after[1], edit_logits(logits[1:2], self.metadata(rule))[0])
 
     def test_a_slot_filled_again_forgets_it(self, rule):
-        table = SamplingTable(1, V)
+        table = new_table(1, V)
         table.set_row(0, rule.warm_up_params, 0, [], 1)
         table.set_row(0, SamplingParams(temperature=0.0), 0, [], 1)
         assert table.select([0], [1]).edits == []
@@ -99,7 +100,8 @@ class TestEveryRule:
     def test_its_edit_reads_no_value_on_the_host(self, rule):
         """A tensor without data raises where a GPU would make the host wait."""
         (edit,) = self.metadata(rule).edits
-        fields = {field.name: getattr(edit, field.name).to("meta") for field in dataclasses.fields(edit)}
+        values = {field.name: getattr(edit, field.name) for field in dataclasses.fields(edit)}
+        fields = {name: value.to("meta") for name, value in values.items() if isinstance(value, torch.Tensor)}
         dataclasses.replace(edit, **fields).apply(torch.zeros(1, V, device="meta"))
 
 
@@ -147,7 +149,7 @@ class AllowedTokens:
 
 def test_a_new_rule_needs_no_more_than_its_class():
     """Beside a row of another rule, with drafts of which none, one and both are accepted."""
-    table = SamplingTable(3, V, rules=[*RULES, Grammar])
+    table = new_table(3, V, rules=[*RULES, Grammar])
     table.set_row(2, SamplingParams(top_k=7), 0, [], 1)
     table.set_row(0, SamplingParams(temperature=0.0, logit_bias={9: 100.0}), 0, [], 1)
     tokens = np.zeros((3, 40), dtype=np.int32)
@@ -166,7 +168,7 @@ def test_a_new_rule_needs_no_more_than_its_class():
 
 
 def test_a_new_rule_is_told_when_tokens_are_missing():
-    table = SamplingTable(1, V, rules=[Grammar])
+    table = new_table(1, V, rules=[Grammar])
     table.set_row(0, SamplingParams(top_k=1), 0, [], 1)
     with pytest.raises(ValueError, match="token_ids is None, but Grammar reads the tokens of its rows"):
         table.select([0], [3])
@@ -237,7 +239,7 @@ def test_bad_words_match_the_output_only():
 def test_bad_words_of_many_requests_in_few_slots(reference):
     """Storage is compacted and grows while other slots keep their words."""
     rng = np.random.default_rng(0)
-    table = SamplingTable(4, V)
+    table = new_table(4, V)
     tokens = rng.integers(0, 4, (4, 30)).astype(np.int32)
     rows: dict[int, SampleRow] = {}
     for _ in range(200):
@@ -264,7 +266,7 @@ def test_no_python_runs_per_row_or_per_word():
             min_tokens=9,
             stop_token_ids=list(range(count)),
         )
-        table = SamplingTable(num_rows, 1000)
+        table = new_table(num_rows, 1000)
         for slot in range(num_rows):
             table.set_row(slot, params, 0, [], 1)
         tokens = np.tile(np.array([0, 0, 1, 2], dtype=np.int32), (num_rows, 1))
@@ -340,7 +342,7 @@ def test_token_counts_hold_any_number_of_distinct_tokens():
 
 
 def test_a_slot_filled_again_forgets_its_counts():
-    table = SamplingTable(2, V)
+    table = new_table(2, V)
     params = SamplingParams(temperature=0.0, presence_penalty=1.0)
     tokens = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.int32)
     table.set_row(1, params, 0, [], 1)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from logprobs_of import logprobs_of
+from sampling_tables import new_table
 from torch import Tensor
 
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
-from inflight.sampling import UNUSABLE_LOGITS, Sampler, SamplingTable, candidates, fail_unusable_rows
+from inflight.sampling import UNUSABLE_LOGITS, Sampler, candidates, fail_unusable_rows
 from inflight.sampling.candidates import top_candidates
 from inflight.sampling.unusable import NO_TOKEN
 
@@ -34,7 +35,7 @@ KINDS = [
 
 
 def choose(logits: Tensor, params: list[SamplingParams]) -> tuple[list[int], dict[int, list[tuple[int, float, int]]]]:
-    table = SamplingTable(len(params), VOCAB)
+    table = new_table(len(params), VOCAB)
     for slot, sampling in enumerate(params):
         table.set_row(slot, sampling, slot, [9], 1)
     tokens = np.zeros((len(params), 2), dtype=np.int32)

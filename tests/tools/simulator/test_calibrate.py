@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.integrity import check_core
 from inflight_tools.cli import app
 from inflight_tools.simulator.calibrate import calibrate, load_engine
 from inflight_tools.simulator.check import compare
@@ -36,7 +37,7 @@ def test_costs_are_measured_and_predict_a_run(checkpoint):
     profile = calibrate(core, "tiny", 0.0, lines.append)
     assert len(lines) == 3
     assert core.scheduler.policies.budget is budget
-    core.check_integrity()
+    check_core(core)
     assert (profile.name, profile.checkpoint, profile.num_blocks) == ("tiny", "llama", core.info.num_blocks)
     assert profile.options["max_num_seqs"] == 6
     assert profile.fit.batches > 30
@@ -44,7 +45,7 @@ def test_costs_are_measured_and_predict_a_run(checkpoint):
     predicted, measured = compare(core, profile, Load("uniform", requests=8, context=200), users=4)
     assert predicted.tokens == measured.tokens == 8 * 64
     assert min(predicted.seconds, measured.seconds, predicted.itl.p99, measured.ttft.p50) > 0
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_pool_too_small_to_measure_is_rejected(checkpoint):
@@ -84,16 +85,13 @@ def test_a_checkpoint_that_cannot_be_loaded_fails_with_its_reason(tmp_path):
     assert not (tmp_path / "p.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "status"),
-    [
+def test_wrong_input_is_named_before_anything_is_loaded():
+    for arguments, message, status in [
         (["-o", "profile.json"], "give --model CHECKPOINT, or --config model.json", 2),
         (["-o", "profile.txt", "--model", "x"], "profile.txt: must be a .json file", 2),
         (["-o", "profile.json", "--model", "./nowhere"], "no such directory", 2),
         (["-o", "profile.json", "--model", "x", "--set", "max_num_seq=3"], "unknown key 'max_num_seq'", 2),
-    ],
-)
-def test_wrong_input_is_named_before_anything_is_loaded(arguments, message, status):
-    result = CliRunner().invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == status
-    assert message in result.output
+    ]:
+        result = CliRunner().invoke(app, ["calibrate", *arguments])
+        assert result.exit_code == status
+        assert message in result.output

@@ -44,7 +44,7 @@ def test_least_waiting_reads_the_gauges():
 
 
 def test_between_two_scrapes_least_waiting_sees_old_gauges():
-    """A replica has had a request since 0; those that come between the scrapes at 40 and 80 all go to the other one."""
+    """A replica has had a request since 0; requests between the scrapes at 40 and 80 all go to the other one."""
     jobs = [job(0, 1, 200, 0.0), *(job(i, 1, 100, 40.5 + 3 * i) for i in range(1, 6))]
     current = where(LeastWaiting(), jobs, count=2)
     assert sorted(current.count(replica) for replica in (0, 1)) == [3, 3]

@@ -86,9 +86,8 @@ def test_an_slo_that_no_setting_meets_fails_and_writes_nothing(profile, tmp_path
     assert not (tmp_path / "m.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_simulated_is_one_line_and_status_2(profile):
+    for arguments, message in [
         (["--scenario", "nothing"], "unknown scenario 'nothing'; choose one of lognormal"),
         (["--router", "random"], "router 'random': must be one of"),
         (["--set", "max_num_seqs"], "expected KEY=VALUE"),
@@ -100,13 +99,11 @@ def test_an_slo_that_no_setting_meets_fails_and_writes_nothing(profile, tmp_path
         (["--sweep", "max_num_seqs=0"], "max_num_seqs=0"),
         (["--output", "model.json"], "--output receives the best setting of a sweep"),
         (["--config", "nowhere.json"], "nowhere.json: no such file"),
-    ],
-)
-def test_what_cannot_be_simulated_is_one_line_and_status_2(profile, arguments, message):
-    result = simulate(profile, *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.count("\n") == 1
+    ]:
+        result = simulate(profile, *arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+        assert result.output.count("\n") == 1
 
 
 def test_drafts_that_are_accepted_by_chance_are_reported(profile, tmp_path):
@@ -137,10 +134,10 @@ def test_sweeps_are_parsed():
     }
 
 
-@pytest.mark.parametrize("text", ["8,16", "max_num_seqs=", "max_num_seqs=9..3", "max_num_seqs=" + "1," * 401])
-def test_invalid_sweeps_are_rejected(text):
-    with pytest.raises(ConfigError, match="--sweep"):
-        parse_sweep(text)
+def test_invalid_sweeps_are_rejected():
+    for text in ["8,16", "max_num_seqs=", "max_num_seqs=9..3", "max_num_seqs=" + "1," * 401]:
+        with pytest.raises(ConfigError, match="--sweep"):
+            parse_sweep(text)
 
 
 @pytest.mark.parametrize("capacity", [0.3, 5.0, 90.0])

@@ -54,30 +54,32 @@ SUFFIX = {"method": "suffix"}
 READS_WEIGHTS = StepCost.linear(fixed=0.01, per_prefill_token=0.0001)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("accepted", [0.0, 0.7, 1.0])
-def test_drafts_that_are_accepted_save_steps(accepted, overlap):
-    jobs = [job(0, 40, 400), job(1, 3, 300, 2.0)]
-    options = {"speculative_config": SUFFIX, "async_scheduling": overlap}
-    plain = simulate([engine(READS_WEIGHTS)], jobs)
-    drafted = simulate([engine(READS_WEIGHTS, accepted_drafts=accepted, **options)], jobs)
-    assert [request.tokens for request in drafted.requests] == [400, 300]
-    counts = drafted.replicas[0].scheduler.policies.draft_counts
-    if accepted:
-        share = counts.accepted / counts.tokens
-        assert share == 1 if accepted == 1 else 0 < share < 0.7, "what stands behind a refused one is refused, too"
-        assert drafted.seconds < 0.7 * plain.seconds
-    else:
-        assert counts.tokens and not counts.accepted
-        assert drafted.seconds < 1.05 * plain.seconds
-    report = summarise(drafted, SLO(1.0, 1.0))
-    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (
-        counts.drafts,
-        counts.tokens,
-        counts.accepted,
-    )
-    assert report.sequences_per_step <= 2
-    assert f"drafts        {counts.drafts} of " in table(report, SLO(1.0, 1.0))
+def test_drafts_that_are_accepted_save_steps():
+    for overlap in [False, True]:
+        for accepted in [0.0, 0.7, 1.0]:
+            jobs = [job(0, 40, 400), job(1, 3, 300, 2.0)]
+            options = {"speculative_config": SUFFIX, "async_scheduling": overlap}
+            plain = simulate([engine(READS_WEIGHTS)], jobs)
+            drafted = simulate([engine(READS_WEIGHTS, accepted_drafts=accepted, **options)], jobs)
+            assert [request.tokens for request in drafted.requests] == [400, 300]
+            counts = drafted.replicas[0].scheduler.policies.draft_counts
+            if accepted:
+                share = counts.accepted / counts.tokens
+                assert share == 1 if accepted == 1 else 0 < share < 0.7, (
+                    "all tokens after a refused one are refused, too"
+                )
+                assert drafted.seconds < 0.7 * plain.seconds
+            else:
+                assert counts.tokens and not counts.accepted
+                assert drafted.seconds < 1.05 * plain.seconds
+            report = summarise(drafted, SLO(1.0, 1.0))
+            assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (
+                counts.drafts,
+                counts.tokens,
+                counts.accepted,
+            )
+            assert report.sequences_per_step <= 2
+            assert f"drafts        {counts.drafts} of " in table(report, SLO(1.0, 1.0))
 
 
 def test_simulated_drafts_are_the_same_each_time():

@@ -160,25 +160,22 @@ def test_the_command_converts_a_saved_trace(trace, tmp_path):
     assert render(trace, "json") == saved.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_wrong_usage_is_one_line_and_status_2(tmp_path, monkeypatch):
+    for arguments, says in [
         (["--input", "missing.json", "-o", "a.html"], "missing.json"),
         (["--input", "other.json", "-o", "a.html"], "not a step trace"),
         (["-o", "a.txt"], "--format"),
         (["-o", "a.html", "--format", "svg"], "must be one of html, perfetto, json"),
         (["-o", "a.html", "--url", "127.0.0.1:1"], "cannot reach 127.0.0.1:1 by HTTP"),
         (["-o", "a.html", "--url", "http://"], "url='http://': no host"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(arguments, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert says in result.output
-    assert result.output.count("\n") == 1
-    assert not (tmp_path / "a.html").exists()
+    ]:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "other.json").write_text('{"a": 1}')
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert says in result.output
+        assert result.output.count("\n") == 1
+        assert not (tmp_path / "a.html").exists()
 
 
 def test_an_engine_that_has_run_nothing_has_no_timeline(tmp_path):

@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
+from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.cost_model import StepCost, StepLoad, step_load
 from inflight.engine.request import Request, SamplingParams
-from inflight.engine.step import SchedulerOutput
 from inflight_tools.simulator.fit import fit_cost
 from inflight_tools.simulator.profile import FitError, Profile
 
@@ -45,21 +46,18 @@ _MIN_ROUNDS = 3
 _PACKAGES = ("inflight", "torch", "transformers", "numpy")
 
 
-@dataclass
-class _Steps:
-    """Replaces the budget policy: caps the chunks and records the cost of every step."""
+@dataclass(eq=False)
+class _Steps(EngineListener):
+    """Replaces the budget policy, to cap the chunks, and records the cost of every step."""
 
     cap: int = 1
     recorded: list[tuple[StepLoad, float]] = field(default_factory=list)
 
-    def begin(self, running: Sequence[Request]) -> None:
-        pass
-
     def grant(self, request: Request, missing: int, limit: int) -> int:
         return min(limit, self.cap)
 
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        self.recorded.append((step_load(out), seconds))
+    def step_done(self, step: DoneStep) -> None:
+        self.recorded.append((step_load(step.out), step.result.ended - step.start))
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def load_engine(config: EngineConfig) -> EngineCore:
         None  # random tokens are no text, and rows are to have the length that was asked for
     )
     config = msgspec.structs.replace(config, **changes)
-    return EngineCore(config, ModelRunner(config))
+    return make_core(config, ModelRunner(config))
 
 
 def calibrate(
@@ -150,7 +148,7 @@ def describe_machine(device: str) -> str:
 
 
 def _options(core: EngineCore, info: Any) -> dict[str, Any]:
-    """The options that costs depend on, as the engine resolved them, and those that a simulation starts from."""
+    """The options that costs depend on, as the engine resolved them, and the options that a simulation starts from."""
     config = core.config
     options = {
         "dtype": info.dtype,
@@ -190,6 +188,7 @@ def _round(core: EngineCore, points: list[_Point]) -> list[tuple[StepLoad, float
 def _measure(core: EngineCore, point: _Point) -> list[tuple[StepLoad, float, float]]:
     steps = _Steps(point.chunk)
     core.scheduler.policies.budget = steps
+    core.listeners.append(steps)
     wall: list[float] = []
     rng = np.random.default_rng(point.batch * 100_000 + point.context)
 
@@ -221,6 +220,7 @@ def _measure(core: EngineCore, point: _Point) -> list[tuple[StepLoad, float, flo
     for request_id in range(point.batch + 1):
         core.abort(request_id)
     assert not core.has_work
+    core.listeners.remove(steps)
     return [(load, seconds, max(1e-6, total - seconds)) for (load, seconds), total in zip(steps.recorded, wall)]
 
 

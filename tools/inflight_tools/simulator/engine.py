@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.assembly import make_parts
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
@@ -23,7 +24,7 @@ from inflight_tools.workload.scenarios import Job
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
-_SEED = 1  # of which drafts are accepted
+_SEED = 1  # decides which drafts are accepted
 
 
 class Cost(Protocol):
@@ -76,6 +77,9 @@ class SimulatedDevice:
         steps: steps collected.
     """
 
+    draft_runner = None
+    num_collected_first = 0
+
     def __init__(self, info: SimulatedInfo, device: Cost, host: Cost, accepted_drafts: float = 0.0) -> None:
         self.info = info
         self._accepted_drafts, self._random = accepted_drafts, random.Random(_SEED)
@@ -127,7 +131,8 @@ class SimulatedEngine(EngineCore):
         self.device = SimulatedDevice(info, device, host, accepted_drafts or 0.0)
         if accepted_drafts is None:
             config = msgspec.structs.replace(config, speculative_config=None)
-        super().__init__(config, self.device, clock=lambda: self.device.now)
+        parts = make_parts(config, self.device, lambda: self.device.now)
+        super().__init__(config, self.device, parts, lambda: self.device.now)
 
     @classmethod
     def of(cls, config: EngineConfig, profile: Profile, accepted_drafts: float | None = None) -> SimulatedEngine:

@@ -28,7 +28,7 @@ def fit_cost(measured: Sequence[tuple[StepLoad, float]]) -> StepCost:
     """Least squares of the errors relative to the expected cost, with no negative coefficient.
 
     Relative to the expected cost rather than the measured one: a step that the machine delayed counts in
-    full, as it does for whoever waits for it, and means remain means.
+    full, as it does for a user who waits for it, and means remain means.
 
     Args:
         measured: load and seconds of each kind of step; seconds above 0.

@@ -57,7 +57,7 @@ class Incidents:
         """Reject what a fleet of this size cannot live through.
 
         Raises:
-            ConfigError: a replica that does not exist, a time below 0, or nobody left to go on.
+            ConfigError: a replica that does not exist, a time below 0, or no replica left.
         """
         for kill in self.kills:
             if not 0 <= kill.replica < replicas:

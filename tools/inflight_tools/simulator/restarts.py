@@ -66,7 +66,7 @@ class Restarts:
         self._drain_next(now)
 
     def _drain_next(self, now: float) -> None:
-        """Take out replicas while that many may be unavailable; those that died since the rollout began are new."""
+        """Take out replicas while that many can be unavailable; replicas that died since the rollout began are new."""
         rollout = self._incidents.rollout
         while self._to_restart and rollout and self._fleet.unavailable < rollout.max_unavailable:
             replica = self._to_restart.popleft()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.engine.drafting.draft_cost import DraftPrices
-from inflight.engine.drafting.drafter import DraftCounts
-from inflight.engine.drafting.guesser import Guess, Guesser
+from inflight.engine.drafting.drafter import DraftCounts, Guess, Guesser
+from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.request import Request
 
-__all__ = ["ThriftyDrafter"]
+__all__ = ["AdaptiveDrafter"]
 
 # Chance that a copied token is accepted, by the length of the match before it: 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 and
 # more.
@@ -62,7 +62,7 @@ class _Sequence:
     next_look: int = 0
 
 
-class ThriftyDrafter:
+class AdaptiveDrafter(EngineListener):
     """Implements `Drafter`: as much of a guess as is likely enough, at the price of the step.
 
     Args:
@@ -99,8 +99,7 @@ class ThriftyDrafter:
     def active(self) -> bool:
         return self.prices.room > 0
 
-    def begin(self, running: Sequence[Request]) -> None:
-        """A step that may compute these is about to be made."""
+    def step_begins(self, running: Sequence[Request]) -> None:
         if self._rest:
             self.prices.room = 0
             return
@@ -112,6 +111,11 @@ class ThriftyDrafter:
         self._asked.clear()
         self._guesser.begin(running, self._hope)
         self._spent = self._clock() - start
+
+    def step_done(self, step: DoneStep) -> None:
+        num_drafts = sum(map(len, step.out.draft_token_ids.values()))
+        only_decodes = step.out.num_tokens - num_drafts == len(step.out.slots)
+        self.step_took(len(step.out.slots) if only_decodes else 0, num_drafts, step.result.ended - step.start)
 
     def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
@@ -178,9 +182,9 @@ class ThriftyDrafter:
             sequence.experience.add(level, place < num_accepted)
 
     def ended(self, request: Request) -> None:
-        """It will not be asked about again."""
-        self._sequences.pop(request, None)
-        self._guesser.ended(request)
+        if request.num_output_tokens:
+            self._sequences.pop(request, None)
+            self._guesser.ended(request)
 
     def _sequence(self, request: Request) -> _Sequence:
         sequence = self._sequences.get(request)

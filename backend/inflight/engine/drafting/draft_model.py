@@ -1,25 +1,27 @@
 """A small model that drafts for a large one, with a KV pool of its own.
 
 It computes a request's tokens when it is asked to draft for it, and keeps their keys and values for the next time.
-What the target refused is computed again.  Its sampling draws with the request's parameters, seed and positions: where
-both models think alike, they choose alike, at any temperature.  No torch.
+Tokens that the target refused are computed again.  Its sampling draws with the request's parameters, seed and
+positions: where both models agree, they choose the same tokens at any temperature.  No torch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
+from inflight.engine.drafting.drafter import Guess
+from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 
-__all__ = ["DraftModel", "DraftRunner"]
+__all__ = ["DraftModel", "DraftRunner", "ModelGuesser"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,26 +31,26 @@ class _Row:
     """One request in the draft model's batch state.
 
     Attributes:
+        kv: its blocks in the draft model's pool, and how many leading tokens are computed, drafted ones included.
         num_known: tokens of the request when it was drafted for.
         drafts: tokens drafted behind them.
-        num_computed: leading tokens whose keys and values are in the pool, drafted ones included.
     """
 
     slot: int
+    kv: Request
     num_known: int = 0
     drafts: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
 
     def learn(self, request: Request) -> None:
-        """What was drafted and is right stays computed."""
+        """Correct drafts stay computed."""
         right, end = self.num_known, request.num_tokens
         for draft in self.drafts:
             if right == end or request.token_ids[right] != draft:
                 break
             right += 1
         self.num_known, self.drafts = end, []
-        self.num_computed = min(self.num_computed, right, end - 1)  # the last one's logits are wanted in any case
+        # The last one's logits are wanted in any case.
+        self.kv.num_computed_tokens = min(self.kv.num_computed_tokens, right, end - 1)
 
 
 @dataclass(slots=True)
@@ -85,16 +87,16 @@ class DraftModel:
         max_num_seqs, max_num_batched_tokens, block_size: that the runner was made with.
 
     Attributes:
+        pool: of its KV blocks; their requests are the draft model's own.
         num_computed: tokens that it computed so far.
     """
 
     def __init__(self, runner: DraftRunner, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
         self._runner = runner
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
-        self._block_size = block_size
         self._free_slots = list(range(max_num_seqs))
-        self._free_blocks = list(range(runner.info.num_blocks))
+        self.pool = KVPool(runner.info.num_blocks, block_size)
         self._rows: OrderedDict[Request, _Row] = OrderedDict()  # least recently used first
         self.num_computed = 0
 
@@ -108,7 +110,7 @@ class DraftModel:
             try:
                 self._draft(wanted, turns)
             except Exception:
-                for request in wanted:  # nobody knows how far they are computed
+                for request in wanted:  # how far they are computed is unknown
                     self.forget(request)
                 raise
         return {request: turn.row.drafts for request, turn in turns.items()}
@@ -118,16 +120,7 @@ class DraftModel:
         row = self._rows.pop(request, None)
         if row is not None:
             self._free_slots.append(row.slot)
-            self._free_blocks += row.block_ids
-
-    def check_integrity(self) -> None:
-        """Assert that each slot and block has one place."""
-        rows = self._rows.values()
-        slots = [*self._free_slots, *(row.slot for row in rows)]
-        blocks = [*self._free_blocks, *(block for row in rows for block in row.block_ids)]
-        assert len(set(slots)) == len(slots) == self._max_num_seqs
-        assert len(set(blocks)) == len(blocks) == self._runner.info.num_blocks
-        assert all(row.num_computed <= len(row.block_ids) * self._block_size for row in rows)
+            self.pool.release(row.kv)
 
     def _draft(self, wanted: Mapping[Request, int], turns: dict[Request, _Turn]) -> None:
         out = SchedulerOutput()
@@ -141,8 +134,7 @@ class DraftModel:
         while live := [turn.row for turn in turns.values() if len(turn.row.drafts) == length < turn.count]:
             out = SchedulerOutput()
             for row in live:
-                _add(out, row.slot, 1, row.num_computed, samples=True)
-                row.num_computed += 1
+                _add(out, row, 1, samples=True)
             self._run(out, live)
             length += 1
 
@@ -160,33 +152,28 @@ class DraftModel:
             return
         self._rows.move_to_end(request)
         row.learn(request)
-        if not self._reserve(row, request.num_tokens + count - 1, wanted):
-            return
-        # The row enters anew, with all of its tokens: what was drafted behind them is void.
+        while self.pool.extend(row.kv, request.num_tokens + count - 1) is None:
+            if not self._evict(wanted):
+                return
+        # The row enters anew, with all of its tokens: drafts behind them are void.
         tokens = request.token_ids[: request.num_tokens].tobytes()
         entry = request.request_id, request.index, tokens, request.num_prompt_tokens
-        out.new_rows.append(NewRow(row.slot, *entry, list(row.block_ids), _plain(request), request.seed))
-        missing = request.num_tokens - row.num_computed
+        out.new_rows.append(
+            NewRow(row.slot, *entry, list(row.kv.block_ids), _plain(request), request.seed, request.attached)
+        )
+        missing = request.num_tokens - row.kv.num_computed_tokens
         chunk = min(missing, self._max_tokens - out.num_tokens)
-        _add(out, row.slot, chunk, row.num_computed, samples=chunk == missing)
-        row.num_computed += chunk
+        _add(out, row, chunk, samples=chunk == missing)
         if chunk == missing:
             turns[request] = _Turn(row, count)
 
     def _new_row(self, request: Request, wanted: Mapping[Request, int]) -> _Row | None:
         if not self._free_slots and not self._evict(wanted):
             return None
-        row = self._rows[request] = _Row(self._free_slots.pop())
+        longest = self._runner.info.max_model_len + 1
+        kv = Request(request.request_id, (), request.params, index=request.index, max_total_tokens=longest)
+        row = self._rows[request] = _Row(self._free_slots.pop(), kv)
         return row
-
-    def _reserve(self, row: _Row, num_tokens: int, wanted: Mapping[Request, int]) -> bool:
-        """Whether the row has blocks for so many tokens now."""
-        need = -(-num_tokens // self._block_size) - len(row.block_ids)
-        while need > len(self._free_blocks):
-            if not self._evict(wanted):
-                return False
-        row.block_ids += [self._free_blocks.pop() for _ in range(need)]
-        return True
 
     def _evict(self, wanted: Mapping[Request, int]) -> bool:
         """Forget the request that was drafted for longest ago, unless drafts are wanted for it now."""
@@ -214,19 +201,51 @@ class DraftModel:
                 by_slot[slot].drafts.append(token)
 
     def _forget_slots(self, slots: Sequence[int]) -> None:
-        """Nobody knows what their pages hold after a failure."""
+        """What their blocks contain after a failure is unknown."""
         for request in [request for request, row in self._rows.items() if row.slot in slots]:
             self.forget(request)
 
 
-def _add(out: SchedulerOutput, slot: int, count: int, computed: int, samples: bool) -> None:
-    out.slots.append(slot)
-    out.num_scheduled_tokens.append(count)
-    out.num_computed_tokens.append(computed)
-    out.samples.append(samples)
-    out.num_tokens += count
+def _add(out: SchedulerOutput, row: _Row, num_tokens: int, samples: bool) -> None:
+    """Schedule the row's next tokens."""
+    out.append(row.slot, num_tokens, row.kv.num_computed_tokens, samples)
+    row.kv.num_computed_tokens += num_tokens
 
 
 def _plain(request: Request) -> SamplingParams:
-    """The request's parameters without what only costs time: a draft is nobody's output."""
+    """The request's parameters without those that only cost time: drafts are not output."""
     return msgspec.structs.replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
+
+
+class ModelGuesser:
+    """Implements `Guesser`: the first request that asks in a step has the model run for all that will."""
+
+    computes = True
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self._running: Sequence[Request] = ()
+        self._hope: Callable[[Request], int] = lambda request: 0
+        self._drafts: Mapping[Request, Sequence[int]] | None = None
+
+    def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
+        self._running, self._hope, self._drafts = running, hope, None
+
+    def guess(self, request: Request, limit: int) -> Guess | None:
+        if self._drafts is None:
+            self._drafts = {}  # if the model raises, it is not asked again in this step
+            self._drafts = self._model.draft(self._wanted())
+        tokens = list(self._drafts.get(request, ()))[:limit]
+        return Guess(tokens, [1.0] * len(tokens), 0) if tokens else None
+
+    def ended(self, request: Request) -> None:
+        self._model.forget(request)
+
+    def _wanted(self) -> dict[Request, int]:
+        """Requests that sample in this step; all of it is scheduled, except drafts."""
+        wanted = {}
+        for request in self._running:
+            hoped = self._hope(request) if request.num_computed_tokens >= request.num_tokens else 0
+            if hoped:
+                wanted[request] = hoped + request.num_total_tokens - 1 - request.num_tokens
+        return wanted

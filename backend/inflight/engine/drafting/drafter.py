@@ -1,14 +1,14 @@
-"""Speculation's seam: what might come next.  The target model verifies it; the answer never depends on it."""
+"""Speculation's seams: who drafts, and where guesses come from.  The answer never depends on a draft.  No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from inflight.engine.request import Request
 
-__all__ = ["DraftCounts", "Drafter"]
+__all__ = ["DraftCounts", "Drafter", "Guess", "Guesser"]
 
 
 @dataclass(slots=True)
@@ -55,3 +55,42 @@ class Drafter(Protocol):
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The target chose the first `num_accepted` of `num_drafts` drafts itself."""
+
+
+@dataclass(slots=True)
+class Guess:
+    """What might come next.
+
+    Attributes:
+        tokens: in order.
+        shares: of the places that agreed so far, how many agree on each of `tokens`, 0 to 1.
+        match: tokens before the first one that matched the text there.
+    """
+
+    tokens: list[int]
+    shares: list[float]
+    match: int
+
+
+class Guesser(Protocol):
+    """Guesses for one request at a time; `AdaptiveDrafter` decides how much of a guess is used.
+
+    Attributes:
+        computes: guessing takes time for each token, so only what is likely to be used may be asked for.
+    """
+
+    computes: bool
+
+    def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
+        """A step is about to be made.
+
+        Args:
+            running: requests that it may compute.
+            hope: how many tokens are worth guessing for one of them.
+        """
+
+    def guess(self, request: Request, limit: int) -> Guess | None:
+        """Up to `limit` tokens behind the last known one."""
+
+    def ended(self, request: Request) -> None:
+        """It will not be asked about again; also called for requests that it was never asked about."""

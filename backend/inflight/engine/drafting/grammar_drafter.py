@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inflight.engine.drafting.drafter import Drafter
+from inflight.engine.events import EngineListener
 from inflight.engine.request import Request
 from inflight.grammars.base import Grammar, Grammars
 
-__all__ = ["ForcedTokens"]
+__all__ = ["GrammarDrafter"]
 
 
-class ForcedTokens:
+class GrammarDrafter(EngineListener):
     """Implements `Drafter`: what grammars force, else what `inner` proposes.
 
     Args:
@@ -32,9 +33,11 @@ class ForcedTokens:
     def active(self) -> bool:
         return self._num_running > 0 or (self._inner is not None and self._inner.active)
 
-    def count(self, change: int) -> None:
-        """So many more requests with a grammar run."""
-        self._num_running += change
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        self._num_running += request.params.grammar is not None
+
+    def left(self, request: Request) -> None:
+        self._num_running -= request.params.grammar is not None
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         if request.params.grammar is None:

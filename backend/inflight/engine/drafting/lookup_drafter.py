@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from inflight.engine.drafting.guesser import Guess
+from inflight.engine.drafting.drafter import Guess
 from inflight.engine.drafting.token_index import Occurrences, match_length
 from inflight.engine.request import Request
 from inflight.speculative import SpeculativeConfig
 
-__all__ = ["CopyDrafts"]
+__all__ = ["LookupGuesser"]
 
 _CANDIDATES = 8  # places that vote on what comes next
 _SEPARATOR = -1  # between past outputs: no token
@@ -51,7 +51,7 @@ class _Past:
         self.places[0].learn(len(self.tokens[0]))
 
 
-class CopyDrafts:
+class LookupGuesser:
     """Implements `Guesser`: knows a request's own text, and the past outputs of its tenant and cache salt."""
 
     computes = False

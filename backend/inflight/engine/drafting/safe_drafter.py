@@ -1,38 +1,44 @@
-"""A drafter that raises costs its drafts and nothing else: no answer depends on them."""
+"""A drafter that raises costs its drafts and nothing else: no answer depends on them.  No torch."""
 
 from __future__ import annotations
 
 import logging
-from weakref import WeakSet
+from collections.abc import Sequence
 
 from inflight.engine.drafting.drafter import Drafter
 from inflight.engine.request import Request
 
-__all__ = ["observed", "proposed"]
+__all__ = ["SafeDrafter"]
 
 _log = logging.getLogger(__name__)
-_reported: WeakSet[Drafter] = WeakSet()
 
 
-def proposed(drafter: Drafter, request: Request, num_unknown: int, limit: int) -> list[int]:
-    """What `Drafter.propose` returns, at most `limit` tokens; nothing if it raises."""
-    try:
-        return list(drafter.propose(request, num_unknown, limit))[:limit]
-    except Exception:
-        _report(drafter)
-        return []
+class SafeDrafter:
+    """Implements `Drafter`: `inner`, without its exceptions.  The first one is logged."""
 
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self._reported = False
 
-def observed(drafter: Drafter, request: Request, num_drafts: int, num_accepted: int) -> None:
-    """`Drafter.observe`."""
-    try:
-        drafter.observe(request, num_drafts, num_accepted)
-    except Exception:
-        _report(drafter)
+    @property
+    def active(self) -> bool:
+        return self.inner.active
 
+    def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
+        try:
+            return self.inner.propose(request, num_unknown, limit)
+        except Exception:
+            self._report()
+            return ()
 
-def _report(drafter: Drafter) -> None:
-    """Once: it may be asked for every row of every step."""
-    if drafter not in _reported:
-        _reported.add(drafter)
-        _log.exception("%s raised: no drafts where it does", type(drafter).__name__)
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        try:
+            self.inner.observe(request, num_drafts, num_accepted)
+        except Exception:
+            self._report()
+
+    def _report(self) -> None:
+        """Once: it may be asked for every row of every step."""
+        if not self._reported:
+            self._reported = True
+            _log.exception("%s raised: no drafts where it does", type(self.inner).__name__)

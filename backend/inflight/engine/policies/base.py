@@ -7,47 +7,42 @@ of its own, never a branch there.  `Policies` holds one answer to each; `selecti
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 from inflight.engine.drafting.drafter import DraftCounts, Drafter
+from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
+from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request
-from inflight.engine.step import SchedulerOutput
 
 __all__ = [
     "AdmissionPolicy",
+    "ArrivalPolicy",
     "BudgetPolicy",
-    "EveryStep",
-    "FcfsOrder",
-    "FreeBlocksAdmission",
     "NotYet",
     "OrderPolicy",
     "Policies",
-    "StaticBudget",
+    "Rank",
+    "RequestQueue",
     "TurnPolicy",
+    "UrgencyPolicy",
     "VictimPolicy",
-    "last_in_order",
 ]
 
 
-class OrderPolicy(Protocol):
-    """Holds the waiting requests and says which are next; called by the scheduler alone.
-
-    Attributes:
-        preempts: whether a waiting request may ever outrank a running one.
-    """
-
-    preempts: bool
+class RequestQueue(Protocol):
+    """Holds the waiting requests and says which are next; called by the scheduler alone."""
 
     def __len__(self) -> int:
         """Requests waiting."""
 
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests, in any order."""
+
+    def __contains__(self, request: object) -> bool:
+        """Whether it waits here."""
 
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
@@ -61,23 +56,47 @@ class OrderPolicy(Protocol):
     def remove(self, request: Request) -> None:
         """Take a request out: it is admitted or aborted."""
 
+
+class Rank(Protocol):
+    """Which of two requests goes first.  The relation has no cycles."""
+
     def ahead(self, request: Request) -> list[Request]:
-        """Waiting requests that would be admitted before `request`, which is not queued, if nobody else came."""
+        """Waiting requests that would be admitted before `request`, which is not queued, if no other arrived."""
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
-        """Where in `running` it goes: who stands there first has the first tokens of a step."""
+        """Where in `running` it goes: the first one there has the first tokens of a step."""
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
         """The running requests that give way to the waiting `request` where room is lacking, in this order.
 
-        The relation has no cycles, and after giving way a request is next only after `request`.
+        After giving way a request is next only after `request`.
         """
 
-    def admitted(self, request: Request) -> None:
-        """It runs from now on; `num_computed_tokens` is what it need not compute."""
 
-    def left(self, request: Request) -> None:
-        """It no longer runs: finished, aborted or preempted; `num_computed_tokens` is what it was."""
+class OrderPolicy(RequestQueue, Rank, Protocol):
+    """Both, over the same requests."""
+
+
+class UrgencyPolicy(Protocol):
+    """Which waiting requests start before the running ones get their tokens of a step, even in place of some."""
+
+    def next_requests(self, running: Sequence[Request]) -> list[Request]:
+        """Waiting requests, the first one first; each outranks a running request, or ends the list for this step."""
+
+    def giving_way(
+        self,
+        request: Request,
+        prefix: Sequence[int],
+        beside: Sequence[Request],
+        victims: Sequence[Request],
+        pool: KVPool,
+    ) -> Sequence[Request]:
+        """Those of `victims`, which it outranks, to preempt until `request` finds room; none if all are not enough.
+
+        Args:
+            prefix: the blocks that the prefix cache would give it.
+            beside: the running requests that keep what they have.
+        """
 
 
 # Who gives up its blocks, of requests (in the order of `OrderPolicy.position`) not yet in this step.
@@ -99,11 +118,19 @@ class NotYet:
     failure: str = ""
 
 
+class ArrivalPolicy(Protocol):
+    """Whether a request is taken at all."""
+
+    def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
+        """Why the sequences of a request that arrives are not taken; None if they are.
+
+        Args:
+            failure: why they are refused anyway; the answer can only add to it.
+        """
+
+
 class AdmissionPolicy(Protocol):
     """Whether a waiting request may start now."""
-
-    def begin(self) -> None:
-        """A step is about to be made."""
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
@@ -117,15 +144,6 @@ class AdmissionPolicy(Protocol):
             prefix: the blocks that the prefix cache would give it.
         """
 
-    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
-        """It runs from now on, with `prefix` of the prefix cache."""
-
-    def left(self, request: Request) -> None:
-        """It no longer runs: finished, aborted or preempted."""
-
-    def ended(self, request: Request) -> None:
-        """A request that was admitted once has ended, by itself or aborted."""
-
 
 class BudgetPolicy(Protocol):
     """How many tokens of prompts a step computes beside its decodes.
@@ -133,17 +151,11 @@ class BudgetPolicy(Protocol):
     Decodes (one token each) are never asked about: they come first in every step.
     """
 
-    def begin(self, running: Sequence[Request]) -> None:
-        """A step is about to be made."""
-
     def grant(self, request: Request, missing: int, limit: int) -> int:
         """How many of the `missing` tokens that the request has yet to compute it gets in this step.
 
         Up to `limit`, for which the step has room; 0 passes it over.
         """
-
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        """The step took this long, from its start on the device to its tokens."""
 
 
 class TurnPolicy(Protocol):
@@ -156,116 +168,22 @@ class TurnPolicy(Protocol):
         """
 
 
-class EveryStep:
-    """All of them."""
-
-    def take(self, running: Sequence[Request]) -> list[Request]:
-        return list(running)
-
-
-class FcfsOrder:
-    """First come, first served."""
-
-    preempts = False
-
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
-
-    def add(self, request: Request) -> None:
-        self._queue.append(request)
-
-    def add_first(self, request: Request) -> None:
-        self._queue.appendleft(request)
-
-    def next_requests(self, limit: int) -> list[Request]:
-        return list(islice(self._queue, limit))
-
-    def remove(self, request: Request) -> None:
-        if self._queue[0] is request:
-            self._queue.popleft()
-        else:
-            self._queue.remove(request)
-
-    def ahead(self, request: Request) -> list[Request]:
-        return list(self._queue)
-
-    def position(self, request: Request, running: Sequence[Request]) -> int:
-        return len(running)
-
-    def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
-        return iter(())
-
-    def admitted(self, request: Request) -> None:
-        pass
-
-    def left(self, request: Request) -> None:
-        pass
-
-
-def last_in_order(candidates: Sequence[Request]) -> Request:
-    """Whom the order policy ranks last: the latest admitted under fcfs, of the least urgent class under
-    priority.  Those ahead of it never lose blocks to it, so what the order says of starvation holds."""
-    return candidates[-1]
-
-
-class FreeBlocksAdmission:
-    """Admits while the blocks of all the request's present tokens and one more are available.
-
-    They are not reserved, but a request that could not even finish its prompt would only be
-    preempted again.
-
-    Args:
-        watermark: share of the pool's blocks that stays free for those that run; nobody needs it kept
-            while none runs.
-    """
-
-    def __init__(self, watermark: float = 0.0) -> None:
-        self._watermark = watermark
-
-    def begin(self) -> None:
-        pass
-
-    def admits(self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool) -> bool:
-        kept = int(self._watermark * pool.num_blocks) if running else 0
-        return pool.missing_blocks(request, prefix) + kept <= pool.num_available
-
-    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
-        pass
-
-    def left(self, request: Request) -> None:
-        pass
-
-    def ended(self, request: Request) -> None:
-        pass
-
-
-class StaticBudget:
-    """As many as the step's budget has left."""
-
-    def begin(self, running: Sequence[Request]) -> None:
-        pass
-
-    def grant(self, request: Request, missing: int, limit: int) -> int:
-        return limit
-
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        pass
-
-
 @dataclass
 class Policies:
-    """One answer to each of the scheduler's questions; the defaults here are the simplest ones."""
+    """One answer to each of the scheduler's questions; `defaults.py` has the simplest ones.
 
-    order: OrderPolicy = field(default_factory=FcfsOrder)
-    victim: VictimPolicy = last_in_order
-    admission: AdmissionPolicy = field(default_factory=FreeBlocksAdmission)
-    turns: TurnPolicy = field(default_factory=EveryStep)
-    budget: BudgetPolicy = field(default_factory=StaticBudget)
+    Attributes:
+        urgency: None: no waiting request displaces a running one.
+        draft_counts: of `drafter`.
+        listeners: are told what happens; the answers that learn from it are among them.
+    """
+
+    order: OrderPolicy
+    victim: VictimPolicy
+    admission: AdmissionPolicy
+    turns: TurnPolicy
+    budget: BudgetPolicy
+    urgency: UrgencyPolicy | None = None
     drafter: Drafter | None = None
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    listeners: Sequence[EngineListener] = ()

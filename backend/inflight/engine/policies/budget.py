@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from math import sqrt
 
-from inflight.config import EngineConfig
-from inflight.engine.policies.base import BudgetPolicy, StaticBudget
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.policies.base import BudgetPolicy
 from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad, step_load
 from inflight.engine.request import Request
-from inflight.engine.step import SchedulerOutput
 
-__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "WeighedPrompts", "make_budget"]
+__all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "WeighedPrompts"]
 
 # Prompts progress whatever the target: within STARVED_STEPS consecutive steps with decodes and prompts, at least
 # MIN_CHUNK tokens of prompts are computed.  A prompt of P tokens that is first in line is therefore computed
@@ -38,23 +37,7 @@ _LOGPROBS_PER_TOKEN = 32
 _MOST_LOGPROBS = 1024  # that count: whole vocabularies are not ranked, and every prompt must progress
 
 
-def make_budget(config: EngineConfig) -> BudgetPolicy:
-    """The budget policy that `model.json` chooses.
-
-    Without `long_prefill_token_threshold` a prompt is long that needs more than its share of a step,
-    `max_num_batched_tokens / max_num_partial_prefills`.
-    """
-    budget: BudgetPolicy = StaticBudget()
-    if config.itl_target_ms is not None:
-        budget = LatencyBudget(config.itl_target_ms / 1000)
-    partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
-    if partial > 1 or threshold:
-        threshold = threshold or max(1, config.max_num_batched_tokens // partial)
-        budget = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
-    return budget
-
-
-class LatencyBudget:
+class LatencyBudget(EngineListener):
     """Gives prompts as many tokens as keep a step with decodes within `target`, by an online model of its cost.
 
     Without decodes nobody waits for the step, and prompts get all of it.  With decodes,
@@ -86,7 +69,7 @@ class LatencyBudget:
         self._granted = 0
         self._behind = 0  # tokens that prompts are behind their minimum pace
 
-    def begin(self, running: Sequence[Request]) -> None:
+    def step_begins(self, running: Sequence[Request]) -> None:
         if self._asked:
             self._behind = max(0, self._behind + _PACE - self._granted)
         self._asked, self._granted = False, 0
@@ -116,8 +99,9 @@ class LatencyBudget:
             self._load = self._load.with_prefill(computed, num_tokens)
         return num_tokens
 
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        load = step_load(out)
+    def step_done(self, step: DoneStep) -> None:
+        """Learn from a step's time, making it included: those who wait for it wait for that, too."""
+        load, seconds = step_load(step.out), step.result.ended - step.start
         expected = self.model.cost.seconds(load)
         judged = load.prefills and load.decodes and self.model.knows_prompts
         if judged and 0.0 < seconds <= expected * (1 + _MAX_HEADROOM):
@@ -141,7 +125,7 @@ class LatencyBudget:
         return min(jump, int(2 * room / (linear + root)))
 
 
-class PartialPrefillLimits:
+class PartialPrefillLimits(EngineListener):
     """Bounds how many prompts are partly computed at once, and how much of a step a long one takes.
 
     A prompt that would be one too many is passed over in favour of short ones behind it that fit the step as
@@ -160,8 +144,7 @@ class PartialPrefillLimits:
         self._max_partial, self._max_long, self._threshold = max_partial, max_long, threshold
         self._partial = self._long = 0
 
-    def begin(self, running: Sequence[Request]) -> None:
-        self.inner.begin(running)
+    def step_begins(self, running: Sequence[Request]) -> None:
         missing = [r.num_total_tokens - r.num_computed_tokens for r in running]
         self._partial = sum(count > 1 for count in missing)
         self._long = sum(count > self._threshold for count in missing)
@@ -184,11 +167,8 @@ class PartialPrefillLimits:
             self._long -= is_long
         return num_tokens
 
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        self.inner.observe(out, seconds)
 
-
-class WeighedPrompts:
+class WeighedPrompts(EngineListener):
     """Counts a prompt token as 1 + k / 32 tokens of the step if k log probabilities of it are asked for.
 
     So such prompts make a step at most twice as long, and the tokens that they leave go to the prompts in line behind.
@@ -204,9 +184,8 @@ class WeighedPrompts:
         self._limit = max_num_batched_tokens
         self._counted = 0.0  # in this step, so far
 
-    def begin(self, running: Sequence[Request]) -> None:
+    def step_begins(self, running: Sequence[Request]) -> None:
         self._counted = 0.0
-        self.inner.begin(running)
 
     def grant(self, request: Request, missing: int, limit: int) -> int:
         count = request.params.prompt_logprobs
@@ -217,6 +196,3 @@ class WeighedPrompts:
         num_tokens = self.inner.grant(request, missing, min(limit, room)) if room else 0
         self._counted += weight * num_tokens
         return num_tokens
-
-    def observe(self, out: SchedulerOutput, seconds: float) -> None:
-        self.inner.observe(out, seconds)

@@ -1,4 +1,4 @@
-"""A request whose deadline passed while it waited is not started: its prompt would cost time that nobody gains from.
+"""A request whose deadline passed while it waited is not started: computing its prompt would be wasted.
 
 Pure Python, no torch.
 """
@@ -7,54 +7,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet
 from inflight.engine.policies.memory_admission import OutputLengths
-from inflight.engine.request import Request
+from inflight.engine.request import FinishReason, Request
 
-__all__ = ["InTimeAdmission"]
+__all__ = ["AdmissionRecord", "DeadlineAdmission"]
 
 # The frontend ends late requests, and aborts them here; if it has not within this time, the engine does.
 _GRACE_SECONDS = 1.0
 
 
-class InTimeAdmission:
-    """Asks another policy about requests that are in time, and passes over the late ones.
-
-    Whoever has run before is not late: its output so far is worth something.
+class AdmissionRecord:
+    """What admission found, for those who predict when a request will start.
 
     Attributes:
-        blocked: in this step a request did not find room beside the running ones.
+        blocked: in the step made last a request did not find room beside the running ones.
         lengths: of the outputs of the last requests that ended.
-        on_end: is told of each request that ran and ended, by itself or aborted.
     """
 
-    def __init__(self, inner: AdmissionPolicy, clock: Callable[[], float]) -> None:
-        self.inner = inner
-        self._clock = clock
+    def __init__(self) -> None:
         self.blocked = False
         self.lengths = OutputLengths()
-        self.on_end: Callable[[Request], None] = lambda request: None
-        self.admitted = inner.admitted
-        self.left = inner.left
 
-    def ended(self, request: Request) -> None:
-        """One that was aborted counts as long as those that outlived it did (Kaplan and Meier's estimate, by a draw):
-        under load it is the long ones that are aborted, and what ends would seem ever shorter."""
-        by_itself = request.num_tokens >= request.max_total_tokens or request.token_ids[-1] in request.stop_ids
-        self.lengths.add(request.num_output_tokens if by_itself else self.lengths.likely(request))
-        self.on_end(request)
-        self.inner.ended(request)
 
-    def begin(self) -> None:
-        self.blocked = False
-        self.inner.begin()
+class DeadlineAdmission(EngineListener):
+    """Asks another policy about requests that are in time, and passes over the late ones.
+
+    A request that has run before is never late: its output so far is worth something.
+
+    Args:
+        record: is kept up to date.
+    """
+
+    def __init__(self, inner: AdmissionPolicy, clock: Callable[[], float], record: AdmissionRecord) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._record = record
+
+    def step_begins(self, running: Sequence[Request]) -> None:
+        self._record.blocked = False
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
         if request.deadline is not None and not request.num_preemptions and self._clock() >= request.deadline:
             return NotYet("a free slot, past its deadline", _GRACE_SECONDS)
-        answer = self.inner.admits(request, prefix, running, pool)
-        self.blocked = self.blocked or answer is False
+        answer = self._inner.admits(request, prefix, running, pool)
+        self._record.blocked = self._record.blocked or answer is False
         return answer
+
+    def ended(self, request: Request) -> None:
+        """An aborted request counts as long as those that outlived it did (Kaplan and Meier's estimate, by a draw):
+        under load long requests are the ones aborted, and outputs would seem ever shorter."""
+        if request.num_output_tokens:
+            aborted, lengths = request.finish_reason is FinishReason.ABORT, self._record.lengths
+            lengths.add(lengths.likely(request) if aborted else request.num_output_tokens)

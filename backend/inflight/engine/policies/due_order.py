@@ -44,7 +44,7 @@ def make_patience(config: EngineConfig) -> Patience:
 
 
 class DueOrder:
-    """Whoever is due first goes first; ties go by request id and index.
+    """The request that is due first goes first; ties go by request id and index.
 
     With `preempts` a waiting request may take the place of a running one that is of a *strictly lower class
     and due later*.  Both orders are fixed, so two requests never preempt each other in turn, and a request
@@ -102,7 +102,7 @@ class DueOrder:
         return bisect_right(running, self.due(request), key=self.due)
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
-        if not self.preempts:  # the scheduler does not ask then, but whoever predicts a wait does
+        if not self.preempts:
             return
         due = self.due(request)
         for other in reversed(running):
@@ -110,9 +110,3 @@ class DueOrder:
                 return
             if other.priority > request.priority:
                 yield other
-
-    def admitted(self, request: Request) -> None:
-        pass
-
-    def left(self, request: Request) -> None:
-        pass

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
 
 from inflight.config import TenantOptions
+from inflight.engine.events import EngineListener
 from inflight.engine.policies.due_order import DueOrder
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request
@@ -78,7 +79,7 @@ class _Tenant:
         return (request.max_total_tokens - request.num_computed_tokens) / self.options.weight
 
 
-class FairQueue:
+class FairQueue(EngineListener):
     """A queue for each tenant, served by weight; inside a tenant `DueOrder` decides.
 
     Priority classes act within a tenant: a request outranks running requests of its tenant only.
@@ -89,7 +90,6 @@ class FairQueue:
     """
 
     def __init__(self, make_queue: Callable[[], DueOrder], accounts: TenantAccounts) -> None:
-        self.preempts = make_queue().preempts
         self._make_queue = make_queue
         self._accounts = accounts
         self._tenants: dict[str, _Tenant] = {}
@@ -172,7 +172,7 @@ class FairQueue:
         tenant = self._tenant(request)
         return tenant.queue.outranked(request, tenant.running)
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
         tenant = self._tenant(request)
         self._idle.pop(tenant.name, None)
         self._num_admitted += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.engine.drafting.grammar_drafter import ForcedTokens
+from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet
 from inflight.engine.request import Request
@@ -15,19 +15,17 @@ __all__ = ["GrammarAdmission"]
 _WAIT_SECONDS = 60.0  # compiling ends before that, or fails
 
 
-class GrammarAdmission:
-    """Implements `AdmissionPolicy`: `inner`, and not before the grammar is there.
+class GrammarAdmission(EngineListener):
+    """Implements `AdmissionPolicy`: `inner`, and not before the grammar is compiled.  Compiling starts on arrival."""
 
-    Args:
-        drafter: is told how many requests with a grammar run.
-    """
-
-    def __init__(self, inner: AdmissionPolicy, grammars: Grammars, drafter: ForcedTokens) -> None:
+    def __init__(self, inner: AdmissionPolicy, grammars: Grammars) -> None:
         self._inner = inner
         self._grammars = grammars
-        self._drafter = drafter
-        self.begin = inner.begin
-        self.ended = inner.ended
+
+    def arrived(self, sequences: Sequence[Request]) -> None:
+        spec = sequences[0].params.grammar
+        if spec is not None:
+            self._grammars.start(spec)
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
@@ -39,13 +37,3 @@ class GrammarAdmission:
                 refused = f"structured output that is not supported: {outcome}" if outcome else ""
                 return NotYet("its grammar to be compiled", _WAIT_SECONDS, refused)
         return self._inner.admits(request, prefix, running, pool)
-
-    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
-        if request.params.grammar is not None:
-            self._drafter.count(1)
-        self._inner.admitted(request, prefix, pool)
-
-    def left(self, request: Request) -> None:
-        if request.params.grammar is not None:
-            self._drafter.count(-1)
-        self._inner.left(request)

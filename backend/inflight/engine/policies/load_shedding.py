@@ -25,13 +25,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
-from inflight.engine.policies.deadline_admission import InTimeAdmission
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.messages import RequestFailed
+from inflight.engine.policies.deadline_admission import AdmissionRecord
+from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request, Status
 from inflight.engine.scheduler import Scheduler
-from inflight.engine.step import SchedulerOutput
 
-__all__ = ["Shedding", "tokens_of_a_row"]
+__all__ = ["LoadShedding"]
 
 _WARM_UP = 20  # steps before anything is predicted
 _WARM_UP_ENDED = 8  # requests that ended, likewise
@@ -106,25 +107,31 @@ class _Caution:
         self.factor = min(max(factor, _LEAST), _MOST)
 
 
-class Shedding:
+class LoadShedding(EngineListener):
     """Judges arrivals.
 
     Args:
+        accounts: what limits of tenants are counted by.
+        record: what admission found.
         clock: seconds, on the clock of the deadlines.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        admission = scheduler.policies.admission
-        assert isinstance(admission, InTimeAdmission)
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        accounts: TenantAccounts,
+        record: AdmissionRecord,
+        clock: Callable[[], float],
+    ) -> None:
         self._is_on = config.shed_on_predicted_wait
         self._scheduler = scheduler
         self._clock = clock
-        self._caps = {name: options.max_running for name, options in config.tenants.items()}
+        self._accounts = accounts
         self._pace = _Pace()
-        self._lengths = admission.lengths
-        self._admission = admission
+        self._record = record
+        self._lengths = record.lengths
         self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
-        admission.on_end = self._ended
         self._caution = _Caution()
         self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of those that were let in to wait
         self._last = 0.0  # when the last step ended
@@ -133,15 +140,14 @@ class Shedding:
 
     # -- what happens ----------------------------------------------------------------------
 
-    def observe(self, out: SchedulerOutput, start: float, end: float, gain: float) -> None:
-        """A step has run, from `start` to `end`, and brought `gain` tokens to each sequence that got any."""
+    def step_done(self, step: DoneStep) -> None:
         scheduler, pool = self._scheduler, self._scheduler.pool
-        self._pace.observe(out.num_prompt_tokens, end - max(start, self._last), gain)
-        self._last = end
+        self._pace.observe(step.out.num_prompt_tokens, step.end - max(step.start, self._last), _tokens_of_a_row(step))
+        self._last = step.end
         running = len(scheduler.running)
         if not scheduler.num_waiting:
             self._slots = scheduler.limits.max_num_seqs
-        elif self._admission.blocked:
+        elif self._record.blocked:
             self._slots = max(1, running)
         else:
             self._slots = max(self._slots, running)
@@ -150,8 +156,9 @@ class Shedding:
             self._hits, self._queries = pool.num_prefix_hits, pool.num_prefix_queries
             self._computed += 0.1 * (1.0 - hits / queries - self._computed)
 
-    def _ended(self, request: Request) -> None:
-        """A request that ran has ended, by itself or aborted."""
+    def ended(self, request: Request) -> None:
+        if not request.num_output_tokens:
+            return  # it never ran: `_forget_late`
         deadline = self._foretold.pop(request, None)
         if deadline is not None:
             self._caution.observe(self._clock() >= deadline)
@@ -207,9 +214,10 @@ class Shedding:
         yielding = set(scheduler.waiting.outranked(first, scheduler.running))
         running = [request for request in scheduler.running if request not in yielding]
         wait, own = self._place(sequences, ahead, running, self._slots)
-        cap = self._caps.get(first.tenant, self._caps.get("*"))
-        if cap is not None and cap < self._slots:  # its tenant's slots are fewer
-            ahead, running = ([r for r in some if r.tenant == first.tenant] for some in (ahead, running))
+        of, account = self._accounts.of, self._accounts.of(first.tenant)
+        cap = self._accounts.options(account).max_running
+        if cap is not None and cap < self._slots:  # its account's slots are fewer
+            ahead, running = ([r for r in some if of(r.tenant) == account] for some in (ahead, running))
             wait = max(wait, self._place(sequences, ahead, running, cap)[0])
         return wait, own
 
@@ -256,11 +264,11 @@ class Shedding:
         return msgspec.structs.replace(failure, retry_after=seconds)
 
 
-def tokens_of_a_row(news: Sequence[SequenceDelta], tokens: TokenColumns) -> float:
-    """How many tokens the sequences that got any in a step got, in the mean; 1 if none did."""
-    several = [len(delta.token_ids) for delta in news if delta.token_ids]
-    rows = len(several) + len(tokens.token_ids)
-    return (sum(several) + len(tokens.token_ids)) / rows if rows else 1.0
+def _tokens_of_a_row(step: DoneStep) -> float:
+    """Mean over the sequences that got tokens in a step; 1 if none did."""
+    several = [len(delta.token_ids) for delta in step.deltas if delta.token_ids]
+    rows = len(several) + len(step.tokens.token_ids)
+    return (sum(several) + len(step.tokens.token_ids)) / rows if rows else 1.0
 
 
 def _with_children(running: Sequence[Request], ahead: Sequence[Request]) -> list[Request]:

@@ -1,6 +1,6 @@
 """Whether there is memory for one more request, now and later.
 
-`FreeBlocksAdmission` (base.py) looks at the blocks that are free now.  Requests grow, though: a burst of
+`FreeBlocksAdmission` (defaults.py) looks at the blocks that are free now.  Requests grow, though: a burst of
 short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission` admits a request
 while the peak that the running ones will reach fits the pool, after the "future" half of the Past-Future
 scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so only those moments
@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from inflight.config import EngineConfig
+from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.base import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.policies.defaults import FreeBlocksAdmission
 from inflight.engine.request import Request
 
-__all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission", "make_admission"]
+__all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission"]
 
 _WINDOW = 256  # ended requests that outputs are predicted from
 _UNKNOWN = 256  # output tokens expected of a request while nothing is known
@@ -38,13 +38,6 @@ _MAX_COUNTED_PREEMPTIONS = 4
 _GRAIN = 4  # steps; expected ends are rounded up to multiples of it, so that there are few moments to look at
 # Multiples of these, modulo 1, spread evenly however many there are (additive recurrence).
 _GOLDEN, _SILVER, _PLASTIC = 0.6180339887498949, 0.4142135623730951, 0.7548776662466927
-
-
-def make_admission(config: EngineConfig) -> AdmissionPolicy:
-    """The admission policy that `model.json` chooses."""
-    if config.admission == "free_blocks":
-        return FreeBlocksAdmission(config.watermark)
-    return PredictedPeakAdmission(config.watermark)
 
 
 class OutputLengths:
@@ -179,7 +172,7 @@ class Forecast:
         return peak
 
 
-class PredictedPeakAdmission:
+class PredictedPeakAdmission(EngineListener):
     """Admits while the predicted peak of all running requests and this one fits the pool.
 
     A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix count
@@ -205,7 +198,7 @@ class PredictedPeakAdmission:
         self._num_hits = 0
         self._asked: tuple[Request | None, Growth] = None, (0, 0)  # whom `admits` was asked about last in this step
 
-    def begin(self) -> None:
+    def step_begins(self, running: Sequence[Request]) -> None:
         self._step += 1
         self._asked = None, (0, 0)
         drawn = self._forecast.pop_ending(self._step)  # they run still
@@ -253,18 +246,19 @@ class PredictedPeakAdmission:
         forecast.remove(request)
         return peak <= room
 
-    def admitted(self, request: Request, prefix: Sequence[int], pool: KVPool) -> None:
-        hits = self._hits[request] = pool.block_size * len(prefix)
-        self._num_hits += hits
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        self._hits[request] = num_cached_tokens
+        self._num_hits += num_cached_tokens
         asked, growth = self._asked
-        self._forecast.add(request, growth if asked is request else self._expected_growth(request, hits))
+        self._forecast.add(request, growth if asked is request else self._expected_growth(request, num_cached_tokens))
 
     def left(self, request: Request) -> None:
         self._num_hits -= self._hits.pop(request)
         self._forecast.remove(request)
 
     def ended(self, request: Request) -> None:
-        self._lengths.add(request.num_output_tokens)
+        if request.num_output_tokens:
+            self._lengths.add(request.num_output_tokens)
 
     def _expected_growth(self, request: Request, hits: int) -> Growth:
         """From here on, with `hits` of its tokens in blocks of the prefix cache."""

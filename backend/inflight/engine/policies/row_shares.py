@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from inflight.config import EngineConfig
-from inflight.engine.policies.base import EveryStep, TurnPolicy
+from inflight.engine.policies.base import TurnPolicy
+from inflight.engine.policies.defaults import EveryStep
 from inflight.engine.request import Request
 
 __all__ = ["RowShares", "make_turns"]

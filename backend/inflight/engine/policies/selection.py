@@ -1,4 +1,4 @@
-"""What `model.json` chooses at the scheduler's seam (`policy.py`)."""
+"""The answers to the scheduler's questions that `model.json` chooses."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
-from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
-from inflight.engine.drafting.draft_model import DraftModel, DraftRunner
-from inflight.engine.drafting.drafter import DraftCounts, Drafter
-from inflight.engine.drafting.grammar_drafter import ForcedTokens
-from inflight.engine.drafting.lookup_drafter import CopyDrafts
-from inflight.engine.drafting.modelled import ModelDrafts
-from inflight.engine.policies.base import BudgetPolicy, FcfsOrder, OrderPolicy, Policies
-from inflight.engine.policies.budget import WeighedPrompts, make_budget
-from inflight.engine.policies.deadline_admission import InTimeAdmission
+from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
+from inflight.engine.drafting.draft_model import DraftModel, DraftRunner, ModelGuesser
+from inflight.engine.drafting.drafter import DraftCounts, Drafter, Guesser
+from inflight.engine.drafting.grammar_drafter import GrammarDrafter
+from inflight.engine.drafting.lookup_drafter import LookupGuesser
+from inflight.engine.drafting.safe_drafter import SafeDrafter
+from inflight.engine.events import EngineListener
+from inflight.engine.host_swap import SwapSpace
+from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies
+from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
+from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
+from inflight.engine.policies.defaults import FcfsOrder, FreeBlocksAdmission, StaticBudget
 from inflight.engine.policies.due_order import DueOrder, make_patience
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
-from inflight.engine.policies.memory_admission import make_admission
+from inflight.engine.policies.memory_admission import PredictedPeakAdmission
+from inflight.engine.policies.recompute_cost import LearnedRecomputeCost
 from inflight.engine.policies.row_shares import make_turns
-from inflight.engine.policies.speculation_feedback import DraftedAdmission, DraftedBudget
 from inflight.engine.policies.tenant_accounts import TenantAccounts
+from inflight.engine.policies.urgency import OutrankingFirst
 from inflight.engine.policies.victims import make_victim
+from inflight.engine.request_factory import ModelInfo
 from inflight.grammars.base import Grammars
 from inflight.speculative import SpeculativeConfig
 
-__all__ = ["make_policies"]
+__all__ = ["make_policies", "make_swap"]
 
 
 def make_policies(
@@ -34,6 +39,8 @@ def make_policies(
     clock: Callable[[], float] = time.monotonic,
     grammars: Grammars | None = None,
     draft_runner: DraftRunner | None = None,
+    accounts: TenantAccounts | None = None,
+    record: AdmissionRecord | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -41,44 +48,88 @@ def make_policies(
         clock: that of the deadlines.
         grammars: of the checkpoint; requests that have one wait until it is compiled.
         draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
+        accounts: of the tenants; None: new ones.
+        record: is told what admission finds; None: no one asks.
     """
-    admission = make_admission(config)
-    budget: BudgetPolicy = WeighedPrompts(make_budget(config), config.max_num_batched_tokens)
-    drafter: Drafter | None = None
+    listeners: list[EngineListener] = []
+    order = _make_order(config, accounts or TenantAccounts(config), listeners)
     counts = DraftCounts()
+    drafter: Drafter | None = None
     if config.speculative_config is not None:
-        drafter = thrifty = _make_drafter(config, config.speculative_config, draft_runner, clock)
-        counts = thrifty.counts
-        admission, budget = DraftedAdmission(admission, thrifty), DraftedBudget(budget, thrifty)
+        drafter = adaptive = _make_drafter(config, config.speculative_config, draft_runner, clock)
+        counts = adaptive.counts
+        listeners.append(adaptive)
+    admission = _make_admission(config, listeners)
     if grammars is not None:
-        drafter = forced = ForcedTokens(grammars, drafter)
-        admission = GrammarAdmission(admission, grammars, forced)
+        drafter = forced = GrammarDrafter(grammars, drafter)
+        admission = compiled = GrammarAdmission(admission, grammars)
+        listeners += [forced, compiled]
+    admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
+    budget = _make_budget(config, listeners)
     return Policies(
-        order=_make_order(config),
+        order=order,
         victim=make_victim(config),
-        admission=InTimeAdmission(admission, clock),
+        admission=admission,
         turns=make_turns(config),
         budget=budget,
-        drafter=drafter,
+        urgency=OutrankingFirst(order, admission) if config.scheduling_policy == "priority" else None,
+        drafter=None if drafter is None else SafeDrafter(drafter),
         draft_counts=counts,
+        listeners=[*listeners, in_time],
     )
+
+
+def make_swap(config: EngineConfig, info: ModelInfo) -> SwapSpace:
+    """Host memory for preempted requests, as `preemption_mode` and `swap_space` say."""
+    num_blocks = 0 if config.preemption_mode == "recompute" else info.num_host_blocks
+    cost = LearnedRecomputeCost() if num_blocks and config.preemption_mode == "auto" else None
+    return SwapSpace(num_blocks, config.block_size, info.swap_seconds_per_block, cost)
+
+
+def _make_order(config: EngineConfig, accounts: TenantAccounts, listeners: list[EngineListener]) -> OrderPolicy:
+    if config.scheduling_policy == "fcfs" and not config.tenants:
+        return FcfsOrder()
+    patience, preempts = make_patience(config), config.scheduling_policy == "priority"
+    if not config.tenants:
+        return DueOrder(patience, preempts=preempts)
+    queue = FairQueue(lambda: DueOrder(patience, preempts=preempts), accounts)
+    listeners.append(queue)
+    return queue
+
+
+def _make_admission(config: EngineConfig, listeners: list[EngineListener]) -> AdmissionPolicy:
+    if config.admission == "free_blocks":
+        return FreeBlocksAdmission(config.watermark)
+    admission = PredictedPeakAdmission(config.watermark)
+    listeners.append(admission)
+    return admission
+
+
+def _make_budget(config: EngineConfig, listeners: list[EngineListener]) -> BudgetPolicy:
+    """Without `long_prefill_token_threshold` a prompt is long that needs more than its share of a step,
+    `max_num_batched_tokens / max_num_partial_prefills`."""
+    budget: BudgetPolicy = StaticBudget()
+    if config.itl_target_ms is not None:
+        budget = latency = LatencyBudget(config.itl_target_ms / 1000)
+        listeners.append(latency)
+    partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
+    if partial > 1 or threshold:
+        threshold = threshold or max(1, config.max_num_batched_tokens // partial)
+        budget = limits = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
+        listeners.append(limits)
+    weighed = WeighedPrompts(budget, config.max_num_batched_tokens)
+    listeners.append(weighed)
+    return weighed
 
 
 def _make_drafter(
     config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None, clock: Callable[[], float]
-) -> ThriftyDrafter:
-    longest = options.longest_draft
+) -> AdaptiveDrafter:
     target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    guesser: Guesser
     if runner is None:
-        return ThriftyDrafter(CopyDrafts(options), longest, target, clock)
-    model = DraftModel(runner, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
-    return ThriftyDrafter(ModelDrafts(model), longest, target, clock)
-
-
-def _make_order(config: EngineConfig) -> OrderPolicy:
-    if config.scheduling_policy == "fcfs" and not config.tenants:
-        return FcfsOrder()
-    patience, preempts = make_patience(config), config.scheduling_policy == "priority"
-    if config.tenants:
-        return FairQueue(lambda: DueOrder(patience, preempts=preempts), TenantAccounts(config))
-    return DueOrder(patience, preempts=preempts)
+        guesser = LookupGuesser(options)
+    else:
+        model = DraftModel(runner, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+        guesser = ModelGuesser(model)
+    return AdaptiveDrafter(guesser, options.longest_draft, target, clock)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inflight.config import EngineConfig
-from inflight.engine.policies.base import VictimPolicy, last_in_order
+from inflight.engine.policies.base import VictimPolicy
+from inflight.engine.policies.defaults import last_in_order
 from inflight.engine.request import Request
 
 __all__ = ["VICTIM_POLICIES", "least_preempted", "longest", "lowest_priority", "make_victim"]

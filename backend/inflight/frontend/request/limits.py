@@ -1,6 +1,7 @@
 """Limits of one request: the `max_*` keys of `model.json` that concern requests.  No torch, no Triton.
 
-Each cost of a request is bounded by a limit, or shared in turns with other requests; docs/operations.md lists both.
+Each cost of a request is bounded by a limit, or shared in turns with other requests;
+docs/operations/fair-shares.md lists both.
 """
 
 from __future__ import annotations

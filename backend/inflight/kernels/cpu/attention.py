@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_dtype, unsupported_kv_dtype
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.dtypes import unsupported_dtype, unsupported_kv_dtype
 from inflight.attention.int8 import SCALE_BYTES
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library, unavailable
 
@@ -88,7 +89,9 @@ class CpuAttention:
     capturable = False
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if (reason := unsupported_kv_dtype(spec, "auto", "int8") or unsupported_dtype(dtype)) is not None:
+        if (
+            reason := unsupported_kv_dtype(spec.kv_cache_dtype, "auto", "int8") or unsupported_dtype(dtype)
+        ) is not None:
             return reason
         for size in (spec.key_head_size, spec.value_head_size):
             if size % 8 or size > MAX_HEAD_SIZE:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from inflight.kernels.cpu.library import library
 from inflight.sampling.noise import token_hashes
+from inflight.sampling.reference import ReferenceSampling
 
-__all__ = ["choose"]
+__all__ = ["CpuSampling", "choose"]
 
 _LOGITS_PER_THREAD = 2**16  # below this another thread is not worth waking
 
@@ -70,3 +71,13 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
     threads = max(1, min(torch.get_num_threads(), count, count * logits.shape[-1] // _LOGITS_PER_THREAD))
     library().inflight_sampler_choose(ctypes.byref(draws), count, threads)
     return out
+
+
+class CpuSampling(ReferenceSampling):
+    """A `SamplingOps` that chooses tokens by the compiled kernel."""
+
+    draws = True
+    draws_masked = True
+
+    def choose(self, logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndarray | None = None) -> Tensor:
+        return choose(logits, columns, marks, bitmask)

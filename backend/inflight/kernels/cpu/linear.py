@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
+from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 
-__all__ = ["MAX_INT8_INPUTS", "LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
-
-_ROWS = 4096  # quantized at once, in float32
-MAX_INT8_INPUTS = (2**31 - 1) // 127**2  # more products of two bytes might overflow the sum, which has 32 bits
+__all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
 
 
 class LinearStruct(ctypes.Structure):
@@ -50,16 +48,15 @@ class PackedWeight:
         weights: [n_i, in_features] each, all of one dtype; together they form one layer of sum(n_i) features.
         biases: [n_i] or None for each weight.
         gated: the weights are a gate and an equally large second operand; results are silu(gate) * operand.
-        int8: store the weights in int8 with one scale per output feature (W8A8: the input is quantized
-            per row).  Ignored unless in_features is a multiple of 4.
+        stored_as: the format of the weights.
 
     Attributes:
-        is_int8: whether the weights are stored in int8.
+        scales: float32 [out_features] of the stored codes; None if they are the weights.
         struct: the layer's description for the kernel.
         address: of `struct`.
 
     Raises:
-        ValueError: see `unsupported_weight`; or `int8` and more than `MAX_INT8_INPUTS` input features.
+        ValueError: see `unsupported_weight` and `WeightFormat.unsupported`.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class PackedWeight:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None] = (),
         gated: bool = False,
-        int8: bool = False,
+        stored_as: WeightFormat = PLAIN,
     ) -> None:
         for weight in weights:
             reason = unsupported_weight(weight)
@@ -78,47 +75,33 @@ class PackedWeight:
         self.in_features = weights[0].shape[1]
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
-        self.is_int8 = int8 and self.in_features % 4 == 0
-        if self.is_int8 and self.in_features > MAX_INT8_INPUTS:
-            raise ValueError(f"int8 weights take at most {MAX_INT8_INPUTS} input features, not {self.in_features}")
+        if (why := stored_as.unsupported(self.in_features)) is not None:
+            raise ValueError(f"cannot pack {why}")
         self.bias = _merged_bias(biases, self.sizes)
-        plain = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous()
-        self.scales = self.offsets = None
-        if self.is_int8:
-            plain, self.scales, self.offsets = _quantized(plain)
+        codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
+        self.scales, self.offsets = codes.scales, codes.offsets
         self.struct = LinearStruct(
             bias=address_of(self.bias),
             scales=address_of(self.scales),
             offsets=address_of(self.offsets),
             in_features=self.in_features,
             out_features=self.out_features,
-            dtype=DTYPE_CODES[plain.dtype],
+            dtype=DTYPE_CODES[codes.values.dtype],
             gated=int(gated),
         )
         self.address = ctypes.addressof(self.struct)
-        size = library().inflight_ops_packed_bytes(self.address) // plain.itemsize
-        self.panels = allocate(size, dtype=plain.dtype)
+        size = library().inflight_ops_packed_bytes(self.address) // codes.values.itemsize
+        self.panels = allocate(size, dtype=codes.values.dtype)
         self.struct.panels = self.panels.data_ptr()
-        library().inflight_ops_pack(self.address, plain.data_ptr(), torch.get_num_threads())
+        library().inflight_ops_pack(self.address, codes.values.data_ptr(), torch.get_num_threads())
 
     def unpack(self) -> list[Tensor]:
-        """The weights as they were given; weights in int8 as they are after quantization."""
+        """The weights as they were given, or as their codes say."""
         plain = torch.empty(self.out_features, self.in_features, dtype=self.panels.dtype)
         library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
         if self.scales is not None:
             plain = (plain * self.scales[:, None]).to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
-
-
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 [N, K] and float32 scales [N], nearest to `weight`; and 128 times the int8 row sums, int32 [N]."""
-    rows, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    for start in range(0, len(weight), _ROWS):
-        part = weight[start : start + _ROWS].float()
-        scale = part.abs().amax(1) / 127
-        scales[start : start + _ROWS] = scale
-        rows[start : start + _ROWS] = (part / scale.clamp_min(1e-30)[:, None]).round_()
-    return rows, scales, rows.sum(1, dtype=torch.int32) * 128
 
 
 def _merged_bias(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_dtype, unsupported_kv_dtype
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.dtypes import unsupported_dtype, unsupported_kv_dtype
 from inflight.kernels.gpu import gpu_kv_cache
 from inflight.kernels.gpu.gpu_attention_configs import (
     SCRATCH_BYTES,
@@ -109,7 +110,7 @@ class GpuAttention:
         return self._card
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        reason = unavailable() or unsupported_dtype(dtype) or unsupported_kv_dtype(spec, "auto", "fp8")
+        reason = unavailable() or unsupported_dtype(dtype) or unsupported_kv_dtype(spec.kv_cache_dtype, "auto", "fp8")
         if reason is not None:
             return reason
         if spec.kv_cache_dtype is not None and self.card.capability < _MIN_FP8_CAPABILITY:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.sampling.rules.device_bad_words import MatchedWords
+from inflight.sampling.ops import MatchedWords
 
 __all__ = ["ban"]
 

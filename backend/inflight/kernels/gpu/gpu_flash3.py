@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec, unsupported_kv_dtype
+from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
+from inflight.attention.dtypes import unsupported_kv_dtype
 from inflight.kernels.gpu.gpu_attention import GpuAttention, GpuBatch
 from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
 
@@ -40,7 +41,7 @@ class Flash3Attention(GpuAttention):
             return f"compute capability {have} (FlashAttention-3 supports 9.0, Hopper)"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={str(dtype).removeprefix('torch.')} (supported: bfloat16 and float16)"
-        if (reason := unsupported_kv_dtype(spec, "auto")) is not None:
+        if (reason := unsupported_kv_dtype(spec.kv_cache_dtype, "auto")) is not None:
             return reason
         if spec.has_sinks:
             return "sinks"

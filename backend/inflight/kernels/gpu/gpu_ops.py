@@ -27,7 +27,7 @@ from inflight.kernels.gpu.gpu_ops_kernels import (
     silu_and_mul_quantized_kernel,
 )
 from inflight.kernels.gpu.gpu_rotate_and_write import rotate_and_write
-from inflight.ops.base import Angles, HeadNorms, QuantizedRows
+from inflight.ops.base import Angles, HeadNorms, QuantizedRows, Rows
 from inflight.ops.reference import rotate_and_write_in_parts
 
 __all__ = ["GpuOps"]
@@ -43,35 +43,31 @@ class GpuOps:
     Raises:
         ValueError: rows wider than 65536, or rows that are not contiguous.
 
-    What quantizes requires compute capability 8.9.
+    Quantized results require compute capability 8.9.
     """
 
     name = "gpu"
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `FusedOps.rms_norm`; a new contiguous tensor in the dtype of `x`."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
+        """See `FusedOps.rms_norm`; new contiguous tensors, plain rows in the dtype of `x`."""
+        if quantized:
+            rows = _new_rows(len(x), x.shape[1], x.device)
+            _rms_norm(rows.values, rows.scales, x, weight, eps)
+            return rows
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _rms_norm(out, None, x, weight, eps)
         return out
 
-    def rms_norm_quantized(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
-        """See `FusedOps.rms_norm_quantized`."""
-        out = _new_rows(len(x), x.shape[1], x.device)
-        _rms_norm(out.values, out.scales, x, weight, eps)
-        return out
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
-        """See `FusedOps.add_rms_norm`; the norm is in the dtype of `residual`."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0, quantized: bool = False
+    ) -> Rows:
+        """See `FusedOps.add_rms_norm`; plain rows are in the dtype of `residual`."""
+        if quantized:
+            rows = _new_rows(len(x), x.shape[1], x.device)
+            _add_rms_norm(rows.values, rows.scales, x, residual, weight, eps, factor)
+            return rows
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
         _add_rms_norm(out, None, x, residual, weight, eps, factor)
-        return out
-
-    def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
-    ) -> QuantizedRows:
-        """See `FusedOps.add_rms_norm_quantized`."""
-        out = _new_rows(len(x), x.shape[1], x.device)
-        _add_rms_norm(out.values, out.scales, x, residual, weight, eps, factor)
         return out
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -112,8 +108,10 @@ class GpuOps:
             return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
         return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `FusedOps.silu_and_mul`; a new contiguous tensor in the dtype of `gate_up`."""
+    def silu_and_mul(self, gate_up: Tensor, quantized: bool = False) -> Rows:
+        """See `FusedOps.silu_and_mul`; new contiguous tensors, plain rows in the dtype of `gate_up`."""
+        if quantized:
+            return _silu_and_mul_quantized(gate_up)
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
         block = min(_TILE, triton.next_power_of_2(width))
@@ -125,26 +123,6 @@ class GpuOps:
                 WIDTH=width,
                 BLOCK=block,
                 num_warps=4,
-                enable_fp_fusion=False,
-            )
-        return out
-
-    def silu_and_mul_quantized(self, gate_up: Tensor) -> QuantizedRows:
-        """See `FusedOps.silu_and_mul_quantized`."""
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = _new_rows(num_rows, width, gate_up.device)
-        rows, block, warps = _row_tiles(width)
-        if num_rows:
-            silu_and_mul_quantized_kernel[(triton.cdiv(num_rows, rows),)](
-                gate_up,
-                out.values,
-                out.scales,
-                num_rows,
-                _stride(gate_up, 0),
-                WIDTH=width,
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=warps,
                 enable_fp_fusion=False,
             )
         return out
@@ -220,6 +198,27 @@ def _add_rms_norm(
             num_warps=warps,
             enable_fp_fusion=False,
         )
+
+
+def _silu_and_mul_quantized(gate_up: Tensor) -> QuantizedRows:
+    """Whole rows by each program, as a row has one scale."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = _new_rows(num_rows, width, gate_up.device)
+    rows, block, warps = _row_tiles(width)
+    if num_rows:
+        silu_and_mul_quantized_kernel[(triton.cdiv(num_rows, rows),)](
+            gate_up,
+            out.values,
+            out.scales,
+            num_rows,
+            _stride(gate_up, 0),
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return out
 
 
 def _new_rows(num_rows: int, width: int, device: torch.device) -> QuantizedRows:

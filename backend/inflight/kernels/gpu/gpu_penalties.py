@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.sampling.rules.device_penalties import CountedRows
-from inflight.sampling.rules.penalties import PenalisedTokens
+from inflight.sampling.ops import CountedRows, PenalisedTokens
 
 __all__ = ["count_and_penalise", "penalise"]
 
@@ -17,7 +16,7 @@ _COUNTED_BLOCK = 1024
 
 @triton.jit
 def _penalised(x, repetition, frequency, presence, count):
-    """By the arithmetic of `rules.penalties`, operation by operation."""
+    """By the arithmetic of `sampling.reference.penalised`, operation by operation."""
     x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
     x = x - frequency * count
     return x - presence * (count > 0.0).to(tl.float32)

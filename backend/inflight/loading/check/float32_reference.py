@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from inflight.loading.forward.fp8_linear import Fp8Linear
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 
 __all__ = ["InFloat32", "can_run_in_float32"]
 

@@ -11,7 +11,7 @@ attention on each alone.  In half precision this is done twice:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from inflight.attention.base import AttentionBackend, forward_context
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.attention.reference import ReferenceAttention
+from inflight.device.batch_state import BatchState
+from inflight.device.step_hook import StepHook
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.loading.check.cases import Case, blocks_of, that_fit
 from inflight.loading.check.float32_reference import InFloat32
-from inflight.loading.forward.rotary import RequestRotary, forget_lengths
+from inflight.loading.forward.rotary import forget_lengths
 from inflight.loading.paged_layers import PagedLayers
-from inflight.runner.batch_state import BatchState
 
 __all__ = ["EXACT", "LoadCheck", "Reference", "reference", "relative_error", "tolerance"]
 
@@ -39,7 +40,6 @@ EXACT = 1e-3  # relative error that rounding explains in float32; a dropped feat
 # The same for the storage of keys and values: int8 costs about 1% (measured on every architecture), several times that
 # with outliers; fp8 rounds each number by up to 6%.
 _KV_TOLERANCE = {torch.int8: 0.1, torch.float8_e4m3fn: 0.25}
-_INT8_TOLERANCE = 0.25  # with weights and activations in int8
 _UNCHECKED_TOLERANCE = 0.25  # in half precision, where nothing tells how far its own rounding goes
 _OWN_ERRORS, _LEAST = 3.0, 0.005  # in half precision: multiples of transformers' own error, and what is always allowed
 
@@ -68,11 +68,11 @@ class Reference:
         return replace(self, cases=[case for case, _ in kept], logits=[logits for _, logits in kept])
 
 
-def tolerance(expected: Reference | None, kv_dtype: torch.dtype | None, int8: bool) -> float:
-    """Largest relative error of a right forward pass; `int8` is about its weights."""
+def tolerance(expected: Reference | None, kv_dtype: torch.dtype | None, of_weights: float) -> float:
+    """Largest relative error of a right forward pass; `of_weights` is what their storage explains."""
     own = 0.0 if expected is None else expected.own_error
     rounding = _UNCHECKED_TOLERANCE if own is None else _OWN_ERRORS * own + _LEAST if own else EXACT
-    return max(rounding, _KV_TOLERANCE.get(kv_dtype, 0.0) if kv_dtype else 0.0, _INT8_TOLERANCE if int8 else 0.0)
+    return max(rounding, _KV_TOLERANCE.get(kv_dtype, 0.0) if kv_dtype else 0.0, of_weights)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LoadCheck:
         model_type: of the checkpoint, for messages.
         expected: what transformers' attention computed; None accepts everything.
         tolerance: largest relative error of the logits.
-        rotary: what chooses for the model's rotary modules, if anything does.
+        hooks: what must be told of each step before its forward pass.
         limits: lengths that config.json names.
     """
 
@@ -93,7 +93,7 @@ class LoadCheck:
     tolerance: float
     block_size: int
     device: torch.device
-    rotary: RequestRotary | None = None
+    hooks: Sequence[StepHook] = ()
     limits: tuple[int, ...] = ()
 
     def passes(self, forward: Callable[..., Any]) -> bool:
@@ -103,7 +103,7 @@ class LoadCheck:
         """Its relative error, over the first blocks of the present pool."""
         if self.expected is None:
             return 0.0
-        return relative_error(forward, self.backend, self.expected, self.block_size, self.device, self.rotary)
+        return relative_error(forward, self.backend, self.expected, self.block_size, self.device, self.hooks)
 
     def structure_error(self, model: nn.Module, layers: PagedLayers) -> float:
         """The error in float32 of transformers' modules, as loaded, with the definition of paged attention."""
@@ -112,7 +112,7 @@ class LoadCheck:
         num_blocks = sum(blocks_of(case, self.block_size) for case in self.expected.cases)
         exact = replace(self.expected, own_error=0.0)
         with layers.standing_in(ReferenceAttention(), num_blocks, torch.float32) as backend, InFloat32():
-            return relative_error(model, backend, exact, self.block_size, self.device, self.rotary)
+            return relative_error(model, backend, exact, self.block_size, self.device, self.hooks)
 
     def up_to(self, limit: int) -> LoadCheck | None:
         """The same with the sequences that end there at the latest, if it is about others, too."""
@@ -177,13 +177,13 @@ def relative_error(
     expected: Reference,
     block_size: int,
     device: torch.device,
-    rotary: RequestRotary | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> float:
     """Largest relative error of the paged logits over the sequences.
 
     Writes to the first blocks of the pool: only before the first request, with cases that fit.
     """
-    paged = _paged_logits(model, backend, expected.cases, block_size, device, rotary)
+    paged = _paged_logits(model, backend, expected.cases, block_size, device, hooks)
     error = _whole_error if expected.is_exact else _typical_error
     return max(error(*pair) for pair in zip(paged, expected.logits))
 
@@ -194,7 +194,7 @@ def _paged_logits(
     cases: list[Case],
     block_size: int,
     device: torch.device,
-    rotary: RequestRotary | None,
+    hooks: Sequence[StepHook],
 ) -> list[Tensor]:
     """float32 logits [length, V] of each sequence, computed as one batch in chunks."""
     lengths = [len(case.token_ids) for case in cases]
@@ -218,9 +218,9 @@ def _paged_logits(
         rows = []
         state.apply(out)
         state.fill_rows(out)
-        if rotary is not None:
-            rotary.step(out)
         inputs = state.step_inputs(out)
+        for hook in hooks:
+            hook.step(out, inputs.metadata)
         shift = torch.from_numpy(first_positions[inputs.slot_of_token]).to(device)
         with forward_context(inputs.metadata, backend):
             result = model(input_ids=state.input_ids(inputs), position_ids=inputs.positions + shift, use_cache=False)

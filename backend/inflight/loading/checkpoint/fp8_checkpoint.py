@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from inflight.config import EngineConfig
+from inflight.kernels.registry import select_ops
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import TensorFiles
 from inflight.loading.checkpoint.weights import pretrained
 from inflight.loading.errors import LoadError
-from inflight.loading.forward import fp8_linear
-from inflight.loading.forward.fp8_linear import Fp8Linear, replace_linears
+from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization.fp8_linear import Fp8Linear, replace_linears
 from inflight.ops.base import FusedOps, QuantizedRows
-from inflight.ops.selection import select_ops
 
 __all__ = ["METHODS", "load_fp8"]
 

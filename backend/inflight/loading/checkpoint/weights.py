@@ -24,7 +24,8 @@ from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import weight_files
 from inflight.loading.errors import LoadError, in_models_code, in_one_line
-from inflight.loading.forward import fp8_linear
+from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization.selection import scheme_of
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
 
@@ -72,10 +73,10 @@ def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
     if not stays or fp8_scheme.unquantised_inputs(fp8_scheme.quantization(hf_config) or {}) is not None:
         return 0
     sizes = [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]
-    if config.quantization == "fp8" and not sizes:
-        linears = fp8_linear.decoder_linears(_from_config(config, hf_config, dtype, torch.device("meta")), hf_config)
-        sizes = [linear.weight.numel() for linear in linears.values() if fp8_linear.fits(linear)]
-    return sum(sizes) * (dtype.itemsize - 1)
+    if sizes:
+        return sum(sizes) * (dtype.itemsize - 1)
+    scheme = scheme_of(config)
+    return scheme.bytes_saved(lambda: _from_config(config, hf_config, dtype, torch.device("meta")), hf_config, dtype)
 
 
 def _num_weights(stored: _Stored) -> int:
@@ -175,7 +176,7 @@ def pretrained(
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not read_elsewhere.search(name)}
     plain = read_elsewhere is None and "quantization_config" not in options
     _check_report(config, hf_config, report, plain)
-    return fp8_linear.placed(config, hf_config, model, device).eval().requires_grad_(False)
+    return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
 
 
 def _code(dtype: torch.dtype) -> str:
@@ -235,7 +236,7 @@ def dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         model = _from_config(config, hf_config, dtype, device)
-        return fp8_linear.placed(config, hf_config, model, device).eval().requires_grad_(False)
+        return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
 
 
 def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

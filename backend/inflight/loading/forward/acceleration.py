@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from inflight.kernels.cpu.linear import MAX_INT8_INPUTS
+from inflight.kernels.registry import select_ops
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.forward.native_decoder import native_decoder
 from inflight.loading.forward.packed_experts import pack_others
 from inflight.loading.forward.packed_linear import pack_linears
+from inflight.loading.quantization.base import Scheme
 from inflight.ops.base import FusedOps
-from inflight.ops.selection import select_ops
 
 __all__ = ["CannotQuantize", "accelerate", "use_ops"]
 
@@ -28,31 +28,31 @@ _log = logging.getLogger(__name__)
 
 
 class CannotQuantize(RuntimeError):
-    """The model cannot run with weights in int8; the message says why."""
+    """The model cannot run with weights stored as was asked for; the message says why."""
 
 
 def accelerate(
-    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, int8: bool = False
+    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, scheme: Scheme
 ) -> Any:
     """What to call instead of `model`, which is on `device` and has its attention attached.
 
     Args:
         passes: whether a candidate's logits are right; if not, the change is undone and logged.
         num_positions: positions that requests can have.
-        int8: store the weights of linear layers in int8, on a CPU.
+        scheme: how the weights of linear layers are stored.
 
     Returns:
         A callable with the arguments and the result of `model`; `model` itself may be changed.
 
     Raises:
-        CannotQuantize: with `int8`, if a layer has too many inputs, or no forward pass runs and passes.
+        CannotQuantize: no forward pass with weights stored so runs and passes.
     """
     if device.type != "cpu":
         return use_ops(model, select_ops(device), passes, num_positions)
     name = type(model).__name__
-    if int8:
-        _check_int8(model)
-    native = native_decoder(model, int8)
+    if (why := scheme.unsupported(model)) is not None:
+        raise CannotQuantize(why)
+    native = native_decoder(model, scheme.cpu_format)
     if isinstance(native, str):
         _log.info("%s runs through transformers: %s", name, native)
     else:
@@ -61,12 +61,12 @@ def accelerate(
             return decoder
         undo_native()
         _log.warning("%s runs through transformers: the native forward pass computes other logits", name)
-    undo = pack_linears(model, int8)
-    if int8 and undo is None:
+    undo = pack_linears(model, scheme.cpu_format)
+    if scheme.needs_packing and undo is None:
         raise CannotQuantize(f"{name} has no linear layer that can be packed")
     if undo is not None and not _passes(model, passes):
-        if int8:
-            raise CannotQuantize(f"{name} computes other logits with weights in int8")
+        if scheme.needs_packing:
+            raise CannotQuantize(f"{name} computes other logits with weights in {scheme.name}")
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones compute other logits", name)
     undo_others = pack_others(model)
@@ -74,16 +74,6 @@ def accelerate(
         undo_others()
         _log.warning("%s runs on torch's products: the packed experts compute other logits", name)
     return model
-
-
-def _check_int8(model: nn.Module) -> None:
-    """Raise CannotQuantize if the sums of products of a layer would overflow."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.in_features > MAX_INT8_INPUTS:
-            raise CannotQuantize(
-                f"{name} has {module.in_features} inputs, and sums of more than {MAX_INT8_INPUTS} products of bytes "
-                "overflow 32 bits"
-            )
 
 
 def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:

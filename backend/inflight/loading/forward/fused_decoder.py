@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class FusedDecoder:
             out, quantized = layer(normed, x, angles, ops), following.attention.qkv.takes_quantized
             normed = following.input_norm.of_sum(out, x, layer.residual_factor, ops, quantized)
         norm, out = decoder.final_norm, last(normed, x, angles, ops)
-        hidden = ops.add_rms_norm(out, x, norm.weight, norm.eps, last.residual_factor)
+        hidden = cast(Tensor, norm.of_sum(out, x, last.residual_factor, ops))
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])  # type: ignore[arg-type]
 
     def _angles(self, x: Tensor, position_ids: Tensor) -> Angles:

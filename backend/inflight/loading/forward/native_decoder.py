@@ -19,6 +19,7 @@ from inflight.kernels.cpu import decoder as native
 from inflight.kernels.cpu.attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
 from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.linear import PackedWeight, unsupported_weight
+from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 from inflight.loading.forward.packed_linear import drop_weights, shared_weights
 from inflight.loading.recognise.decoder import Decoder, decoder_of
 from inflight.loading.recognise.modules import DecoderLayer, NotRecognised, RmsNorm, Rotary, linears_of, rotary
@@ -49,11 +50,11 @@ class NativeDecoder:
         return SimpleNamespace(logits=logits[None])
 
 
-def native_decoder(model: nn.Module, int8: bool = False) -> tuple[NativeDecoder, Callable[[], None]] | str:
+def native_decoder(model: nn.Module, stored_as: WeightFormat = PLAIN) -> tuple[NativeDecoder, Callable[[], None]] | str:
     """Make the native decoder of a loaded model with attention attached; it takes over the linear weights.
 
     Args:
-        int8: store them in int8, see `PackedWeight`.
+        stored_as: their format.
 
     Returns:
         The decoder, and a function that gives the weights back to `model`; or why it cannot run the model.
@@ -66,7 +67,7 @@ def native_decoder(model: nn.Module, int8: bool = False) -> tuple[NativeDecoder,
         _expect_supported(decoder, angles)
     except NotRecognised as reason:
         return str(reason)
-    return _pack(model, decoder, angles, int8)
+    return _pack(model, decoder, angles, stored_as)
 
 
 def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
@@ -103,12 +104,15 @@ def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
         raise NotRecognised("its embedding and layers differ in size")
 
 
-def _pack(model: nn.Module, decoder: Decoder, angles: Rotary, int8: bool) -> tuple[NativeDecoder, Callable[[], None]]:
+def _pack(
+    model: nn.Module, decoder: Decoder, angles: Rotary, stored_as: WeightFormat
+) -> tuple[NativeDecoder, Callable[[], None]]:
     undone: list[Callable[[], None]] = []
     shared = shared_weights(model)
 
     def pack(*linears: nn.Linear, gated: bool = False) -> PackedWeight:
-        packed = PackedWeight([linear.weight for linear in linears], [linear.bias for linear in linears], gated, int8)
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        packed = PackedWeight(weights, biases, gated, stored_as)
         undone.append(drop_weights(list(linears), packed, shared))
         return packed
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from inflight.kernels.cpu.library import discard, unavailable
 from inflight.kernels.cpu.linear import PackedWeight, linear, unsupported_weight
+from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 
 __all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]
 
@@ -52,16 +53,16 @@ def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int
     return restore
 
 
-def pack_linears(model: nn.Module, int8: bool = False) -> Callable[[], None] | None:
+def pack_linears(model: nn.Module, stored_as: WeightFormat = PLAIN) -> Callable[[], None] | None:
     """Replace the linear layers of `model`, which is on a CPU, in place.
 
     Weights that another module also uses (a tied embedding) are copied, others are moved.
 
     Args:
-        int8: store the weights in int8, see `PackedWeight`.
+        stored_as: the format of the weights.
 
     Returns:
-        A function that restores everything (weights in int8 as they are after quantization), or None if nothing
+        A function that restores everything (weights as their codes say), or None if nothing
         can be packed.
     """
     if unavailable() is not None:
@@ -76,7 +77,7 @@ def pack_linears(model: nn.Module, int8: bool = False) -> Callable[[], None] | N
             if module not in replaced:
                 if unsupported_weight(module.weight) is not None:
                     continue
-                replaced[module] = PackedLinear(PackedWeight([module.weight], [module.bias], int8=int8))
+                replaced[module] = PackedLinear(PackedWeight([module.weight], [module.bias], stored_as=stored_as))
                 undone.append(drop_weights([module], replaced[module].packed, shared))
             setattr(parent, name, replaced[module])
             undone.append(partial(setattr, parent, name, module))

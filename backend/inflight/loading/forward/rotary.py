@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput
@@ -21,7 +22,7 @@ __all__ = ["RequestRotary", "attach_request_rotary", "forget_lengths"]
 
 
 class RequestRotary:
-    """What the rotary modules of a model share: the choice of each token in the step that runs.
+    """A `StepHook`.  What the rotary modules of a model share: the choice of each token in the step that runs.
 
     Args:
         choice: how requests choose.
@@ -43,11 +44,8 @@ class RequestRotary:
         self.lengths = torch.full((max_num_batched_tokens,), choice.limit, dtype=torch.int32, device=device)
         self._of_slot = np.full(max_num_seqs, choice.limit, dtype=np.int32)
 
-    def step(self, out: SchedulerOutput) -> None:
-        """Make the step's choices; before its forward pass, in the order of steps.
-
-        The copy to the device is ordered behind the step before, which may still read `lengths`.
-        """
+    def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
+        """Make the step's choices.  The step before may still read `lengths` until the copy comes behind it."""
         for row in out.new_rows:
             self._of_slot[row.slot] = self.choice.length(row.num_prompt_tokens, row.params.max_tokens)
         of_row = self._of_slot[out.slots]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
 from inflight.loading.errors import NotRecognised
-from inflight.loading.forward.fp8_linear import Fp8Linear
-from inflight.loading.forward.projection import Linear, Projection, is_linear, result_like
-from inflight.ops.base import Angles, FusedOps, HeadNorms, QuantizedRows, projection_sizes
+from inflight.loading.quantization.fp8_linear import Fp8Linear
+from inflight.loading.recognise.projection import Linear, Projection, is_linear, result_like, takes_quantized
+from inflight.ops.base import Angles, FusedOps, HeadNorms, Rows, projection_sizes
 from inflight.ops.reference import ReferenceOps
 
 __all__ = [
@@ -58,23 +58,19 @@ class RmsNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, ops: FusedOps, quantized: bool = False) -> Tensor | QuantizedRows:
+    def __call__(self, x: Tensor, ops: FusedOps, quantized: bool = False) -> Rows:
         """x [T, H]."""
-        compute = ops.rms_norm_quantized if quantized else ops.rms_norm
-        return compute(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, quantized)
 
-    def of_sum(
-        self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps, quantized: bool
-    ) -> Tensor | QuantizedRows:
+    def of_sum(self, x: Tensor, residual: Tensor, factor: float, ops: FusedOps, quantized: bool = False) -> Rows:
         """The norm of residual [T, H] += factor * x [T, H]."""
-        compute = ops.add_rms_norm_quantized if quantized else ops.add_rms_norm
-        return compute(x, residual, self.weight, self.eps, factor)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, factor, quantized)
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
 
         def forward(x: Tensor) -> Tensor:
-            return ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+            return cast(Tensor, self(x.reshape(-1, x.shape[-1]), ops)).view(x.shape)
 
         return forward
 
@@ -86,12 +82,10 @@ class GatedMlp:
     gate_up: Projection
     down: Linear
 
-    def __call__(self, x: Tensor | QuantizedRows, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Rows, ops: FusedOps) -> Tensor:
         """x [T, H] -> [T, H]."""
         gate_up = self.gate_up(x)
-        if isinstance(self.down, Fp8Linear):
-            return self.down(ops.silu_and_mul_quantized(gate_up))
-        return self.down(ops.silu_and_mul(gate_up))
+        return self.down(ops.silu_and_mul(gate_up, takes_quantized(self.down)))
 
     def as_forward(self, ops: FusedOps) -> Forward:
         """A replacement of the module's `forward`."""
@@ -118,7 +112,7 @@ class Attention:
     norms: HeadNorms | None
     rotary: bool
 
-    def __call__(self, x: Tensor | QuantizedRows, angles: Angles, ops: FusedOps) -> Tensor:
+    def __call__(self, x: Rows, angles: Angles, ops: FusedOps) -> Tensor:
         """x [T, H] -> [T, H]; in a forward context."""
         layer, batch = self.layer, current_batch()
         query = ops.rotate_and_write(self.qkv(x), layer, batch, self.norms, angles if self.rotary else None)
@@ -143,7 +137,7 @@ class DecoderLayer:
     mlp: GatedMlp
     residual_factor: float
 
-    def __call__(self, normed: Tensor | QuantizedRows, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
+    def __call__(self, normed: Rows, x: Tensor, angles: Angles, ops: FusedOps) -> Tensor:
         """All but the input norm and the last sum, which is computed together with the norm that follows it.
 
         Args:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
+from inflight.sampling.ops import SamplingOps
 
 __all__ = ["BannedTokens", "LogitsEdit", "LogitsMask", "LogitsRule", "Put", "RowBatch", "check_token_ids"]
 
@@ -35,6 +36,7 @@ class RowBatch:
         token_ids: int[max_num_seqs, n], the tokens of each slot, prompt first, valid up to the row's
             position.  Empty for a rule that does not read tokens, if the caller passed none.
         put: brings an edit's arrays to the device.
+        ops: of the device, for edits that kernels apply.
         history: int32[slots, n] on the device, the same as `token_ids` when an edit is applied; None if the caller
             keeps none there.
     """
@@ -46,6 +48,7 @@ class RowBatch:
     num_prompt_tokens: np.ndarray
     token_ids: np.ndarray
     put: Put
+    ops: SamplingOps
     history: Tensor | None
 
     def take(self, indices: np.ndarray) -> RowBatch:
@@ -58,6 +61,7 @@ class RowBatch:
             self.num_prompt_tokens[indices],
             self.token_ids,
             self.put,
+            self.ops,
             self.history,
         )
 

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu.launch import can_launch
+from inflight.sampling.ops import MatchedWords, WordTable
 from inflight.sampling.rules.base import RowBatch, check_token_ids
 from inflight.sampling.rules.ragged import RaggedRows
 from inflight.sampling.rules.remembered import Remembered
 
-__all__ = ["DeviceBadWords", "MatchedWords", "WordRow", "WordTable"]
-
-
-@dataclass(slots=True)
-class WordTable:
-    """The words of all slots on the device.
-
-    Attributes:
-        words: int32 [3, n]; of each word its last token, how many tokens are before it (its *head*), and where the head
-            ends among the slot's tokens.
-        tokens: int32 [m]; the tokens of all words, slot after slot.
-        version: of the host's words that these are.
-    """
-
-    words: Tensor
-    tokens: Tensor
-    version: int = 0
+__all__ = ["DeviceBadWords"]
 
 
 class DeviceBadWords:
@@ -91,67 +73,5 @@ class DeviceBadWords:
             tokens = self._tokens.columns[0][: self._tokens.end]
             update = WordTable(batch.put(words), batch.put(tokens), self._version)
         longest = int(self._longest[slots].max())
-        return MatchedWords(self._table, update, batch.history, rows, batch.put(rows), int(sizes.max()), longest)
-
-
-@dataclass(slots=True)
-class WordRow:
-    """One of `MatchedWords.rows`, field by line: what the kernel reads, too.
-
-    Attributes:
-        row: of the logits.
-        slot: line of the history.
-        first_word, num_words: its part of the words.
-        first_token: its first one among the words' tokens.
-        num_prompt_tokens: heads are matched against what is behind these.
-        position: how many tokens there are before the one to sample.
-    """
-
-    row: int
-    slot: int
-    first_word: int
-    num_words: int
-    first_token: int
-    num_prompt_tokens: int
-    position: int
-
-
-@dataclass(slots=True)
-class MatchedWords:
-    """A `LogitsEdit` of r rows.
-
-    Attributes:
-        table: the words, once `update` was taken over.
-        update: a newer table, or None.
-        history: int32 [slots, n] on the device.
-        rows, device_rows: int32 [7, r], see `WordRow`, on the host and on the device.
-        max_words, longest: most words of a row, and tokens of the longest head.
-    """
-
-    table: WordTable
-    update: WordTable | None
-    history: Tensor
-    rows: np.ndarray
-    device_rows: Tensor
-    max_words: int
-    longest: int
-
-    def apply(self, logits: Tensor) -> None:
-        if self.update is not None:  # a copy: the upload is the next step's soon
-            self.table.words, self.table.tokens = self.update.words.clone(), self.update.tokens.clone()
-            self.table.version = self.update.version
-        if can_launch(logits.device):
-            from inflight.kernels.gpu import gpu_bad_words
-
-            gpu_bad_words.ban(logits, self)
-            return
-        for column in self.rows.T.tolist():
-            row = WordRow(*column)
-            words = self.table.words[:, row.first_word : row.first_word + row.num_words]
-            last, sizes, ends = words.long()
-            back = torch.arange(1, self.longest + 1, device=logits.device)
-            wanted = self.table.tokens[(row.first_token + ends[:, None] - back).clamp(min=0)]
-            equal = wanted == self.history[row.slot, (row.position - back).clamp(min=0)]
-            matches = (equal | (back > sizes[:, None])).all(1) & (sizes <= row.position - row.num_prompt_tokens)
-            bans = torch.where(matches, -torch.inf, torch.inf)
-            logits[row.row].scatter_reduce_(0, last, bans, "amin")
+        widths = int(sizes.max()), longest
+        return MatchedWords(batch.ops, self._table, update, batch.history, rows, batch.put(rows), *widths)

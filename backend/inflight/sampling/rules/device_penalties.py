@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu.launch import can_launch
+from inflight.sampling.ops import CountedRows, TokenTable
 from inflight.sampling.rules.base import RowBatch
-from inflight.sampling.rules.penalties import penalised
 
-__all__ = ["CountedRow", "CountedRows", "DevicePenalties", "TokenTable"]
+__all__ = ["DevicePenalties"]
 
 _NONE = 1.0, 0.0, 0.0
-_FIRST_ROWS = 8
-
-
-class TokenTable:
-    """How often each token occurs, for the slots that ask: a *count row* each, on the device.
-
-    Attributes:
-        counts: int32 [k, V]; twice the occurrences in the output, plus 1 if the token is in the prompt.  Rows are
-            added as slots ask, and never given back to the device, whose memory is planned with all of them.
-    """
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._max_rows = max_rows
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-
-    def grow(self, num_rows: int) -> None:
-        """Have at least `num_rows` rows; the contents of new ones are undefined."""
-        old = self.counts
-        if num_rows > len(old):
-            capacity = min(self._max_rows, max(num_rows, 2 * len(old), _FIRST_ROWS))
-            self.counts = old.new_empty(capacity, old.shape[1])
-            self.counts[: len(old)] = old
 
 
 class DevicePenalties:
@@ -97,75 +72,4 @@ class DevicePenalties:
             ]
         ).astype(np.int32)
         strengths = batch.put(np.ascontiguousarray(self._strengths[:, batch.slots]))
-        return CountedRows(self._table, self._num_rows, batch.history, rows, batch.put(rows), strengths)
-
-
-@dataclass(slots=True)
-class CountedRow:
-    """One of `CountedRows.rows`, field by line: what the kernel reads, too.
-
-    Attributes:
-        row: of the logits.
-        slot: line of the history.
-        count_row: line of the counts.
-        clears: 1 if the count row belonged to another request.
-        start: first token to count, up to `first_position`.
-        num_prompt_tokens: those before it are the prompt's.
-        first_position: tokens from there on are drafts.
-        position: how many tokens there are before the one to sample.
-    """
-
-    row: int
-    slot: int
-    count_row: int
-    clears: int
-    start: int
-    num_prompt_tokens: int
-    first_position: int
-    position: int
-
-
-@dataclass(slots=True)
-class CountedRows:
-    """A `LogitsEdit` of r rows.
-
-    Attributes:
-        table: whose rows are brought up to date first.
-        num_rows: count rows in use.
-        history: int32 [slots, n] on the device.
-        rows, device_rows: int32 [8, r], see `CountedRow`, on the host and on the device.
-        strengths: float32 [3, r] on the device, contiguous; repetition, frequency and presence penalty.
-    """
-
-    table: TokenTable
-    num_rows: int
-    history: Tensor
-    rows: np.ndarray
-    device_rows: Tensor
-    strengths: Tensor
-
-    def apply(self, logits: Tensor) -> None:
-        self.table.grow(self.num_rows)
-        if can_launch(logits.device):
-            from inflight.kernels.gpu import gpu_penalties
-
-            gpu_penalties.count_and_penalise(logits, self)
-            return
-        rows = [CountedRow(*column) for column in self.rows.T.tolist()]
-        for row in rows:
-            self._count(row)
-        for column, row in enumerate(rows):
-            counts, tokens = self.table.counts[row.count_row], self.history[row.slot].long()
-            drafts = tokens[row.first_position : row.position]
-            counts = counts.index_add(0, drafts, counts.new_full((len(drafts),), 2))
-            x = penalised(logits[row.row], self.strengths[:, column], (counts >> 1).float())
-            logits[row.row] = torch.where(counts > 0, x, logits[row.row])
-
-    def _count(self, row: CountedRow) -> None:
-        counts, tokens = self.table.counts[row.count_row], self.history[row.slot]
-        if row.clears:
-            counts.zero_()
-        prompt = tokens[row.start : min(row.num_prompt_tokens, row.first_position)].long()
-        counts.index_fill_(0, prompt, 1)
-        output = tokens[max(row.start, row.num_prompt_tokens) : row.first_position].long()
-        counts.index_add_(0, output, counts.new_full((len(output),), 2))
+        return CountedRows(batch.ops, self._table, self._num_rows, batch.history, rows, batch.put(rows), strengths)

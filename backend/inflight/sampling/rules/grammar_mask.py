@@ -12,19 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.device.upload import upload
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import Grammar, Grammars, MaskJob, mask_words
 from inflight.grammars.spec import GrammarSpec
-from inflight.kernels.gpu.launch import can_launch
+from inflight.sampling.ops import SamplingOps
 from inflight.sampling.rules.base import LogitsRule, RowBatch
 
-__all__ = ["GrammarMask", "Mask", "apply_bitmask", "grammar_rule"]
-
-_CHUNK = 2**18  # logits masked at once on a CPU, which stay in its cache
-# What a byte of a mask allows: eight values, plus infinity for a bit that is 1, minus infinity for 0.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_LIMITS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
+__all__ = ["GrammarMask", "Mask", "grammar_rule"]
 
 
 def grammar_rule(grammars: Grammars) -> type[LogitsRule]:
@@ -83,11 +77,11 @@ class GrammarMask:
             jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
         ignores_eos = self._ignores_eos[batch.slots]
         if not self._overlaps:
-            return LateMask(batch.rows, jobs, ignores_eos, self)
+            return LateMask(batch.ops, batch.rows, jobs, ignores_eos, self)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
         self._filling = self._thread.submit(self.bitmask_of, jobs, ignores_eos)
-        return Mask(batch.rows, jobs, self._filling.result)
+        return Mask(batch.ops, batch.rows, jobs, self._filling.result)
 
     def bitmask_of(self, jobs: list[MaskJob], ignores_eos: np.ndarray) -> np.ndarray:
         """int32 [r, mask_words(V)] for `jobs`, whose rows are 0 to r - 1, and `ignores_eos` bool [r]."""
@@ -114,10 +108,12 @@ class Mask:
     """A `LogitsMask` of r rows.
 
     Attributes:
+        ops: of the device.
         jobs: what it is made for; their `row` counts `rows`.
         make: returns `bitmask`, and waits for it.
     """
 
+    ops: SamplingOps
     rows: np.ndarray
     jobs: list[MaskJob]
     make: Callable[[], np.ndarray]
@@ -131,7 +127,7 @@ class Mask:
         return bitmask
 
     def apply(self, logits: Tensor) -> None:
-        apply_bitmask(logits, self.rows, self.bitmask())
+        self.ops.mask(logits, self.rows, self.bitmask())
 
     def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
         return self
@@ -144,8 +140,10 @@ class LateMask(Mask):
     masks of most tokens are the slow ones, too: those that allow almost anything.
     """
 
-    def __init__(self, rows: np.ndarray, jobs: list[MaskJob], ignores_eos: np.ndarray, rule: GrammarMask) -> None:
-        super().__init__(rows, jobs, partial(rule.bitmask_of, jobs, ignores_eos))
+    def __init__(
+        self, ops: SamplingOps, rows: np.ndarray, jobs: list[MaskJob], ignores_eos: np.ndarray, rule: GrammarMask
+    ) -> None:
+        super().__init__(ops, rows, jobs, partial(rule.bitmask_of, jobs, ignores_eos))
         self._ignores_eos = ignores_eos
         self._rule = rule
 
@@ -160,36 +158,6 @@ class LateMask(Mask):
             if not (all(is_certain[here]) and job.grammar.allows(job.draft_token_ids, tokens[here])):
                 jobs.append(job._replace(row=len(places)))
                 places += range(here.start, here.stop)
-        return LateMask(self.rows[places], jobs, self._ignores_eos[places], self._rule) if jobs else None
-
-
-def apply_bitmask(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
-    """Set the logits of tokens whose bit is 0 to -inf.
-
-    Args:
-        logits: float32 [R, V], contiguous; changed in place.
-        rows: int64 [r], on the host, increasing.
-        bitmask: int32 [r, mask_words(V)], on the host.
-    """
-    if can_launch(logits.device):
-        from inflight.kernels.gpu import gpu_bitmask
-
-        gpu_bitmask.apply(logits, upload(rows, logits.device), upload(bitmask, logits.device))
-        return
-    for start in range(0, len(rows), step := max(1, _CHUNK // logits.shape[-1])):
-        _apply(logits, rows[start : start + step], bitmask[start : start + step])
-
-
-def _apply(logits: Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
-    """The minimum with plus or minus infinity: on a CPU a tenth of the time of a masked fill by torch."""
-    limits = _LIMITS.take(bitmask.view(np.uint8), axis=0).reshape(len(rows), -1)[:, : logits.shape[-1]]
-    if not logits.is_cpu:
-        index = torch.from_numpy(rows).to(logits.device)
-        logits[index] = torch.minimum(logits[index], torch.from_numpy(limits).to(logits.device))
-        return
-    values = logits.numpy()  # numpy starts no threads, which would have to find each other for each operation
-    if rows[-1] - rows[0] == len(rows) - 1:
-        masked = values[rows[0] : rows[-1] + 1]
-        np.minimum(masked, limits, out=masked)
-    else:
-        values[rows] = np.minimum(values[rows], limits)
+        if not jobs:
+            return None
+        return LateMask(self.ops, self.rows[places], jobs, self._ignores_eos[places], self._rule)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.kernels.gpu.launch import can_launch
+from inflight.sampling.ops import PenalisedTokens
 from inflight.sampling.rules.base import RowBatch
 from inflight.sampling.rules.token_counts import TokenCounts
 
-__all__ = ["PenalisedTokens", "Penalties", "penalised"]
+__all__ = ["Penalties"]
 
 _NONE = 1.0, 0.0, 0.0
 
@@ -56,6 +54,7 @@ class Penalties:
         owners = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
         index = np.concatenate(ids) + batch.rows[owners] * self._vocab_size
         return PenalisedTokens(
+            ops=batch.ops,
             index=batch.put(index),
             counts=batch.put(np.concatenate(counts)),
             columns=batch.put(owners),
@@ -66,43 +65,3 @@ class Penalties:
         seen = TokenCounts(prompt, with_prompt=bool(self._strengths[0, slot] != 1.0))
         self._counts[slot] = seen
         return seen
-
-
-@dataclass(slots=True)
-class PenalisedTokens:
-    """N distinct (row, token) pairs of r rows.
-
-    Attributes:
-        index: int64[N], row * V + token id.
-        counts: float32[N], occurrences in the output.
-        columns: int64[N], column of `strengths` that holds for each pair.
-        strengths: float32[3, r], repetition, frequency and presence penalty.
-    """
-
-    index: Tensor
-    counts: Tensor
-    columns: Tensor
-    strengths: Tensor
-
-    def apply(self, logits: Tensor) -> None:
-        if can_launch(logits.device):
-            from inflight.kernels.gpu import gpu_penalties
-
-            gpu_penalties.penalise(logits, self)
-        else:
-            flat = logits.view(-1)
-            flat[self.index] = penalised(flat[self.index], self.strengths[:, self.columns], self.counts)
-
-
-def penalised(logits: Tensor, strengths: Tensor, counts: Tensor) -> Tensor:
-    """Repetition (CTRL, arXiv:1909.05858), then frequency and presence (OpenAI's definition).
-
-    Args:
-        logits: float32 [n].
-        strengths: float32 [3, n] or [3], repetition, frequency and presence penalty.
-        counts: float32 [n], occurrences in the output.
-    """
-    repetition, frequency, presence = strengths
-    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = logits - frequency * counts
-    return logits - presence * (counts > 0)

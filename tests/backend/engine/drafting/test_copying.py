@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight.engine.drafting import lookup_drafter as copying
-from inflight.engine.drafting.lookup_drafter import CopyDrafts, Guess
+from inflight.engine.drafting.lookup_drafter import Guess, LookupGuesser
 from inflight.engine.drafting.token_index import Occurrences, match_length
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
@@ -20,7 +20,6 @@ from inflight.speculative import SpeculativeConfig
 texts = st.lists(st.integers(0, 3), max_size=200)
 
 
-@settings(deadline=None)
 @example([1, 2, 3] * 40, [10, 90], 2, 9)  # one by one first, then at once
 @given(texts, st.lists(st.integers(0, 90), max_size=4), st.integers(1, 4), st.integers(1, 9))
 def test_the_places_behind_equal_runs(text: list[int], pieces: list[int], width: int, limit: int) -> None:
@@ -55,14 +54,14 @@ def request(prompt: Sequence[int], output: Sequence[int] = (), number: int = 0, 
     return made
 
 
-def guess(drafts: CopyDrafts, of: Request, limit: int = 16) -> Guess:
+def guess(drafts: LookupGuesser, of: Request, limit: int = 16) -> Guess:
     found = drafts.guess(of, limit)
     assert found is not None
     return found
 
 
-def suffix(**options: Any) -> CopyDrafts:
-    return CopyDrafts(SpeculativeConfig(method="suffix", **options))
+def suffix(**options: Any) -> LookupGuesser:
+    return LookupGuesser(SpeculativeConfig(method="suffix", **options))
 
 
 def test_the_longest_match_is_copied() -> None:
@@ -70,7 +69,7 @@ def test_the_longest_match_is_copied() -> None:
     found = guess(suffix(suffix_decoding_max_spec_factor=2), request(text))
     assert (found.tokens, found.match) == ([5, 6, 9, 9, 3, 4], 3), "twice as long as the match"
     assert found.shares == [1.0] * 6
-    ngram = CopyDrafts(SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=2))
+    ngram = LookupGuesser(SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=2))
     found = guess(ngram, request(text), 5)
     assert (found.tokens, found.match) == ([8, 8, 8, 2, 3], 2), "the latest of the matches that count as equal"
 
@@ -78,7 +77,7 @@ def test_the_longest_match_is_copied() -> None:
 def test_nothing_is_guessed_where_nothing_matches() -> None:
     assert suffix().guess(request([1, 2, 3, 4, 5]), 8) is None
     assert suffix().guess(request([1, 1]), 8) is None, "there is no room for another place"
-    wide = CopyDrafts(SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=5))
+    wide = LookupGuesser(SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=5))
     assert wide.guess(request([1, 2, 9, 1, 2]), 8) is None
 
 
@@ -96,7 +95,7 @@ def test_after_an_odd_token_the_copy_goes_on_beside_it() -> None:
         of.num_tokens += 1
     found = guess(drafts, of, 3)
     assert (found.tokens, found.match) == ([26, 27, 28], 0)
-    ngram = CopyDrafts(SpeculativeConfig(method="ngram"))
+    ngram = LookupGuesser(SpeculativeConfig(method="ngram"))
     of = request(text, [21, 22, 23])
     guess(ngram, of, 3)
     of.token_ids.append(99)
@@ -157,7 +156,6 @@ def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pyte
     assert not drafts._own and not drafts._sources
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=90), min_size=1, max_size=5), st.integers(1, 20))
 def test_what_is_guessed_stood_somewhere_behind_what_matches(outputs: list[list[int]], limit: int) -> None:
     drafts = suffix(suffix_decoding_min_token_prob=0.0)

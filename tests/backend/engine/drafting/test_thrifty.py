@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.engine.drafting.adaptive_drafter import ThriftyDrafter
+from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.engine.drafting.draft_cost import DraftPrices
-from inflight.engine.drafting.guesser import Guess
-from inflight.engine.drafting.lookup_drafter import CopyDrafts
+from inflight.engine.drafting.drafter import Guess
+from inflight.engine.drafting.lookup_drafter import LookupGuesser
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.speculative import SpeculativeConfig
@@ -31,7 +31,6 @@ def computes(num_sequences: int, num_drafts: int) -> float:
     return 0.001 * (num_sequences + num_drafts)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 64),
     st.floats(1e-4, 1.0),
@@ -91,7 +90,7 @@ def text(kind: str, number: int) -> list[int]:
 
 
 def serve(
-    texts: list[list[int]], machine: Machine, steps: int, drafter: ThriftyDrafter | None
+    texts: list[list[int]], machine: Machine, steps: int, drafter: AdaptiveDrafter | None
 ) -> tuple[float, int, list[int]]:
     """Decode so many sequences together; seconds, tokens, and the draft tokens of each step."""
     requests = [Request(n, text[:200], SamplingParams(max_tokens=5000)) for n, text in enumerate(texts)]
@@ -99,7 +98,7 @@ def serve(
     for _ in range(steps):
         proposals: list[list[int]] = [[] for _ in requests]
         if drafter is not None:
-            drafter.begin(requests)
+            drafter.step_begins(requests)
             if drafter.active:
                 proposals = [list(drafter.propose(request, 0, 64)) for request in requests]
         for request, drafts, whole in zip(requests, proposals, texts):
@@ -119,8 +118,8 @@ def serve(
     return seconds, emitted, drafted
 
 
-def make_drafter() -> ThriftyDrafter:
-    return ThriftyDrafter(CopyDrafts(SpeculativeConfig(method="suffix")), 24, clock=lambda: 0.0)
+def make_drafter() -> AdaptiveDrafter:
+    return AdaptiveDrafter(LookupGuesser(SpeculativeConfig(method="suffix")), 24, clock=lambda: 0.0)
 
 
 def gain(kind: str, count: int, machine: Machine, steps: int = 100) -> tuple[float, list[int]]:
@@ -174,11 +173,11 @@ def test_where_nothing_comes_of_it_most_steps_pass_without_a_look_until_the_text
         return now
 
     now = 0.0
-    drafter = ThriftyDrafter(CopyDrafts(SpeculativeConfig(method="suffix")), 24, clock=slow_clock)
+    drafter = AdaptiveDrafter(LookupGuesser(SpeculativeConfig(method="suffix")), 24, clock=slow_clock)
     fresh = list(range(30_000, 30_600))  # no token comes twice
     active = []
-    begin = drafter.begin
-    drafter.begin = lambda running: (begin(running), active.append(drafter.active))  # type: ignore[method-assign,assignment]
+    begin = drafter.step_begins
+    drafter.step_begins = lambda running: (begin(running), active.append(drafter.active))  # type: ignore[method-assign,assignment]
     _, _, drafted = serve([fresh + text("copies", 1)], lambda num_sequences, count: 0.01 + 0.001 * count, 700, drafter)
     assert sum(active[100:400]) < 300 / 6, "a rest is at most 7 of 8 steps"
     began = next(step for step, count in enumerate(drafted) if count)
@@ -221,7 +220,7 @@ def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_to
         return 0.01 + seconds_a_token * num_drafts
 
     now, steps = 0.0, 0
-    _, _, drafted = serve([list(range(3000))], machine, 1000, ThriftyDrafter(WrongModel(), 24, clock=clock))
+    _, _, drafted = serve([list(range(3000))], machine, 1000, AdaptiveDrafter(WrongModel(), 24, clock=clock))
     tried = [0, *(step for step, count in enumerate(drafted) if count), len(drafted)]
     assert max(late - early for early, late in itertools.pairwise(tried)) <= 130
 
@@ -237,7 +236,7 @@ def test_a_model_that_fails_is_asked_seldom() -> None:
 
     model = FailingModel()
     now = itertools.count(step=0.05)  # five steps
-    drafter = ThriftyDrafter(model, 24, clock=lambda: next(now))
+    drafter = AdaptiveDrafter(model, 24, clock=lambda: next(now))
     serve([list(range(3000))], lambda num_sequences, num_drafts: 0.01, 1000, drafter)
     assert 1000 / 128 <= model.num_asked <= 1000 / 32
 
@@ -246,7 +245,7 @@ def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> 
     drafter = make_drafter()
     period = list(range(1, 30))
     sure = Request(1, period * 2, SamplingParams(max_tokens=900), period)
-    drafter.begin([sure])
+    drafter.step_begins([sure])
     assert list(drafter.propose(sure, 1, 8)) == period[1:9]
     unsure = Request(2, [1, 2, 3, 4, 9, 1], SamplingParams(max_tokens=900), [2])
     assert drafter.propose(unsure, 0, 8), "its chances are fair"
@@ -258,7 +257,7 @@ def test_made_up_tenants_and_ended_requests_are_forgotten() -> None:
     drafter = make_drafter()
     for number in range(1100):
         request = Request(number, [1, 2, 3, 1, 2, 3, 1], SamplingParams(max_tokens=9), [2], tenant=str(number))
-        drafter.begin([request])
+        drafter.step_begins([request])
         assert drafter.propose(request, 0, 2)
         drafter.observe(request, 2, 1)
         drafter.ended(request)

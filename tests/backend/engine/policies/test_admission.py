@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
-from inflight.engine.policies.base import AdmissionPolicy, FreeBlocksAdmission
+from inflight.engine.policies.base import AdmissionPolicy
+from inflight.engine.policies.defaults import FreeBlocksAdmission
 from inflight.engine.policies.memory_admission import Forecast, OutputLengths, PredictedPeakAdmission
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ def run_one(pool: KVPool, *arguments, **options) -> Request:
 
 def run(admission: AdmissionPolicy, pool: KVPool, *arguments, **options) -> Request:
     result = run_one(pool, *arguments, **options)
-    admission.admitted(result, [], pool)
+    admission.admitted(result, 0)
     return result
 
 
@@ -128,7 +129,7 @@ def test_a_request_that_outlives_its_prediction_gets_a_longer_one():
     late = request(8, max_tokens=20, request_id=3)
     for step in range(24):
         assert admission.admits(late, [], running, pool), step
-        admission.begin()
+        admission.step_begins([])
         running[0].token_ids.append(1)
         running[0].num_tokens += 1
         running[0].num_total_tokens += 1
@@ -152,7 +153,7 @@ def test_the_forecast_covers_exactly_the_running_requests():
     """Whatever is shared, preempted, swapped or aborted; and it counts no block twice."""
     info = Info(num_blocks=40, num_host_blocks=5, max_model_len=100)
     core = make_core(info, block_size=4, admission="predicted_peak", watermark=0, scheduling_policy="priority")
-    admission, pool = core.scheduler.policies.admission.inner, core.pool
+    admission, pool = core.scheduler.policies.admission._inner, core.pool
     rng = random.Random(0)
     for request_id in range(60):
         prompt = [1] * rng.randrange(1, 20) + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 8))]
@@ -186,7 +187,7 @@ def test_a_burst_that_fits_now_but_not_later_waits():
     assert not admission.admits(late, [], running, pool), "3 * 52 blocks"
     for _ in range(30):
         admission.ended(request(8, 10))
-    admission.begin()
+    admission.step_begins([])
     assert admission.admits(late, [], running, pool), "outputs turn out to be short"
 
 
@@ -224,7 +225,7 @@ def test_requests_admitted_in_the_same_step_count():
             assert admission.admits(late, [], running, pool), "passed over by the budget, it does not count"
             pool.admit(late, [])
             pool.extend(late, 8)
-            admission.admitted(late, [], pool)
+            admission.admitted(late, 0)
             running.append(late)
     assert fits == [True, True, False, False], "32 blocks each at the end"
 
@@ -297,7 +298,7 @@ def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_storm(options):
         preemptions, core = burst(seed, **options)
         assert max(preemptions) <= 2
         assert sum(preemptions) <= len(preemptions) / 2
-        assert core.swap.num_swapped_out > 0 or "swap_space" not in options
+        assert core.scheduler.swap.num_swapped_out > 0 or "swap_space" not in options
 
 
 def test_the_prediction_prevents_the_storm():

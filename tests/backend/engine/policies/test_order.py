@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from virtual_clock import Clocked
 
@@ -51,7 +51,6 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(POLICIES), arrivals, st.integers(1, 3), st.sampled_from([16, 20, 64]), st.sampled_from([4, 64]))
 def test_a_request_is_overtaken_only_within_the_difference_of_patience(policy, load, max_num_seqs, blocks, budget):
     options = {**OPTIONS, "max_num_batched_tokens": budget}
@@ -280,7 +279,6 @@ def test_an_aged_request_is_no_victim_of_later_arrivals():
     assert policies.victim(running[:2]) is batch
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(1, 2)), min_size=4, max_size=20),
     st.integers(1, 6),  # max_num_seqs

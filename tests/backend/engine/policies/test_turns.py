@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
-from inflight.engine.policies.base import EveryStep
+from inflight.engine.policies.defaults import EveryStep
 from inflight.engine.policies.row_shares import RowShares
 from inflight.engine.policies.selection import make_policies
 from inflight.engine.request import Request

@@ -1,0 +1,86 @@
+"""Prints the files with nightly tests that CI should run for a change, or nothing; the reason goes to stderr.
+
+The change is what the branch adds to origin/main.  On main itself it is what came in the last 24 hours, because the
+nightly run of `make test-all` has seen the rest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MARK = "mark." + "nightly"
+MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
+
+# A room of the repository: where the nightly tests are that a change of it can break.
+ROOMS = {
+    "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
+    "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py"],
+    "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
+    "backend/inflight/grammars/": ["tests/backend/grammars"],
+    "backend/inflight/kernels/": ["tests/backend/kernels"],
+    "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py"],
+    "backend/inflight/ops/": ["tests/backend/kernels"],
+    "backend/inflight/runner/": ["tests/backend/runner"],
+    "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
+    "bench/": ["tests/bench"],
+    "client/": ["tests/client"],
+    "deploy/": ["tests/deploy", "tests/e2e/test_kubernetes.py"],
+    "gateway/": ["tests/gateway", "tests/e2e/test_fleet.py", "tests/e2e/test_openai_clients.py"],
+    "loadtest/": ["tests/loadtest", "tests/e2e/test_soak.py"],
+    "hatch_build.py": ["tests/backend/test_packaging.py"],
+    "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
+    "pyproject.toml": ["tests/backend/test_packaging.py"],
+    "tests/gpu/": ["tests/bench/test_gpu_tests.py"],
+    "tools/": ["tests/tools"],
+}
+
+
+def git(*arguments: str) -> str:
+    """What a git command prints, or nothing if it fails."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def base() -> str:
+    """The commit that the change is compared with; none in a clone without history."""
+    head, fork = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "origin/main")
+    if fork and fork != head:
+        return fork
+    return git("rev-list", "-1", "--before=24 hours ago", "HEAD") or git("rev-parse", "--verify", "--quiet", "HEAD~1")
+
+
+def rooms_of(changed: list[str]) -> list[str]:
+    """The rooms with a changed file."""
+    return [room for room in ROOMS if any(path.startswith(room) for path in changed)]
+
+
+def files_for(changed: list[str]) -> list[str]:
+    """Files with nightly tests that a change should run: those of its rooms, and those that changed themselves."""
+    rooms = rooms_of(changed)
+    if len(rooms) > MOST_ROOMS:
+        return []
+    chosen = (*changed, *(path for room in rooms for path in ROOMS[room]))
+    return [path for path in marked() if path.startswith(chosen)]
+
+
+def marked() -> list[str]:
+    """The test files with a nightly test, as paths from the root of the repository."""
+    files = (ROOT / "tests").glob("**/test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if MARK in path.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    start = base()
+    changed = git("diff", "--name-only", start, "HEAD").splitlines() if start else []
+    rooms = rooms_of(changed)
+    print(f"CI: rooms changed since {start[:9] or 'no commit'}: {', '.join(rooms) or 'none'}", file=sys.stderr)
+    if len(rooms) > MOST_ROOMS:
+        print("CI: no nightly tests for a change of this size: run make test-all", file=sys.stderr)
+    print(*files_for(changed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Which waiting requests take the place of running ones, and of which.  Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies.base import AdmissionPolicy, OrderPolicy
+from inflight.engine.request import Request
+
+__all__ = ["OutrankingFirst"]
+
+_LOOK_AHEAD = 16  # waiting requests that are looked at in a step
+
+
+class OutrankingFirst:
+    """Implements `UrgencyPolicy`: requests that the order ranks above running ones, which give way if that suffices.
+
+    Args:
+        order: says who outranks whom.
+        admission: says whether there is room.
+    """
+
+    def __init__(self, order: OrderPolicy, admission: AdmissionPolicy) -> None:
+        self._order = order
+        self._admission = admission
+
+    def next_requests(self, running: Sequence[Request]) -> list[Request]:
+        first = self._order.next_requests(1)
+        if not first or next(self._order.outranked(first[0], running), None) is None:
+            return []  # the usual case, and quickly found
+        return self._order.next_requests(_LOOK_AHEAD)
+
+    def giving_way(
+        self,
+        request: Request,
+        prefix: Sequence[int],
+        beside: Sequence[Request],
+        victims: Sequence[Request],
+        pool: KVPool,
+    ) -> Sequence[Request]:
+        """One victim, if its blocks are enough: they are, as a rule.  A free slot is certain with any victim."""
+        for enough in (victims[:1], victims):
+            if self._admission.admits(request, prefix, beside, _PoolWithout(pool, enough)) is True:
+                return enough
+        return ()
+
+
+class _PoolWithout(KVPool):
+    """What admission can ask of a pool, answered as if `victims` had given up their blocks.  Read only."""
+
+    def __init__(self, pool: KVPool, victims: Sequence[Request]) -> None:
+        self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
+        references = Counter(block for request in victims for block in request.block_ids)
+        self._pool = pool
+        self._freed = {block for block, count in references.items() if pool._ref[block] == count}
+        self.num_references = pool.num_references - references.total()
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_available + len(self._freed)
+
+    def num_reclaimed(self, prefix: Sequence[int]) -> int:
+        return self._pool.num_reclaimed(prefix) + len(self._freed.intersection(prefix))

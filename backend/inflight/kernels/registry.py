@@ -1,0 +1,109 @@
+"""The choice of kernels: attention, the small operations around it, and sampling.
+
+The one place that knows all of them.  `attention/`, `ops/` and `sampling/` define the Protocols and the reference
+implementations, and import no kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.reference import ReferenceAttention
+from inflight.kernels.cpu import library
+from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_sampler import CpuSampling
+from inflight.kernels.gpu.gpu_attention import GpuAttention
+from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
+from inflight.kernels.gpu.launch import can_launch, interpreted
+from inflight.ops.base import FusedOps
+from inflight.ops.reference import ReferenceOps
+from inflight.sampling.ops import SamplingOps
+from inflight.sampling.reference import ReferenceSampling
+
+__all__ = ["select_attention", "select_ops", "select_sampling"]
+_log = logging.getLogger(__name__)
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    ReferenceAttention.name: ReferenceAttention,
+    CpuAttention.name: CpuAttention,
+    GpuAttention.name: GpuAttention,
+    Flash3Attention.name: Flash3Attention,
+}
+_OLDER_NAMES = {"triton": GpuAttention.name}
+# "auto" selects the first one that supports all of a model's layers.
+_PREFERENCE = {
+    "cpu": (CpuAttention.name, ReferenceAttention.name),
+    "cuda": (GpuAttention.name, ReferenceAttention.name),
+}
+_GPU_ONLY = (GpuAttention.name, Flash3Attention.name)
+_REMOVED = {
+    "flashinfer": "its plan is made on the host in every step, which a CUDA graph cannot capture",
+}
+# The cost of the reference kernel.  On a CPU as measured by bench/cpu_attention.py --reference.
+_COST = {
+    "cpu": "6 to 15 times slower in decode and 1.4 to 3 times slower in prefill",
+    "cuda": "which processes requests one by one and copies their keys and values in each layer",
+}
+
+
+def select_attention(
+    name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
+) -> AttentionBackend:
+    """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
+
+    Raises:
+        ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
+    """
+    name = _OLDER_NAMES.get(name, name)
+    if name in _REMOVED:
+        raise _config_error(
+            f"attention_backend={name!r} was removed: {_REMOVED[name]}; use 'auto', or {Flash3Attention.name!r} for "
+            "long prompts on a Hopper card"
+        )
+    if name != "auto" and name not in _BACKENDS:
+        raise _config_error(f"attention_backend={name!r} is not one of {', '.join(['auto', *_BACKENDS])}")
+    if name == CpuAttention.name and device.type != "cpu":
+        raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}; use 'auto'")
+    if name in _GPU_ONLY and device.type == "cpu" and not interpreted():
+        raise _config_error(f"attention_backend={name!r} runs on a CUDA device, not on {device.type}; use 'auto'")
+    reasons = ""
+    for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
+        backend = _BACKENDS[candidate]()
+        unsupported = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
+        if not unsupported:
+            if candidate == ReferenceAttention.name and name == "auto":
+                best, cost = _PREFERENCE[device.type][0], _COST[device.type]
+                _log.warning(
+                    "using the reference attention kernel, %s; the %s kernel is unavailable: %s", cost, best, reasons
+                )
+            return backend
+        reasons = ", ".join(sorted(map(str, unsupported)))
+    advice = "" if name == "auto" else "; use 'auto'"
+    raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
+
+
+def _config_error(message: str) -> Exception:
+    from inflight.config import ConfigError  # needs msgspec; kernels need only torch
+
+    return ConfigError(message)
+
+
+def select_ops(device: torch.device) -> FusedOps:
+    """The fastest small operations for `device`; `ReferenceOps` if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_ops import GpuOps  # needs the triton package
+
+        return GpuOps()
+    return ReferenceOps()
+
+
+def select_sampling(device: torch.device) -> SamplingOps:
+    """The fastest operations on logits on `device`; `ReferenceSampling` if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_sampling import GpuSampling  # needs the triton package
+
+        return GpuSampling()
+    return CpuSampling() if device.type == "cpu" and library.unavailable() is None else ReferenceSampling()

@@ -1,0 +1,8 @@
+"""How the weights of linear layers are stored: one scheme a file, chosen by `quantization` in model.json.
+
+base.py        the Protocol
+plain.py       in the model's dtype
+int8.py        int8, packed for a CPU
+fp8.py         e4m3, on a GPU; fp8_linear.py computes with it
+selection.py   which one a configuration asks for
+"""

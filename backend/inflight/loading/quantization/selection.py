@@ -1,0 +1,18 @@
+"""The choice of a quantization scheme."""
+
+from __future__ import annotations
+
+from inflight.config import EngineConfig
+from inflight.loading.quantization.base import Scheme
+from inflight.loading.quantization.fp8 import Fp8
+from inflight.loading.quantization.int8 import Int8
+from inflight.loading.quantization.plain import Plain
+
+__all__ = ["scheme_of"]
+
+_SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8()}
+
+
+def scheme_of(config: EngineConfig) -> Scheme:
+    """What `quantization` in model.json stands for."""
+    return _SCHEMES[config.quantization]

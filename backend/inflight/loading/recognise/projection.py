@@ -1,0 +1,91 @@
+"""Linear layers as fused operations take them: plain or in fp8, one by one or merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inflight.loading.errors import NotRecognised
+from inflight.loading.quantization.fp8_linear import Fp8Linear
+from inflight.ops.base import QuantizedRows
+
+__all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
+
+Linear = nn.Linear | Fp8Linear
+
+
+def is_linear(module: object) -> bool:
+    """Whether it computes what its class does; subclasses may add to it."""
+    return type(module) in (nn.Linear, Fp8Linear)
+
+
+def takes_quantized(linear: Linear) -> bool:
+    """Whether what computes the layer's input should quantize it."""
+    return isinstance(linear, Fp8Linear)
+
+
+def result_like(linear: Linear) -> Tensor:
+    """An empty tensor on the layer's device, in the dtype of its inputs and results."""
+    weight = linear.weight
+    return weight.new_empty(0, dtype=linear.dtype if isinstance(linear, Fp8Linear) else weight.dtype)
+
+
+@dataclass
+class Projection:
+    """Linear layers with a common input; their outputs are concatenated.
+
+    Attributes:
+        weight, bias: those of all layers, once they are merged and if they are plain.
+        fp8: all layers in one, once they are merged and if they are in fp8.
+    """
+
+    linears: Sequence[Linear]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    fp8: Fp8Linear | None = None
+
+    def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
+        """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
+        if self.fp8 is not None:
+            return self.fp8(x)
+        if isinstance(x, Tensor) and self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+    @property
+    def in_features(self) -> int:
+        return self.linears[0].in_features
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether what computes the input of all layers should quantize it."""
+        return all(takes_quantized(linear) for linear in self.linears)
+
+    def merge(self) -> None:
+        """Compute all layers in one product; their parameters become views of the merged ones.
+
+        Raises:
+            NotRecognised: some layers only have a bias or are in fp8, or dtypes differ.
+        """
+        first = self.linears[0]
+        if len({(result_like(linear).dtype, type(linear), linear.bias is None) for linear in self.linears}) > 1:
+            raise NotRecognised("the layers of one projection differ in dtype, or in whether they have a bias")
+        if isinstance(first, Fp8Linear):
+            self.fp8 = first if len(self.linears) == 1 else Fp8Linear.merged(self.linears)  # type: ignore[arg-type]
+            return
+        self.weight = _merged([linear.weight for linear in self.linears])
+        self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])  # type: ignore[misc]
+
+
+def _merged(parts: list[Tensor]) -> Tensor:
+    """The parts, concatenated; they become views of the result."""
+    if len(parts) == 1:
+        return parts[0].data
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts])):
+        part.data = view
+    return whole

@@ -1,0 +1,69 @@
+"""What all runners have: a loaded checkpoint, the rows that hold a slot, and what samples for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.device.batch_state import BatchState
+from inflight.device.host_cache import HostCache
+from inflight.engine.step import SchedulerOutput
+from inflight.kernels.registry import select_sampling
+from inflight.loading.loader import LoadedModel, load
+from inflight.runner import cpu_threads
+from inflight.runner.forward_pass import ForwardPass
+from inflight.runner.prompt_logprobs import PromptLogprobs
+from inflight.runner.row_faults import RowFaults
+from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling.rules import LogitsRule, rules_of
+
+__all__ = ["BaseRunner", "load_on_threads"]
+
+
+def load_on_threads(config: EngineConfig) -> LoadedModel:
+    """`loader.load`, with as many threads as this process may use."""
+    torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
+    return load(config)
+
+
+class BaseRunner:
+    """A subclass calls `loaded.allocate` once it can run a step, and takes `loaded.host_cache`.
+
+    Args:
+        config: engine options.
+        loaded: the checkpoint.
+        rules: kinds of logits rules, the grammars of the checkpoint aside.
+
+    Attributes:
+        host_cache: for swapped requests, if any.
+        draft_runner: runs the model that drafts for this one, if any; set by `make_runner`.
+        num_collected_first: launches that waited for the step before, because a rule of a row reads tokens.
+    """
+
+    draft_runner: Any = None
+    num_collected_first = 0
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, rules: Sequence[type[LogitsRule]]) -> None:
+        self.info = info = loaded.info
+        self.model = loaded.model
+        self.backend = loaded.backend
+        self.device = device = loaded.device
+        self.hooks = loaded.hooks
+        self.host_cache: HostCache | None = None
+        self.state = BatchState(config.max_num_seqs, info.max_model_len, config.block_size, device)
+        ops = select_sampling(device)
+        self.table = SamplingTable(config.max_num_seqs, info.vocab_size, device, rules_of(info.grammars, rules), ops)
+        self.faults = RowFaults(self.table, info.eos_token_ids)
+        self.sampler = Sampler()
+        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, ops, rules)
+        self.forward = ForwardPass(self.model, config.max_num_seqs)
+        self.prompt_logprobs = PromptLogprobs(self.state)
+
+    def fill_rows(self, out: SchedulerOutput) -> None:
+        """Take the tokens and parameters of rows that enter, and drafts; once a step."""
+        self.state.fill_rows(out)
+        self.prompt_logprobs.fill_rows(out)
+        self.faults.fill_rows(out.new_rows)
