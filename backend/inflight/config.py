@@ -69,7 +69,7 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
 
 
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
-    """What the value could have been: the values of a `Literal`, or the keys of a nested object."""
+    """The allowed values: those of a `Literal`, or the keys of a nested object."""
     kinds = (hint, *get_args(hint))
     structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     if structs and "unknown field" in error:

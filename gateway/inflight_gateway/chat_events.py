@@ -25,8 +25,8 @@ def finish_reason(reason: str | None, called: bool) -> str | None:
 class ChatEvents:
     """Encodes the stream of a chat.
 
-    A chunk with the role comes first for each choice, and one with the finish reason last.  What belongs to a token
-    besides its text (log probabilities, its id) comes with the next chunk of its choice, for its text may be held.
+    For each choice, the first chunk has the role, and the last one the finish reason.  The log probabilities and the id
+    of a token are sent with the next chunk of its choice, because its text can be held back.
 
     Args:
         head: the common keys of all chunks.

@@ -70,12 +70,12 @@ class Scanner:
         self._kept, self._kept_from = list(before), self.at
 
     def kept(self) -> str:
-        """What was read since `keep`, which ends."""
+        """End `keep`, and return the text that was read since."""
         pieces, self._kept = self._kept or [], None
         return "".join(pieces) + self.text[self._kept_from : self.at]
 
     def drop(self) -> None:
-        """What was kept is not needed."""
+        """End `keep`, and discard the text."""
         self._kept = None
 
     def peek(self) -> Wait[str]:

@@ -1,4 +1,4 @@
-"""The bridge on stand-ins for Triton's objects (with the real ones: tests/e2e)."""
+"""The bridge with fakes of Triton's objects (tests/e2e uses the real ones)."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[Seque
 
 
 class _Shared:
-    """What the sequences of a request share: it is expensive for long prompts and lists.
+    """Objects that the sequences of a request share: they are expensive for long prompts and lists.
 
     Attributes:
         stop: None without stop strings.

@@ -58,7 +58,7 @@ class RequestKeys:
 
 
 class ValueKind(NamedTuple):
-    """What the value of a key can be.
+    """The allowed values of a key.
 
     Attributes:
         convert: from the client's form; raises ValueError, TypeError or OverflowError.

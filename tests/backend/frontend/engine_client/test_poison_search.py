@@ -28,7 +28,7 @@ class Job:
 
 
 class World:
-    """Requests, an engine with `slots` places, and whatever kills it.
+    """Requests, an engine with `slots` places, and the causes of its deaths.
 
     Attributes:
         deaths: of engines.
@@ -113,7 +113,7 @@ class World:
 
 
 def most_deaths(n: int, num_poison: int) -> int:
-    """What the docstring of `suspects` promises, with a death more for a poison that shows late."""
+    """The bound in the module's docstring, with one more death for a poison that shows late."""
     return num_poison * (math.ceil(math.log2(max(n, 2))) + MAX_REPLAYS + 2)
 
 
@@ -141,7 +141,7 @@ def test_every_poison_fails_and_everyone_else_completes(jobs: list[Job], slots: 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 130), data=st.data())
 def test_one_poison_is_found_in_the_logarithm_of_the_requests(n: int, data: st.DataObject) -> None:
-    """Wherever it stands, and whenever it shows."""
+    """At any place among the requests, and at any token."""
     guilty = data.draw(st.integers(0, n - 1))
     kills_at = data.draw(st.integers(0, 5))
     world = World([Job(6, kills_at if k == guilty else None) for k in range(n)], slots=n)
@@ -152,8 +152,8 @@ def test_one_poison_is_found_in_the_logarithm_of_the_requests(n: int, data: st.D
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject) -> None:
-    """Each engine lives long enough for a token of each that runs; whoever comes meanwhile runs, too."""
+def test_kills_from_outside_fail_no_request_that_gets_any_further(data: st.DataObject) -> None:
+    """Each engine lives long enough for a token of each running request; new requests run, too."""
     world = World([Job(data.draw(st.integers(1, 30)), sequences=data.draw(st.integers(1, 2))) for _ in range(12)])
     for _ in range(data.draw(st.integers(0, 20))):
         for _ in range(data.draw(st.integers(0, 6))):
@@ -171,7 +171,7 @@ def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st.DataObject) -> None:
+def test_suspects_that_end_by_themselves_delay_no_other_request(data: st.DataObject) -> None:
     world = World([Job(20) for _ in range(12)])
     world.step()
     for _ in range(data.draw(st.integers(1, 2))):
@@ -191,7 +191,7 @@ def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st
 def test_new_requests_run_beside_a_group_under_suspicion_but_not_beside_a_single_one() -> None:
     suspects = PoisonSearch(MAX_REPLAYS)
     assert suspects.engine_down(range(6), {k: {0} for k in range(4)}) == {}
-    assert suspects.due() == [0, 1, 4, 5], "half of those that ran, and those that did not"
+    assert suspects.due() == [0, 1, 4, 5], "half of the suspects, and the others"
     assert not suspects.holds_new
     suspects.engine_down([0, 1, 4, 5, 6], {k: {0} for k in (0, 1, 6)})
     assert suspects.due() == [0]

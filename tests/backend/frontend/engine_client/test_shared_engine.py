@@ -1,4 +1,4 @@
-"""Frontends that share an engine process: what one does or suffers changes nothing for the others' requests."""
+"""Frontends that share an engine process: the actions and failures of one do not affect the others' requests."""
 
 from __future__ import annotations
 

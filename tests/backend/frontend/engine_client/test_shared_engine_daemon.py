@@ -1,4 +1,4 @@
-"""Stubs that share an engine process: who starts it, who ends it, and that nothing is left."""
+"""Stubs that share an engine process: its start, its end, and that no process is left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = EngineConfig(model="fake")
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.005)
     return value
 
@@ -68,7 +68,7 @@ class Place:
         self.control.write_text(json.dumps(orders))
 
     def processes(self) -> list[int]:
-        """Those that were started with this place's control file."""
+        """Ids of the processes with this place's control file."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ def test_an_engine_that_loads_for_too_long_is_killed_for_all(place: Place) -> No
         second.wait_ready(20)
 
 
-def test_whoever_sees_it_hang_may_kill_it_and_all_learn_why(place: Place) -> None:
+def test_any_stub_can_kill_a_hanging_engine_and_all_learn_why(place: Place) -> None:
     engines = [start(place.group(f"m_{k}")) for k in range(2)]
     os.kill(engines[0].pid, signal.SIGSTOP)
     engines[1].kill("no step for 3 s")
@@ -234,14 +234,14 @@ def test_a_program_that_does_not_exist_is_refused_by_name(place: Place) -> None:
         place.group("m_0", command=["/no/such/python"]).launch()
 
 
-def test_a_name_that_somebody_else_keeps_is_passed_over(place: Place) -> None:
+def test_a_name_in_use_by_another_program_is_skipped(place: Place) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
         squatter.bind(f"\0{place.name}-0")  # and never listens
         engines = [start(place.group(f"m_{k}")) for k in range(2)]
         assert engines[0].pid == engines[1].pid
 
 
-def test_the_daemon_of_another_user_is_passed_over(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_of_another_user_is_skipped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(place.group("m_0"))
     monkeypatch.setattr("inflight.frontend.engine_client.shared_engine_daemon.peer_uid", lambda end: os.geteuid() + 1)
     group = place.group("m_1")

@@ -253,7 +253,7 @@ def test_only_deaths_that_teach_nothing_delay_the_next_start() -> None:
     for _ in range(3):
         restarts.died(had_requests=True, had_tokens=False, lived=0.1)
         assert (restarts.delay, restarts.refusal("why")) == (0, None)
-    restarts.died(had_requests=True, had_tokens=True, lived=0.1)  # somebody got further
+    restarts.died(had_requests=True, had_tokens=True, lived=0.1)  # a request got further
     for _ in range(4):
         assert (restarts.delay, restarts.refusal("why")) == (0, None)
         restarts.died(had_requests=True, had_tokens=False, lived=0.1)

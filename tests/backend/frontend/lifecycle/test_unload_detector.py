@@ -1,4 +1,4 @@
-"""How a model instance notices that it is to go, and what other processes see of it."""
+"""Signs of an unload, and the state that other processes see."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_page_shows_the_state_while_it_is_open() -> None:
     assert list(states_of(2**22 + 1)) == []
 
 
-def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
+def test_a_successor_finds_only_the_instances_that_it_replaces() -> None:
     program = (
         "import sys\nfrom inflight.frontend.lifecycle.instance_registry import RegistryEntry\n"
         "page = RegistryEntry(sys.argv[1])\nprint('up', flush=True)\nsys.stdin.read()"
@@ -193,5 +193,5 @@ def test_the_probe_finds_the_server_and_knows_when_it_is_gone() -> None:
     Handler.status = 200
     server.shutdown()
     server.server_close()
-    assert probe.is_ready() is False, "nobody listens any more"
+    assert probe.is_ready() is False, "no socket listens any more"
     assert ServerProbe("a model", "1", 2**22 + 1).is_ready() is None, "no such process"

@@ -1,4 +1,4 @@
-"""Who may send a `control` request."""
+"""`control` requests with and without the admin key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "0123456789abcdef"
 
 
 def check(key: str | None, **parameters: Any) -> str | None:
-    """What the check says of a request; None if it may pass."""
+    """The refusal of a request; None if it is accepted."""
     try:
         AdminKey(key).check(WireRequest({}, parameters))
     except RequestError as error:

@@ -67,7 +67,7 @@ class Rig:
 
     def step(
         self,
-        *news: SequenceDelta,
+        *deltas: SequenceDelta,
         at: float = 0.0,
         open_ids: Any = (1, 2, 3),
         tokens: Any = (),
@@ -75,7 +75,7 @@ class Rig:
         **changes: Any,
     ) -> None:
         columns = TokenColumns(*map(list, zip(*((i, k, 7) for i, k in tokens)))) if tokens else TokenColumns()
-        self.metrics.step(StepMessage(list(news), stats(**changes), columns, leads=leads), at, open_ids)
+        self.metrics.step(StepMessage(list(deltas), stats(**changes), columns, leads=leads), at, open_ids)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_a_hung_engine_delays_the_answer_by_less_than_a_second(rig: Rig) -> None
     assert rig.supervisor.asked[0].cancelled(), "the question is withdrawn"
 
 
-def test_without_an_engine_nobody_is_asked(rig: Rig) -> None:
+def test_without_an_engine_no_question_is_sent(rig: Rig) -> None:
     rig.supervisor.pid = None
     assert rig.ask()["state"] == "restarting"
     rig.supervisor.refusal = "the engine process cannot be restarted (3 attempts failed): no memory"

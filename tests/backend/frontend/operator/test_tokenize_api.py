@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from chat_templates import HERMES, TEMPLATES
+from chat_templates import HERMES
 from frontend_rig import CHECKPOINT, RecordingClient, demo_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +20,7 @@ import inflight
 from inflight.config import EngineConfig
 from inflight.engine.messages import EngineReady
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.chat.tool_format import reasoning_tags, tool_format
 from inflight.frontend.errors import RequestError
-from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control
 from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
@@ -194,64 +192,6 @@ def test_a_template_may_open_the_reasoning_itself(end: str, opened: bool) -> Non
     assert ask("model", of=make(ChatTemplate(template)))["reasoning_opened"] is opened
 
 
-def test_the_format_of_tool_calls_shows_in_the_template() -> None:
-    assert {name: tool_format(text) for name, text in TEMPLATES.items()} == {name: name for name in TEMPLATES}
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ messages }}", None),
-        ("<|start_header_id|>{{ tool }}", None),
-        ("'<|python_tag|>' + tool_call.name", "llama3"),
-        ('<|start_header_id|>system [func_name1(params_name1=params_value1)] "parameters":', "pythonic"),
-        ("<tool_call>{{ name }}\n<arg_key>", None),
-        ("<tool_calls><tool_call>", None),
-        ("<|tool_calls_section_begin|>", None),
-        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
-    ],
-)
-def test_formats_of_other_templates(template: str, expected: str | None) -> None:
-    assert tool_format(template) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{% set content = content.split('</think>')[-1] %}", ("<think>", "</think>")),
-        ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
-        ("I think", None),
-    ],
-)
-def test_tags_of_reasoning(template: str, expected: Any) -> None:
-    assert reasoning_tags(template) == expected
-
-
-def test_the_id_is_that_of_the_content(tmp_path: Path) -> None:
-    def write(name: str, weights: bytes, config: str = "{}", shard: str = "model.safetensors") -> str | None:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(config)
-        (folder / shard).write_bytes(weights)
-        (folder / "README.md").write_text(name)
-        return checkpoint_id(str(folder))
-
-    weights = bytes(range(256)) * 400
-    first = write("a", weights)
-    assert first is not None and len(first) == 16 and int(first, 16) >= 0
-    assert write("b", weights) == first
-    changed = [
-        write("c", weights[:-1] + b"\0"),
-        write("d", b"\1" + weights[1:]),
-        write("e", weights + b"\0"),
-        write("f", weights, config='{"a": 1}'),
-        write("g", weights, shard="model-00001-of-00001.safetensors"),
-        write("h", b""),
-    ]
-    assert len({first, *changed}) == len(changed) + 1
-    assert checkpoint_id(str(tmp_path / "none")) is None
-
-
 # -- where they are answered --------------------------------------------------------------------
 
 
@@ -262,8 +202,8 @@ def test_everybody_may_ask() -> None:
 
 
 def test_the_names_are_known_to_control() -> None:
-    nobody: Any = SimpleNamespace(ask=Future)
-    control = Control(nobody.ask, nobody, nobody, text_questions=TokenizeApi.names)
+    unused: Any = SimpleNamespace(ask=Future)
+    control = Control(unused.ask, unused, unused, text_questions=TokenizeApi.names)
     assert control.answer(wire("tokenize", text_input="a")) is None
     with pytest.raises(RequestError, match='or "drain" or "tokenize" or "detokenize" or "model"'):
         control.answer(wire("tokenise"))

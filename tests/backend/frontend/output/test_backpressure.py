@@ -146,7 +146,7 @@ class PausingEngine(CoreEngine):
 
 
 def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
-    """What a client gets of a request with a grammar, and how often it was submitted again.
+    """Responses to a request with a grammar, and how often it was submitted again.
 
     Args:
         limit: of the backlog; the sender thread then stops whenever nothing is left of it, until it is exceeded.

@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.002)
 
 

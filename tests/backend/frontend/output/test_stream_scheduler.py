@@ -1,4 +1,4 @@
-"""The policy of turns: fair by cost, nobody waits for more than one turn of each other, nobody is lost."""
+"""Turns are fair by cost; a key waits for at most one turn of each other key, and none is lost."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_no_busy_key_gets_ahead_of_another_by_more_than_their_two_largest_turns(
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["add", "take", "forget"]), costs), max_size=120))
-def test_who_has_caught_up_waits_for_at_most_one_turn_of_each_other(moves: list[tuple[str, str, float]]) -> None:
-    """And nobody who waits is lost, or served twice."""
+def test_a_key_that_has_caught_up_waits_for_at_most_one_turn_of_each_other(moves: list[tuple[str, str, float]]) -> None:
+    """No waiting key is lost or served twice."""
     turns: StreamScheduler[str] = StreamScheduler()
     waiting: dict[str, list[str]] = {}  # who waits -> who was served since
     reach: dict[str, float] = {}  # virtual time up to which a key has been served
@@ -92,5 +92,5 @@ def test_who_has_caught_up_waits_for_at_most_one_turn_of_each_other(moves: list[
             for others in waiting.values():
                 others.append(got)
                 if others[0] != "ahead":
-                    assert len(others) == len(set(others)), "somebody had two turns before one that was due"
+                    assert len(others) == len(set(others)), "a key had two turns before one that was due"
         assert len(turns) == len(waiting)

@@ -1,4 +1,4 @@
-"""The limits of model.json on what one request may ask for."""
+"""The limits of model.json for one request."""
 
 from __future__ import annotations
 

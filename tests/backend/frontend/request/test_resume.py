@@ -1,4 +1,4 @@
-"""Requests that say what their client already has: how it is read, and that the rest is the rest of the whole."""
+"""Requests that continue an output: parsing, and that the continuation completes the whole."""
 
 from __future__ import annotations
 

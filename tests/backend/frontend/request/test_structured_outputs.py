@@ -1,4 +1,4 @@
-"""What clients ask of an output, as vLLM's and TensorRT-LLM's clients write it."""
+"""Constraints on the output, in the forms of vLLM's and TensorRT-LLM's clients."""
 
 from __future__ import annotations
 

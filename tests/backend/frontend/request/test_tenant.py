@@ -1,4 +1,4 @@
-"""Whose request it is: the claim, or what a proxy says in a header."""
+"""The tenant of a request: the claim, or the header of a proxy."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Client(RecordingClient):
 
 
 class Rig:
-    """`take` returns at once for a long text; the parser waits for `go` on those that begin with "wait"."""
+    """`take` returns at once for a long text; the parser waits for `go` on texts that begin with "wait"."""
 
     def __init__(self, parse: Callable[[WireRequest], Any] | None = None, **options: Any) -> None:
         self.go = threading.Event()
