@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import common
 import numpy as np
 import torch
 
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling import Sampler, SamplingTable, native
+from inflight.kernels.registry import select_sampling
+from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling.reference import ReferenceSampling
 
 KINDS = {
     "temperature": SamplingParams(),
@@ -31,28 +32,16 @@ KINDS = {
 MIN_SECONDS = 0.02  # of a measurement
 
 
-@contextmanager
-def drawn_by(kernel: bool) -> Iterator[None]:
-    found = native.cpu_sampler
-    if not kernel:
-        native.cpu_sampler = lambda: None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        native.cpu_sampler = found
-
-
 def chooser(kind: SamplingParams, logits: torch.Tensor, kernel: bool) -> Callable[[], torch.Tensor]:
     """Draws a step's tokens as the engine does, selection included."""
     rows, sampler = np.arange(len(logits)), Sampler()
-    with drawn_by(kernel):
-        table = SamplingTable(*logits.shape)
+    ops = select_sampling(logits.device) if kernel else ReferenceSampling()
+    table = SamplingTable(*logits.shape, ops=ops)
     for row in rows:
         table.set_row(row, kind, int(row), [], 1)
 
     def run() -> torch.Tensor:
-        with drawn_by(kernel):
-            return sampler(logits, table.select(rows, rows + 7)).token_ids
+        return sampler(logits, table.select(rows, rows + 7)).token_ids
 
     return run
 

@@ -6,22 +6,61 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from model_entries import copy_entry, loaded
 
 from inflight_tools.installation import LauncherError, TritonInstallation
 from inflight_tools.launcher import TritonServer
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1] / "model_repository"
 LOG_CHARACTERS = 6000  # of each server that a failure shows
+
+# The modules of each pytest-xdist group.  A group runs in one process, whose modules share a tritonserver, and takes
+# about as long as the other.
+GROUPS = {
+    "e2e-demo": (
+        "copied_backend",
+        "demo",
+        "failover",
+        "fleet",
+        "fleet_restarts",
+        "gateway",
+        "gateway_chat",
+        "hostile_clients",
+        "monitoring",
+        "openai_clients",
+        "prometheus",
+        "questions",
+        "structured_output",
+        "tensorrt_llm_clients",
+        "vllm_backend_clients",
+    ),
+    "e2e-models": (
+        "draining",
+        "frontend_fake_engine",
+        "grouping",
+        "kubernetes",
+        "latency",
+        "memory",
+        "replay",
+        "scheduling",
+        "serving",
+        "several_frontends",
+        "soak",
+        "step_trace",
+        "stopping",
+        "who_may_do_what",
+    ),
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark this folder's tests, and keep them in one xdist worker, because they share a server."""
+    """Mark this folder's tests, and keep those that share a server in one xdist worker."""
+    group_of = {f"test_{module}": group for group, modules in GROUPS.items() for module in modules}
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.xdist_group("e2e"))
+            item.add_marker(pytest.mark.xdist_group(group_of[item.path.stem]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,8 +86,17 @@ def triton_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def server(triton_installed: None) -> Iterator[TritonServer]:
-    """A tritonserver with the model `demo`, shared by all tests that do not change its models."""
-    server = TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=5)
-    with server:
+def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A tritonserver without models: modules load their own (`model_entries.loaded`) and leave none behind."""
+    repository = tmp_path_factory.mktemp("models")
+    for name in ("demo", "ensemble"):
+        copy_entry(repository, name)
+    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server(triton: TritonServer) -> Iterator[TritonServer]:
+    """The same server with the model `demo`, which no module changes."""
+    with loaded(triton, "demo"):
+        yield triton

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fake_repository import fake_options
+from processes_of import engine_process, slowed
 from rich.console import Console
 
 from inflight_tools.demo import demo_requests, run_demo
@@ -42,39 +44,34 @@ def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     assert not any(session_members(pid) for pid in sessions)
 
 
-# The first request of the demo takes less than half a second: a client that another process keeps from its
-# core for that long joins too late, and shows nothing.  A batch that is locked fails every time.
-_ATTEMPTS = 4
+@pytest.fixture
+def demo(server: TritonServer) -> Iterator[TritonServer]:
+    """The server with a slow engine: on a busy machine the clients of the demo would join after its first request,
+    which takes less than half a second."""
+    with slowed(engine_process(server, "demo")):
+        yield server
 
 
-def test_short_requests_join_after_the_first_one_and_leave_before_it(server: TritonServer) -> None:
-    overlaps = []
-    for _ in range(_ATTEMPTS):
-        output = io.StringIO()
-        rows = run_demo(server, Console(file=output, width=200))
-        assert [row.state for row in rows] == ["done"] * len(demo_requests())
-        assert [row.tokens for row in rows] == [row.max_tokens for row in rows]
-        assert all(row.text.strip() and row.ttft for row in rows)
-        events = re.findall(r"request (\d) (joined|first token|left)", output.getvalue())
-        order = {event: position for position, event in enumerate(events)}
-        assert len(order) == 3 * len(rows)
-        assert order["1", "first token"] < order["2", "joined"]
-        overlaps.append([order[row, "left"] < order["1", "left"] for row in ("2", "5")])
-        if all(overlaps[-1]):
-            return
-    pytest.fail(f"requests 2 and 5 did not leave before request 1: {overlaps}")
+def test_short_requests_join_after_the_first_one_and_leave_before_it(demo: TritonServer) -> None:
+    output = io.StringIO()
+    rows = run_demo(demo, Console(file=output, width=200))
+    assert [row.state for row in rows] == ["done"] * len(demo_requests())
+    assert [row.tokens for row in rows] == [row.max_tokens for row in rows]
+    assert all(row.text.strip() and row.ttft for row in rows)
+    events = re.findall(r"request (\d) (joined|first token|left)", output.getvalue())
+    order = {event: position for position, event in enumerate(events)}
+    assert len(order) == 3 * len(rows)
+    assert order["1", "first token"] < order["2", "joined"]
+    assert max(order[row, "left"] for row in ("2", "5")) < order["1", "left"], "the batch was locked"
 
 
-def test_the_table_shows_one_live_row_per_request(server: TritonServer) -> None:
-    for _ in range(_ATTEMPTS):
-        output = io.StringIO()
-        run_demo(server, Console(file=output, width=160, force_terminal=True, color_system=None))
-        drawn = output.getvalue()
-        assert {"waiting", "running", "done"} <= set(re.findall(r"waiting|running|done", drawn))
-        assert len(re.findall(r"400/400", drawn)) >= 1
-        if "in the batch: 3" in drawn:
-            return
-    pytest.fail("there were never three requests in the batch")
+def test_the_table_shows_one_live_row_per_request(demo: TritonServer) -> None:
+    output = io.StringIO()
+    run_demo(demo, Console(file=output, width=160, force_terminal=True, color_system=None))
+    drawn = output.getvalue()
+    assert {"waiting", "running", "done"} <= set(re.findall(r"waiting|running|done", drawn))
+    assert "400/400" in drawn
+    assert "in the batch: 3" in drawn
 
 
 def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None) -> None:
@@ -95,10 +92,12 @@ def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None) -> 
             assert answer.stdout and '{"error"' not in answer.stdout, command
 
 
-def test_serve_a_checkpoint_by_its_directory(triton_installed: None) -> None:
-    checkpoint = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
+def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: Path) -> None:
+    """With the fake engine: `inflight demo` has shown what the real one does."""
+    settings = fake_options(tmp_path)
     options = ["--name", "mine", "--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory", "64MiB"]
-    with _inflight("serve", "--model", str(checkpoint), *options) as process:
+    options += ["--set", f"python_executable={settings['python_executable']}"]
+    with _inflight("serve", "--model", settings["model"], *options) as process:
         assert process.stdout is not None
         key, ready = process.stdout.readline(), process.stdout.readline()
         assert re.match(r"admin key, .*: [\w-]{32}$", key), key

@@ -31,7 +31,7 @@ PROMPT = "the list of names"
 
 @pytest.fixture(scope="module")
 def fake(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = write_repository(tmp_path_factory.mktemp("draining"), drain_timeout=3.0)
+    repository = write_repository(tmp_path_factory.mktemp("draining"), drain_timeout=2.0)
     with TritonServer(
         repository,
         model_control_mode="explicit",
@@ -114,7 +114,7 @@ def refused(server: TritonServer) -> str:
 
 
 def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) -> None:
-    short, long = Reading(loaded, "grpc", 30, 0.05), Reading(loaded, "http", 2000, 0.05)
+    short, long = Reading(loaded, "grpc", 8, 0.05), Reading(loaded, "http", 2000, 0.05)
     answer: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: answer.update(control_of(loaded, "drain")))
     asking.start()
@@ -123,7 +123,7 @@ def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) ->
     asking.join(30)
     assert (answer["finished"], answer["ended"]) == (1, 1)
     assert not short.wait().error
-    assert "did not finish within drain_timeout=3 s" in long.wait().error and long.text
+    assert "did not finish within drain_timeout=2 s" in long.wait().error and long.text
     assert control_of(loaded, "stats")["state"] == "drained"
 
 
@@ -144,7 +144,7 @@ def test_an_unload_drains(loaded: TritonServer) -> None:
     stream = Reading(loaded, "grpc", 2000, 0.05)
     control = grpcclient.InferenceServerClient(loaded.grpc_address)
     control.unload_model("fake", headers=KEY_HEADERS)
-    assert "drain_timeout=3 s" in stream.wait().error and stream.text
+    assert "drain_timeout=2 s" in stream.wait().error and stream.text
     control.close()
 
 
@@ -159,8 +159,8 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: Tri
     }
     control.load_model("fake", headers=KEY_HEADERS, config=json.dumps(config))
     assert sorted(states(loaded)) == ["serving", "serving"] and not stream.error
-    new = Reading(loaded, "grpc", 40, 0.05)  # the new instance notices that it serves
-    assert "drain_timeout=3 s" in stream.wait().error
+    new = Reading(loaded, "grpc", 10, 0.05)  # the new instance notices that it serves
+    assert "drain_timeout=2 s" in stream.wait().error
     assert not new.wait().error
     control.close()
     wait_for(lambda: states(loaded) == ["serving"])

@@ -10,18 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from processes_of import engine_processes
+from processes_of import engine_process, run_in_turns
 from wire import post, server_sent_events
 
 from inflight_client import AsyncClient, Client, GenerationResult, RequestCancelledError, RetryPolicy
 from inflight_tools.launcher import TritonServer
 
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
 LENGTH = 400
 BASE = {"max_tokens": LENGTH, "ignore_eos": True}
 REQUESTS: list[dict[str, Any]] = [
@@ -36,9 +33,10 @@ POLICY = RetryPolicy(stall_timeout=2.0)
 
 @pytest.fixture(scope="module")
 def doomed(server: TritonServer) -> Iterator[TritonServer]:
-    """Another server with the same model, which may be killed."""
+    """Another server with the same model, to be killed; without metrics, and with forwarded headers."""
+    options = {"metrics_port": None, "extra_args": [f"--{kind}-header-forward-pattern=.*" for kind in ("http", "grpc")]}
     with TritonServer(
-        REPOSITORY, model_control_mode="explicit", load_models=["demo"], metrics_port=None, exit_timeout=5
+        server.repositories, model_control_mode="explicit", load_models=["demo"], exit_timeout=5, **options
     ) as other:
         yield other
 
@@ -47,11 +45,6 @@ def doomed(server: TritonServer) -> Iterator[TritonServer]:
 def expected(server: TritonServer) -> list[GenerationResult]:
     with Client(server.grpc_address) as client:
         return [client.generate(**request) for request in REQUESTS]
-
-
-def engine_of(server: TritonServer) -> psutil.Process:
-    (engine,) = engine_processes(server)
-    return engine
 
 
 class Begun:
@@ -87,14 +80,25 @@ async def run_async(client: AsyncClient, request: dict[str, Any], begun: Begun) 
     return stream.result()
 
 
-def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[Begun], None]) -> list[GenerationResult]:
-    """Every request over both protocols with both clients, all at once; `strike` ends what the first server does."""
+def wait_for_open_requests(server: TritonServer, count: int) -> None:
+    """Until the frontend has so many; it tells this also while its engine is stopped."""
+    with Client(server.grpc_address) as client:
+        while json.loads(client.control("stats"))["frontend"]["open_requests"] < count:
+            time.sleep(0.02)
+
+
+def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[], None]) -> list[GenerationResult]:
+    """Every request over both protocols with both clients, all at once.
+
+    Once all have begun and before any is near its end, the first server's engine is stopped and `strike` called.
+    """
     pairs = {
         "grpc": f"{doomed.grpc_address},{server.grpc_address}",
         "http": f"{doomed.http_address},{server.http_address}",
     }
     begun = Begun(4 * len(REQUESTS))
-    engine_of(doomed).send_signal(signal.SIGSTOP)  # until `strike` lets it make a few steps
+    engine = engine_process(doomed)
+    engine.suspend()
 
     async def use_async_clients() -> list[GenerationResult]:
         async with (
@@ -112,19 +116,10 @@ def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[Begu
             pool.submit(run_blocking, client, request, begun) for client in (grpc, http) for request in REQUESTS
         ]
         others = pool.submit(asyncio.run, use_async_clients())
-        strike(begun)
+        wait_for_open_requests(doomed, 4 * len(REQUESTS))
+        run_in_turns(engine, begun.all.wait)
+        strike()
         return [*(one.result(60) for one in blocking), *others.result(60)]
-
-
-def step_until_all_have_begun(server: TritonServer, begun: Begun) -> psutil.Process:
-    """Leaves the engine stopped: it ran for moments only, so that no stream is near its end."""
-    engine = engine_of(server)
-    while not begun.all.is_set():
-        engine.send_signal(signal.SIGCONT)
-        time.sleep(0.02)
-        engine.send_signal(signal.SIGSTOP)
-        begun.all.wait(0.1)
-    return engine
 
 
 def check(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
@@ -137,38 +132,38 @@ def check(results: list[GenerationResult], expected: list[GenerationResult]) -> 
 def test_streams_of_a_server_that_hangs_are_continued_on_the_next(
     server: TritonServer, doomed: TritonServer, expected: list[GenerationResult]
 ) -> None:
-    engines = []
+    engine = engine_process(doomed)
     try:
-        results = all_kinds(doomed, server, lambda begun: engines.append(step_until_all_have_begun(doomed, begun)))
+        results = all_kinds(doomed, server, lambda: None)
     finally:
-        for engine in engines:
-            engine.send_signal(signal.SIGCONT)
+        engine.resume()
     check(results, expected)
 
 
 def test_a_stream_can_be_cancelled_while_it_looks_for_another_server(doomed: TritonServer) -> None:
-    """Nobody listens at the other address, and the pause before the next attempt is long."""
+    """No server listens at the other address, and the pause before the next attempt is long."""
     policy = RetryPolicy(initial_delay=60.0, max_delay=60.0, stall_timeout=0.2)
-    engine = engine_of(doomed)
-    engine.send_signal(signal.SIGSTOP)
+    engine = engine_process(doomed)
+    engine.suspend()
     begun = Begun(1)
     with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream(**REQUESTS[0])
+        wait_for_open_requests(doomed, 1)
         try:
             first = pool.submit(lambda: (next(stream), begun.one()))
-            step_until_all_have_begun(doomed, begun)
+            run_in_turns(engine, begun.all.wait)
             first.result(20)
             timer = threading.Timer(0.6, stream.cancel)
             timer.start()
             with pytest.raises(RequestCancelledError) as caught:
                 list(stream)
         finally:
-            engine.send_signal(signal.SIGCONT)
+            engine.resume()
     assert caught.value.partial is not None and caught.value.partial.token_ids
 
 
 def test_a_client_of_its_own_resumes_over_http(server: TritonServer, expected: list[GenerationResult]) -> None:
-    """In a `generate_stream` body, where lists stand for declared inputs."""
+    """In a `generate_stream` body, which gives inputs as lists."""
     whole = expected[1]
     cuts = (100, LENGTH, 0)
     body = {
@@ -198,7 +193,7 @@ def test_a_client_of_its_own_resumes_over_http(server: TritonServer, expected: l
     assert whole.choices[0].text.endswith(texts[0]) and texts[0]
 
 
-def test_what_cannot_be_resumed_is_refused_and_what_is_complete_ends_at_once(
+def test_an_output_without_its_seed_is_refused_and_a_complete_one_ends_at_once(
     server: TritonServer, expected: list[GenerationResult]
 ) -> None:
     url = f"http://{server.http_address}/v2/models/demo/generate"
@@ -213,10 +208,9 @@ def test_what_cannot_be_resumed_is_refused_and_what_is_complete_ends_at_once(
 def test_streams_of_a_killed_server_are_continued_on_the_next(
     server: TritonServer, doomed: TritonServer, expected: list[GenerationResult]
 ) -> None:
-    """SIGKILL of the whole server, as a machine that loses power."""
+    """SIGKILL of the whole server, as if its machine lost power."""
 
-    def kill(begun: Begun) -> None:
-        step_until_all_have_begun(doomed, begun)
+    def kill() -> None:
         assert doomed.process is not None
         os.kill(doomed.process.pid, signal.SIGKILL)
 

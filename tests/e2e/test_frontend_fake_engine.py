@@ -17,12 +17,13 @@ import fake_engine
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from fake_repository import write_repository
+from fake_repository import FAKE_CONFIG, fake_options
 from frontend_rig import demo_tokenizer
+from model_entries import load, loaded, unload, write_entry
+from processes_of import model_processes
 from tritonclient.utils import InferenceServerException
 
 from inflight_tools.launcher import TritonServer
-from inflight_tools.processes import session_members
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
@@ -37,12 +38,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fake(triton_installed: None, root: Path) -> Iterator[TritonServer]:
+def entry(triton: TritonServer, root: Path) -> Path:
     environment = {"FAKE_ENGINE_CONTROL": str(root / "control.json"), "FAKE_ENGINE_LOG": str(root / "aborts")}
-    repository = write_repository(root, max_num_seqs=31, max_queue_size=1)
-    with TritonServer(
-        repository, model_control_mode="explicit", load_models=["fake"], exit_timeout=5, env=environment
-    ) as server:
+    options = {**fake_options(root, environment), "max_num_seqs": 31, "max_queue_size": 1}
+    return write_entry(triton.repositories[-1], "fake", FAKE_CONFIG, **options)
+
+
+@pytest.fixture(scope="module")
+def fake(triton: TritonServer, entry: Path) -> Iterator[TritonServer]:
+    with loaded(triton, "fake") as server:
         yield server
 
 
@@ -496,55 +500,51 @@ def test_deaths_and_restarts_of_the_engine_are_counted(fake: TritonServer) -> No
 
 
 def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
-    assert fake.process is not None
     grpc = Grpc(fake)
     for number in range(5):
         grpc.send(text(), *flags("stream"), request_id=str(number), **slow(tokens=60))
         grpc.queues[str(number)].get(timeout=30)
-    members = set(session_members(fake.process.pid))
+    processes = model_processes(fake, "fake")
+    assert len(processes) >= 2  # stub, engine
     control = grpcclient.InferenceServerClient(fake.grpc_address)
-    unload = threading.Thread(target=control.unload_model, args=("fake",))
-    unload.start()
+    unloading = threading.Thread(target=control.unload_model, args=("fake",))
+    unloading.start()
     for number in range(5):  # Triton lets requests in flight finish
         grpc.take(str(number))
-    unload.join(30)
+    unloading.join(30)
     grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
     wait_for(lambda: not control.is_model_ready("fake"))
-    wait_for(lambda: set(session_members(fake.process.pid)) == {fake.process.pid})
-    assert len(members) >= 3  # server, stub, engine
-    control.load_model("fake")
+    wait_for(lambda: not any(process.is_running() for process in processes))
+    load(fake, "fake")
     assert generate(fake)["text_output"] == PROMPT + ECHO
 
 
-def test_load_errors_name_their_cause(fake: TritonServer, root: Path) -> None:
-    control = grpcclient.InferenceServerClient(fake.grpc_address)
-    model_json = root / "repository" / "fake" / "1" / "model.json"
+def test_load_errors_name_their_cause(fake: TritonServer, root: Path, entry: Path) -> None:
+    model_json = entry / "1" / "model.json"
     good = model_json.read_text()
-    control.unload_model("fake")
+    unload(fake, "fake")
     try:
         model_json.write_text(json.dumps({**json.loads(good), "max_num_seq": 3}))
         with pytest.raises(InferenceServerException, match=r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"):
-            control.load_model("fake")
+            load(fake, "fake")
         model_json.write_text(good)
         (root / "control.json").write_text('{"start": "fatal"}')
         with pytest.raises(InferenceServerException, match="told to fatal"):
-            control.load_model("fake")
+            load(fake, "fake")
     finally:
         (root / "control.json").unlink(missing_ok=True)
         model_json.write_text(good)
-        control.load_model("fake")
+        load(fake, "fake")
     assert generate(fake)["text_output"] == PROMPT + ECHO
 
 
-def test_with_a_health_check_no_request_waits_for_an_engine(fake: TritonServer, root: Path) -> None:
-    control = grpcclient.InferenceServerClient(fake.grpc_address)
-    config = root / "repository" / "fake" / "config.pbtxt"
+def test_with_a_health_check_no_request_waits_for_an_engine(fake: TritonServer, root: Path, entry: Path) -> None:
+    config = entry / "config.pbtxt"
     plain = config.read_text()
-    control.unload_model("fake")
-    wait_for(lambda: not control.is_model_ready("fake"))
+    unload(fake, "fake")
     try:
         config.write_text(plain + 'parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "true" } }\n')
-        control.load_model("fake")
+        load(fake, "fake")
         assert generate(fake)["text_output"] == PROMPT + ECHO
         (root / "control.json").write_text('{"start": "fail"}')
         post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
@@ -556,20 +556,6 @@ def test_with_a_health_check_no_request_waits_for_an_engine(fake: TritonServer, 
     finally:
         (root / "control.json").unlink(missing_ok=True)
         config.write_text(plain)
-        control.unload_model("fake")
-        wait_for(lambda: not control.is_model_ready("fake"))
-        control.load_model("fake")
+        unload(fake, "fake")
+        load(fake, "fake")
     assert generate(fake)["text_output"] == PROMPT + ECHO
-
-
-def test_without_metrics_and_with_forwarded_headers(triton_installed: None, tmp_path: Path) -> None:
-    forward = ["--http-header-forward-pattern=.*", "--grpc-header-forward-pattern=.*"]
-    with TritonServer(write_repository(tmp_path), metrics_port=None, exit_timeout=5, extra_args=forward) as server:
-        assert generate(server)["text_output"] == PROMPT + ECHO
-        grpc = Grpc(server)
-        grpc.send(text())
-        assert joined(grpc.take()) == PROMPT + ECHO
-        grpc.close()
-        pid = server.process.pid if server.process else 0
-        assert len(session_members(pid)) >= 3
-    assert session_members(pid) == []

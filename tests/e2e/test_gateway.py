@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from processes_of import engine_processes
+from processes_of import engine_process
 
 from inflight_client import Client
 from inflight_gateway.options import GatewayOptions
@@ -153,7 +153,7 @@ async def test_models_tokens_and_errors(client: AsyncOpenAI, direct: Client) -> 
 async def test_a_client_that_hangs_up_cancels_its_request(
     client: AsyncOpenAI, direct: Client, server: TritonServer, stream: bool
 ) -> None:
-    (engine,) = engine_processes(server)
+    engine = engine_process(server, "demo")
     engine.suspend()  # so that the request cannot end by itself
     try:
         cancelled = stats(direct)["requests"].get("cancelled", 0)
@@ -172,7 +172,7 @@ async def test_the_engines_death_goes_unnoticed(client: AsyncOpenAI, server: Tri
     options = {**LONG, "max_tokens": 300, "temperature": 1.0, "seed": 11}
     expected = (await client.completions.create(**options)).choices[0].text
     deaths = stats(direct)["engine_deaths"]
-    (engine,) = engine_processes(server)
+    engine = engine_process(server, "demo")
     stream = await client.completions.create(stream=True, **options)
     text = ""
     async for chunk in stream:

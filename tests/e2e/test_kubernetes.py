@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 from charts import FULLNAME, containers, manifests, only, render
 from charts import server as chart_server
-from processes_of import engine_processes
+from processes_of import engine_process, stubs
 
 from inflight_client import Client, RetryPolicy, UnavailableError
 from inflight_gateway.options import GatewayOptions
@@ -24,7 +26,6 @@ from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.installation import TritonInstallation
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
-from inflight_tools.processes import STUB_NAME, children
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "container"
@@ -70,8 +71,8 @@ def test_tritonserver_has_the_flags_that_the_chart_passes(triton_installed: None
         assert {argument.partition("=")[0] for argument in arguments} <= known
 
 
-def test_no_key_allows_to_load_or_unload(replica: TritonServer) -> None:
-    """`--model-control-mode=none`, whoever knows the admin key."""
+def test_no_key_allows_a_caller_to_load_or_unload(replica: TritonServer) -> None:
+    """With `--model-control-mode=none` the admin key makes no difference."""
     for action in ("load", "unload"):
         url = f"http://{replica.http_address}/v2/repository/models/demo/{action}"
         for headers in ({}, replica.admin_headers):
@@ -81,9 +82,9 @@ def test_no_key_allows_to_load_or_unload(replica: TritonServer) -> None:
     assert ready(replica) == 200
 
 
-def test_the_doors_metrics_have_what_an_endpoint_picker_reads(replica: TritonServer) -> None:
+def test_the_gateways_metrics_have_what_an_endpoint_picker_reads(replica: TritonServer) -> None:
     (port,) = pick_ports(1)
-    door = GatewayProcess(
+    gateway = GatewayProcess(
         GatewayOptions(
             models=("demo",),
             api_keys=("key",),
@@ -94,12 +95,12 @@ def test_the_doors_metrics_have_what_an_endpoint_picker_reads(replica: TritonSer
     )
     with Client(replica.grpc_address, model="demo") as client:
         client.generate("Return", max_tokens=4)
-    door.start(replica.grpc_address)
+    gateway.start(replica.grpc_address)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
             shown = answer.read().decode()
     finally:
-        door.stop()
+        gateway.stop()
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
         assert f"# TYPE vllm:{name} gauge" in shown
     (labels,) = re.findall(r"^vllm:num_requests_waiting\{(.*)\} 0$", shown, re.MULTILINE)
@@ -112,10 +113,10 @@ def test_the_doors_metrics_have_what_an_endpoint_picker_reads(replica: TritonSer
 
 def test_alive_says_so_while_the_engine_is_gone(replica: TritonServer) -> None:
     assert ready(replica) == 200 and alive(replica).returncode == 0
-    (engine,) = engine_processes(replica)
-    engine.send_signal(signal.SIGSTOP)
+    engine = engine_process(replica)
+    engine.suspend()
     try:
-        assert alive(replica).returncode == 0, "an engine that hangs is the stub's affair"
+        assert alive(replica).returncode == 0, "replacing an engine that hangs is the stub's task"
     finally:
         engine.kill()
     assert alive(replica).returncode == 0
@@ -124,7 +125,7 @@ def test_alive_says_so_while_the_engine_is_gone(replica: TritonServer) -> None:
 
 
 def test_drain_ends_with_the_last_stream(replica: TritonServer) -> None:
-    """The hook finds the stubs by themselves: no key, no address."""
+    """The hook needs neither key nor address: it finds the stubs itself."""
     assert replica.process is not None
     paths = ":".join(str(ROOT / folder) for folder in ("tools", "client", "gateway", "backend"))
     script = (SCRIPTS / "inflight-drain").read_text()
@@ -136,18 +137,19 @@ def test_drain_ends_with_the_last_stream(replica: TritonServer) -> None:
         assert ours in script
         script = script.replace(ours, here)
     with Client(replica.grpc_address, model="demo", retries=RetryPolicy(max_attempts=1)) as client:
-        stream = client.stream("Return a list of", max_tokens=300, ignore_eos=True, seed=1)
-        chunks = [next(stream)]
-        (engine,) = engine_processes(replica)
-        engine.send_signal(signal.SIGSTOP)  # so that the stream stays open
+        engine = engine_process(replica)
+        engine.suspend()  # so that the stream stays open
         try:
+            stream = client.stream("Return a list of", max_tokens=30, ignore_eos=True, seed=1)
+            while not json.loads(client.control("stats", admin_key=KEY))["frontend"]["open_requests"]:
+                time.sleep(0.02)
             hurried = subprocess.run(["sh", "-c", script, "inflight-drain", "0"])
+            assert hurried.returncode == 1, "its seconds are over"
+            hook = subprocess.Popen(["sh", "-c", script, "inflight-drain", "60"])
         finally:
-            engine.send_signal(signal.SIGCONT)
-        assert hurried.returncode == 1, "its seconds are over"
-        hook = subprocess.Popen(["sh", "-c", script, "inflight-drain", "60"])
-        chunks += stream
-        assert chunks[-1].finish_reason == "length", "the open stream was left alone"
+            engine.resume()
+        *_, last = stream
+        assert last.finish_reason == "length", "the open stream was left alone"
         assert hook.wait(60) == 0
         with pytest.raises(UnavailableError, match="drain"):
             client.generate("Return", max_tokens=4)
@@ -155,9 +157,9 @@ def test_drain_ends_with_the_last_stream(replica: TritonServer) -> None:
 
 
 def test_alive_finds_a_stub_that_does_not_answer_or_is_dead(replica: TritonServer) -> None:
-    """Last: nothing serves after it."""
+    """Runs last, because it kills the server."""
     assert replica.process is not None
-    (stub,) = children(replica.process.pid, STUB_NAME)
+    (stub,) = stubs(replica)
     os.kill(stub, signal.SIGSTOP)
     try:
         said = alive(replica, timeout=1)

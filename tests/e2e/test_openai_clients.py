@@ -15,7 +15,7 @@ from hostile_bodies import bodies, check_answer, encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
-from processes_of import engine_processes
+from processes_of import engine_process
 from pydantic import BaseModel, Field
 
 from inflight_client import Client
@@ -141,7 +141,7 @@ def test_errors_become_the_exceptions_of_the_library(client: OpenAI) -> None:
 async def test_more_requests_than_the_gateway_takes_are_rate_limited(
     url: str, server: TritonServer, direct: Client
 ) -> None:
-    (engine,) = engine_processes(server)
+    engine = engine_process(server, "demo")
     engine.suspend()  # so that none of them can end by itself
     try:
         async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
@@ -164,7 +164,7 @@ async def test_more_requests_than_the_gateway_takes_are_rate_limited(
 def test_leaving_a_request_frees_it_at_the_backend(
     client: OpenAI, direct: Client, server: TritonServer, how: str
 ) -> None:
-    (engine,) = engine_processes(server)
+    engine = engine_process(server, "demo")
     cancelled = stats(direct)["requests"].get("cancelled", 0)
     try:
         if how == "close":

@@ -113,7 +113,7 @@ def test_long_texts_are_answered_by_threads(client: Client, tokenizer: Any) -> N
 
 
 def test_an_engine_that_hangs_delays_no_answer(server: TritonServer) -> None:
-    engines = engine_processes(server)
+    engines = engine_processes(server, "demo")
     with Client(server.grpc_address, model="demo") as client:
         for engine in engines:
             engine.suspend()
@@ -141,7 +141,7 @@ async def test_a_task_that_is_cancelled_cancels_its_request(server: TritonServer
 
     async with AsyncClient(server.grpc_address, model="demo") as client:
         before = (await frontend())["requests"].get("cancelled", 0)
-        engines = engine_processes(server)
+        engines = engine_processes(server, "demo")
         for engine in engines:
             engine.suspend()  # it cannot finish the request meanwhile
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import threading
 import time
 import urllib.request
@@ -16,16 +15,15 @@ from typing import Any
 import psutil
 import pytest
 from faulty_engine import DIES, NANS, RAISES, write_interpreter
-from frontend_rig import CHECKPOINT
-from processes_of import engine_processes
+from model_entries import loaded
+from processes_of import engine_processes, run_in_turns
 from wire import GrpcStream, Responses, gauges, post
 
 from inflight.sampling.unusable import UNUSABLE_LOGITS
 from inflight_tools.launcher import TritonServer
 
-NUM_KILLS = int(os.environ.get("INFLIGHT_TEST_KILLS", "3"))  # more make the streams longer
-MAX_TOKENS = 40 + 12 * NUM_KILLS
-PATIENCE = 120.0 + 30 * NUM_KILLS  # seconds that a client waits: without a spare one an engine takes a while
+MANY_KILLS = int(os.environ.get("INFLIGHT_TEST_KILLS", "3"))
+PATIENCE = 120.0 + 30 * MANY_KILLS  # seconds that a client waits: without a spare one an engine takes a while
 PROMPT = "def main(arguments): the list of names"
 
 # Much of it leaves no choice, and is computed several tokens in a step.
@@ -60,11 +58,12 @@ OPTIONS: list[dict[str, Any]] = [
 FLAGS = ("finish_reason", "token_ids", "logprobs", "cumulative_logprob", "prompt_logprobs", "num_output_tokens")
 
 
-def request(number: int) -> dict[str, Any]:
+def request(number: int, max_tokens: int) -> dict[str, Any]:
+    """The request of a stream, which generates a few tokens less than that."""
     options = {
         "ignore_eos": True,
         "seed": number,
-        "max_tokens": MAX_TOKENS - number % 7,
+        "max_tokens": max_tokens - number % 7,
         **OPTIONS[number % len(OPTIONS)],
     }
     wanted = {f"return_{name}": True for name in FLAGS if name != "prompt_logprobs" or "prompt_logprobs" in options}
@@ -106,15 +105,16 @@ def whole(chunks: list[dict[str, Any]]) -> list[Any]:
 
 
 class Storm:
-    """64 streams over gRPC and 16 over HTTP at the same time.
+    """64 streams over gRPC and 16 over HTTP at the same time, of at most `max_tokens` tokens each.
 
     Attributes:
         num_responses: so far, of all streams.
         last: `time.monotonic()` of the latest.
     """
 
-    def __init__(self, server: TritonServer) -> None:
+    def __init__(self, server: TritonServer, max_tokens: int) -> None:
         self._server = server
+        self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self.num_responses = 0
         self.last = 0.0
@@ -131,7 +131,7 @@ class Storm:
         with GrpcStream(self._server.grpc_address, "faulty") as stream:
             names = [str(number) for number in range(first, first + 16)]
             for name in names:
-                stream.send(name, **request(int(name)))
+                stream.send(name, **request(int(name), self._max_tokens))
             while not all(stream.answers[name].finals or stream.answers[name].error for name in names):
                 stream.events.get(timeout=PATIENCE)
                 self._count(1)
@@ -148,7 +148,7 @@ class Storm:
         return whole(chunks)
 
     def _http(self, number: int) -> list[Any]:
-        body = request(number)
+        body = request(number, self._max_tokens)
         url = f"http://{self._server.http_address}/v2/models/faulty/generate" + ("_stream" if body["stream"] else "")
         chunks = []
         with urllib.request.urlopen(
@@ -170,31 +170,16 @@ class Storm:
 
 
 @pytest.fixture(scope="module")
-def faulty(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def faulty(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The demo's checkpoint in an engine process that poison can kill."""
-    root = tmp_path_factory.mktemp("faulty")
-    version = root / "repository" / "faulty" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
     options = {
-        "model": str(CHECKPOINT),
-        "python_executable": str(write_interpreter(root)),
-        "dtype": "float32",
-        "device": "cpu",
-        "cpu_threads": 1,
-        "kv_cache_memory": "64MiB",
+        "python_executable": str(write_interpreter(tmp_path_factory.mktemp("faulty"))),
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
         "engine_timeout": 5,
     }
-    (version / "model.json").write_text(json.dumps(options))
-    with TritonServer(root / "repository", exit_timeout=5) as server:
+    with loaded(triton, faulty=options) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def expected(faulty: TritonServer) -> list[Any]:
-    return Storm(faulty).results()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
@@ -207,7 +192,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 def engine_of(server: TritonServer, *not_these: psutil.Process) -> psutil.Process:
     """The engine process, once it is none of these."""
-    return wait_for(lambda: [process for process in engine_processes(server) if process not in not_these])[0]
+    return wait_for(lambda: [process for process in engine_processes(server, "faulty") if process not in not_these])[0]
 
 
 def count(server: TritonServer, name: str) -> float:
@@ -215,38 +200,38 @@ def count(server: TritonServer, name: str) -> float:
 
 
 def stop_after(engine: psutil.Process, storm: Storm, num_responses: int) -> None:
-    """Stop the engine in the middle of whatever it does, so many responses later.
-
-    It runs in short turns, between which the clients catch up: on a busy machine it would be done long before them.
-    """
+    """Stop the engine in the middle of whatever it does, so many responses later."""
     wanted = storm.num_responses + num_responses
-    while storm.num_responses < wanted:
-        engine.resume()
-        time.sleep(0.03)
-        engine.suspend()
-        wait_for(lambda: time.monotonic() - storm.last > 0.05)
+
+    def done(seconds: float) -> bool:
+        wait_for(lambda: time.monotonic() - storm.last > seconds / 2)
+        return storm.num_responses >= wanted
+
+    run_in_turns(engine, done, 0.03)
 
 
-def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, expected: list[Any]) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(MANY_KILLS, marks=pytest.mark.nightly)])
+def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, num_kills: int) -> None:
+    max_tokens = 40 + 12 * num_kills
+    expected = Storm(faulty, max_tokens).results()
     assert {reason for answer in expected for reason, _ in answer[3]} == {"length", "stop"}
-    moments = random.Random(NUM_KILLS)
-    waits = []
-    storm = Storm(faulty)
+    moments = random.Random(num_kills)
+    replayed = count(faulty, "inflight_requests_replayed_total")
     engine = engine_of(faulty)
-    for _ in range(NUM_KILLS):
+    engine.suspend()
+    storm = Storm(faulty, max_tokens)
+    for _ in range(num_kills):
         stop_after(engine, storm, moments.randint(40, 400))
-        os.kill(engine.pid, signal.SIGKILL)
+        engine.kill()
         killed = time.monotonic()
-        last = engine
-        engine = engine_of(faulty, last)
+        engine = engine_of(faulty, engine)
         wait_for(lambda killed=killed: storm.last > killed + 0.1)
-        waits.append(round(storm.last - killed, 2))
-        print(f"{waits[-1]} s from a kill to the next response", flush=True)
+        print(f"{storm.last - killed:.2f} s from a kill to the next response", flush=True)
     results = storm.results()
     for number, (found, wanted) in enumerate(zip(results, expected)):
-        assert found == wanted, f"stream {number}: {request(number)}"
+        assert found == wanted, f"stream {number}: {request(number, max_tokens)}"
     wait_for(lambda: count(faulty, "inflight_requests_running") == count(faulty, "inflight_kv_blocks_used") == 0)
-    assert count(faulty, "inflight_requests_replayed_total") >= NUM_KILLS
+    assert count(faulty, "inflight_requests_replayed_total") >= replayed + num_kills
 
 
 def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer) -> None:
@@ -258,16 +243,18 @@ def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer
         names = [str(number) for number in range(20)]
         ask(stream, "alone")
         stream.wait("alone")
-        for name in names:
-            ask(stream, name)
-        stream.wait_chunks("0", 2)
         engine = engine_of(faulty)
         engine.suspend()
+        for name in names:
+            ask(stream, name)
+        run_in_turns(engine, lambda seconds: stream.has_chunks("0", 2, seconds))
+        assert not all(stream.answers[name].finals for name in names)
         stream.wait(*names)
         assert {tuple(stream.answers[name].token_ids) for name in names} == {tuple(stream.answers["alone"].token_ids)}
     assert engine_of(faulty) != engine
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_within_forced_tokens_costs_no_token(faulty: TritonServer) -> None:
     deaths = count(faulty, "inflight_engine_deaths_total")
     with GrpcStream(faulty.grpc_address, "faulty") as stream:
@@ -313,6 +300,7 @@ def test_a_row_of_nan_ends_its_request_alone(faulty: TritonServer) -> None:
     wait_for(lambda: count(faulty, "inflight_kv_blocks_used") == 0)
 
 
+@pytest.mark.nightly  # three engine processes start
 def test_a_request_that_ends_the_engine_with_an_error_of_the_device_fails_alone(faulty: TritonServer) -> None:
     deaths = count(faulty, "inflight_engine_deaths_total")
     with GrpcStream(faulty.grpc_address, "faulty") as stream, ThreadPoolExecutor(1) as threads:

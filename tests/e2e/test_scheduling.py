@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from model_entries import loaded
 from typer.testing import CliRunner
 from wire import GrpcStream
 
@@ -14,14 +13,10 @@ from inflight.engine.step_trace import Trace
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
-CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
 SLOTS = 8
 MODEL = "scheduling"
 OPTIONS = {
-    "model": str(CHECKPOINT),
-    "dtype": "float32",
     "kv_cache_memory": "128MiB",
-    "cpu_threads": 1,
     "max_num_seqs": SLOTS,
     "step_trace": True,
     "scheduling_policy": "priority",
@@ -31,12 +26,8 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def scheduling(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    version = tmp_path_factory.mktemp("scheduling") / MODEL / "1"
-    version.mkdir(parents=True)
-    (version / "model.json").write_text(json.dumps(OPTIONS))
-    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-    with TritonServer(version.parents[1], exit_timeout=5) as server:
+def scheduling(triton: TritonServer) -> Iterator[TritonServer]:
+    with loaded(triton, **{MODEL: OPTIONS}) as server:
         yield server
 
 

@@ -5,33 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
+from model_entries import load, loaded, wait_unloaded, write_entry
 from offline import make_core, run, tokens
-from processes_of import command_line, engine_processes
+from processes_of import command_line, engine_process, engine_processes, run_in_turns
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, Responses, gauges, post, server_sent_events
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight_tools.launcher import TritonServer
-
-OPTIONS = {
-    "dtype": "float32",
-    "device": "cpu",
-    "kv_cache_memory": "64MiB",
-    "cpu_threads": 1,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 96,
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +40,16 @@ def checkpoint(tmp_path_factory) -> str:
     return path
 
 
-def write_entry(repository: Path, name: str, checkpoint: str, **options: object) -> None:
-    version = repository / name / "1"
-    version.mkdir(parents=True, exist_ok=True)
-    (version / "model.json").write_text(json.dumps({"model": checkpoint, **OPTIONS, **options}))
-    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
+@pytest.fixture(scope="module")
+def entries(checkpoint: str) -> dict[str, dict[str, object]]:
+    """Options of the module's models."""
+    options = {"model": checkpoint, "max_num_seqs": 64, "max_num_batched_tokens": 96}
+    return {"tiny": options, "narrow": {**options, "max_num_seqs": 1, "max_queue_size": 2}}
 
 
 @pytest.fixture(scope="module")
-def serving(triton_installed, checkpoint, tmp_path_factory) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("repository")
-    write_entry(repository, "tiny", checkpoint)
-    write_entry(repository, "narrow", checkpoint, max_num_seqs=1, max_queue_size=2)
-    write_entry(repository, "spare", checkpoint)
-    with TritonServer(
-        repository, model_control_mode="explicit", load_models=["tiny", "narrow"], exit_timeout=5
-    ) as server:
+def serving(triton, entries) -> Iterator[TritonServer]:
+    with loaded(triton, **entries) as server:
         yield server
 
 
@@ -167,7 +151,7 @@ def wait_for(condition, timeout: float = 30.0) -> float:
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
     """One may run and two may wait: of six requests three are refused before any has ended."""
     streams = [GrpcStream(serving.grpc_address, "narrow") for _ in range(6)]
-    with stopped(engine_processes(serving)):  # so none finishes before the last one arrives
+    with stopped(engine_processes(serving, "narrow")):  # so none finishes before the last one arrives
         for stream in streams:
             long_request(stream, "r")
         answers = [stream.answers["r"] for stream in streams]
@@ -182,26 +166,25 @@ def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
     assert all(len(answer.token_ids) == 240 for answer in answers if answer.error is None)
 
 
+@pytest.mark.nightly
 def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
-    with grpc.InferenceServerClient(serving.grpc_address) as control:
-        control.load_model("spare")
-        engines = engine_processes(serving)
-        with GrpcStream(serving.grpc_address, "spare") as stream:
-            for index in range(4):
-                long_request(stream, str(index))
-            stream.wait_chunks("0", 1)
-            control.unload_model("spare")
-            stream.wait("0", "1", "2", "3")
-            ended = [len(a.token_ids) == 240 or a.error is not None for a in stream.answers.values()]
-            assert all(ended), "every stream ends, with all its tokens or with an error"
-        wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
-        control.load_model("spare")
-        with GrpcStream(serving.grpc_address, "spare") as stream:
-            long_request(stream, "again", max_tokens=5)
-            stream.wait("again")
-            assert len(stream.answers["again"].token_ids) == 5
-        control.unload_model("spare")
-        wait_for(lambda: len(engine_processes(serving)) == len(engines) - 1)
+    """Of `narrow`, of whose streams one runs and the others wait."""
+    with GrpcStream(serving.grpc_address, "narrow") as stream:
+        for index in range(3):
+            long_request(stream, str(index))
+        stream.wait_chunks("0", 1)
+        with grpc.InferenceServerClient(serving.grpc_address) as control:
+            control.unload_model("narrow")
+        stream.wait("0", "1", "2")
+        ended = [len(a.token_ids) == 240 or a.error is not None for a in stream.answers.values()]
+        assert all(ended), "every stream ends, with all its tokens or with an error"
+    wait_unloaded(serving, "narrow")
+    assert engine_processes(serving, "tiny")
+    load(serving, "narrow")
+    with GrpcStream(serving.grpc_address, "narrow") as stream:
+        long_request(stream, "again", max_tokens=5)
+        stream.wait("again")
+        assert len(stream.answers["again"].token_ids) == 5
 
 
 @contextmanager
@@ -219,21 +202,18 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
 def test_a_killed_engine_loses_no_token_of_any_stream(serving):
     before = replayed(serving)
     with GrpcStream(serving.grpc_address, "tiny") as stream:
-        victims = [str(index) for index in range(192)]
-        long_request(stream, "0")
-        stream.wait_chunks("0", 1)
-        engines = engine_processes(serving)  # of both models
-        for engine in engines:
-            engine.suspend()  # none of the others can finish before it dies
-        for victim in victims[1:]:
-            long_request(stream, victim)
-        time.sleep(1)  # until the frontend has sent some of them to the engine
-        for engine in engines:
-            os.kill(engine.pid, signal.SIGKILL)
-        for victim in victims:
-            stream.wait(victim, timeout=90)
-        assert [stream.answers[victim].error for victim in victims] == [None] * len(victims)
-        assert {len(stream.answers[victim].token_ids) for victim in victims} == {240}
+        engine = engine_process(serving, "tiny")
+        engine.suspend()
+        names = [str(index) for index in range(192)]
+        for name in names:
+            long_request(stream, name)
+        run_in_turns(engine, lambda seconds: stream.has_chunks("0", 1, seconds))
+        assert not all(answer.finals for answer in stream.answers.values())
+        engine.kill()
+        for name in names:
+            stream.wait(name, timeout=90)
+        assert [stream.answers[name].error for name in names] == [None] * len(names)
+        assert {len(stream.answers[name].token_ids) for name in names} == {240}
         assert replayed(serving) - before >= 2
     with GrpcStream(serving.grpc_address, "tiny") as stream:
         long_request(stream, "next", max_tokens=5)
@@ -254,7 +234,7 @@ def settle(server: TritonServer) -> float:
 
     def settled() -> bool:
         first = generated(server)
-        time.sleep(1.5)
+        time.sleep(1.1)  # longer than from one publication to the next
         return generated(server) == first
 
     wait_for(settled)
@@ -266,7 +246,7 @@ def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
     stream = GrpcStream(serving.grpc_address, "tiny")
     long_request(stream, "0")
     stream.wait_chunks("0", 1)
-    with stopped(engine_processes(serving)):  # or it might be through before the cancellation
+    with stopped(engine_processes(serving, "tiny")):  # or it might be through before the cancellation
         for index in range(1, 300):
             long_request(stream, str(index))
         stream.close(cancel=True)
@@ -276,7 +256,7 @@ def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
 
 
 def test_a_deadline_ends_its_request_and_no_other(serving):
-    engines = engine_processes(serving)
+    engines = engine_processes(serving, "narrow")
     # On a stream of its own: Triton does not say which request of a stream an error is about.
     with GrpcStream(serving.grpc_address, "narrow") as stream, GrpcStream(serving.grpc_address, "narrow") as other:
         long_request(other, "ahead")
@@ -321,8 +301,9 @@ def test_metrics_count_what_was_served(serving):
     assert now["inflight_kv_blocks_free"] > 0
 
 
+@pytest.mark.nightly
 def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_path):
-    write_entry(tmp_path, "tiny", checkpoint)
+    write_entry(tmp_path, "tiny", model=checkpoint)
     server = TritonServer(tmp_path, exit_timeout=3)
     with server:
         prefix = server.shm_prefix
@@ -343,11 +324,11 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
         ({"max_num_sequences": 4}, "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"model": "no/such/checkpoint"}, "no/such/checkpoint"),
-        ({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory"),
+        pytest.param({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory", marks=pytest.mark.nightly),
     ],
 )
-def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, checkpoint, changes, reason):
-    write_entry(Path(serving.repositories[0]), "broken", checkpoint, **changes)
+def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, entries, changes, reason):
+    write_entry(serving.repositories[0], "broken", **{**entries["tiny"], **changes})
     with grpc.InferenceServerClient(serving.grpc_address) as control:
         with pytest.raises(InferenceServerException) as failure:
             control.load_model("broken")

@@ -8,46 +8,36 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tritonclient.grpc as grpc
+from model_entries import CONFIG, wait_unloaded, write_entry
+from processes_of import run_in_turns
 from supervisor_rig import wait_for
 from wire import GrpcStream, gauges, post
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
 
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
 STREAMS = 12
-
-
-def write_model(repository: Path, name: str, count: int) -> None:
-    version = repository / name / "1"
-    version.mkdir(parents=True)
-    group = f"instance_group [ {{ kind: KIND_CPU, count: {count} }} ]\n"
-    (version.parent / "config.pbtxt").write_text(f'backend: "inflight"\n{group}')
-    options = json.loads((REPOSITORY / "demo" / "1" / "model.json").read_text())
-    options["model"] = str(REPOSITORY / "demo" / "1" / "checkpoint")
-    (version / "model.json").write_text(json.dumps(options))
+DAEMON = b"shared_engine_daemon.py"  # in the command line of the process that owns a shared engine
 
 
 @pytest.fixture(scope="module")
 def pair(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with the model `pair`, of two instances, and `alone`, of one."""
+    """A server of its own, because a stub is killed: the demo as the model `pair`, of two instances."""
     repository = tmp_path_factory.mktemp("pair")
-    write_model(repository, "pair", 2)
-    write_model(repository, "alone", 1)
-    with TritonServer(
-        repository, model_control_mode="explicit", load_models=["pair", "alone"], exit_timeout=5
-    ) as server:
+    write_entry(repository, "pair", CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n", max_num_seqs=64)
+    with TritonServer(repository, model_control_mode="explicit", load_models=["pair"], exit_timeout=5) as server:
         yield server
 
 
 def status_of(server: TritonServer) -> dict[str, Any]:
-    """What one of the frontends says; Triton chooses which."""
+    """The answer of one of the frontends; Triton chooses which."""
     url = f"http://{server.http_address}/v2/models/pair/generate"
     status, body = post(url, {"text_input": "", "parameters": {"control": "stats"}})
     if status != 200:
@@ -80,18 +70,16 @@ def open_streams(stream: GrpcStream, run: int, max_tokens: int = 40) -> list[str
     return ids
 
 
-def tokens_of(server: TritonServer, model: str, max_tokens: int, during: Callable[[], None] = lambda: None) -> Any:
+def tokens_of(server: TritonServer, model: str, max_tokens: int) -> list[list[int]]:
     with GrpcStream(server.grpc_address, model) as stream:
         ids = open_streams(stream, 0, max_tokens)
-        stream.wait_chunks(ids[0], 2)
-        during()
         stream.wait(*ids)
         assert [stream.answers[key].error for key in ids] == [None] * STREAMS
         return [stream.answers[key].token_ids for key in ids]
 
 
-def test_both_serve_what_one_would(pair: TritonServer) -> None:
-    alone = tokens_of(pair, "alone", 40)
+def test_both_serve_what_one_would(pair: TritonServer, server: TritonServer) -> None:
+    alone = tokens_of(server, "demo", 40)
     before = gauges(pair.metrics_address, "pair")
     assert tokens_of(pair, "pair", 40) == alone
     seen = frontends(pair)
@@ -108,38 +96,47 @@ def test_both_serve_what_one_would(pair: TritonServer) -> None:
     assert gauges(pair.metrics_address, "pair")["inflight_kv_blocks_free"] == next(iter(seen.values()))["num_blocks"]
 
 
-def test_streams_of_both_survive_the_engine(pair: TritonServer) -> None:
-    alone = tokens_of(pair, "alone", 150)
-    pid = status_of(pair)["engine"]["pid"]
-    assert tokens_of(pair, "pair", 150, lambda: os.kill(pid, signal.SIGKILL)) == alone
+def test_streams_of_both_survive_the_engine(pair: TritonServer, server: TritonServer) -> None:
+    alone = tokens_of(server, "demo", 150)
+    engine = psutil.Process(status_of(pair)["engine"]["pid"])
+    with GrpcStream(pair.grpc_address, "pair") as stream:
+        engine.suspend()
+        ids = open_streams(stream, 0, 150)
+        run_in_turns(engine, lambda seconds: stream.has_chunks(ids[0], 2, seconds))
+        assert not all(stream.answers[key].finals for key in ids)
+        engine.kill()
+        stream.wait(*ids)
+        assert [stream.answers[key].error for key in ids] == [None] * STREAMS
+        assert [stream.answers[key].token_ids for key in ids] == alone
     found = gauges(pair.metrics_address, "pair")
     assert (found["inflight_engine_deaths_total"], found["inflight_engine_restarts_total"]) == (1, 1)
 
 
 def engine_processes(server: TritonServer) -> list[int]:
-    """Keepers and engines below the server; a spare engine comes and goes by itself."""
+    """Engines below the server, and the daemons that own shared ones; they are no children of a stub."""
     assert server.process is not None
     found = []
     for pid in session_members(server.process.pid):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             engine = Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-engine"
-            if engine or b"shared_engine_daemon.py" in command:
+            if engine or DAEMON in command:
                 found.append(pid)
     return found
 
 
 def test_a_reload_gets_an_engine_of_its_own_and_an_unload_leaves_nothing(pair: TritonServer) -> None:
-    old = status_of(pair)["engine"]["pid"]
+    old = psutil.Process(status_of(pair)["engine"]["pid"])
     with GrpcStream(pair.grpc_address, "pair") as stream, grpc.InferenceServerClient(pair.grpc_address) as control:
         ids = open_streams(stream, 1, 120)
         stream.wait_chunks(ids[0], 2)
         control.load_model("pair", config=json.dumps({"backend": "inflight", **_TWO}))
-        stream.wait(*ids)  # the old ones finish what they have
+        stream.wait(*ids)  # the old instances finish what they have
         assert [stream.answers[key].error for key in ids] == [None] * STREAMS
-        assert all(answer["engine"]["pid"] != old for answer in frontends(pair).values())
+        assert all(answer["engine"]["pid"] != old.pid for answer in frontends(pair).values())
         control.unload_model("pair")
-    wait_for(lambda: len(engine_processes(pair)) == 1)  # that of `alone`
+    wait_unloaded(pair, "pair")
+    wait_for(lambda: not engine_processes(pair))
     assert not sockets_of(pair)
     with grpc.InferenceServerClient(pair.grpc_address) as control:
         control.load_model("pair")
@@ -149,19 +146,20 @@ _TWO = {"instance_group": [{"kind": "KIND_CPU", "count": 2}], "parameters": {"re
 
 
 def sockets_of(server: TritonServer) -> list[str]:
-    """Abstract sockets of shared-engine daemons that processes of this server hold."""
+    """Abstract sockets of shared engines that processes of this server hold."""
     inodes = set()
     assert server.process is not None
     for pid in session_members(server.process.pid):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(link))
+        with contextlib.suppress(OSError):  # the process has ended
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(link))
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@inflight-" in line]
     return [line[-1] for line in lines if f"socket:[{line[6]}]" in inodes]
 
 
-def wait_while_it_talks(stub: int) -> None:
-    """Until right after its threads asked Triton, every 70 ms, which requests were cancelled.
+def wait_until_it_is_silent(stub: int) -> None:
+    """Returns right after its threads asked Triton, as they do every 70 ms, which requests were cancelled.
 
     A stub that dies with a lock of the memory that it shares with Triton 24.10 takes the server along.
     """
@@ -179,22 +177,25 @@ def wait_while_it_talks(stub: int) -> None:
         seen.append(running())
         return len(seen) > 2 and not seen[-1][0] and seen[-3][1] < seen[-2][1] == seen[-1][1]
 
-    wait_for(paused)
+    wait_for(paused, seconds=60)
 
 
-def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(pair: TritonServer) -> None:
-    """Last: Triton 24.10 does not restart a stub, and its streams hang."""
-    alone = tokens_of(pair, "alone", 600)
+def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
+    pair: TritonServer, server: TritonServer
+) -> None:
+    """Runs last: Triton 24.10 does not restart a stub, and its streams hang."""
+    alone = tokens_of(server, "demo", 300)
     engine = status_of(pair)["engine"]["pid"]
     with GrpcStream(pair.grpc_address, "pair") as stream:
-        ids = open_streams(stream, 2, 600)
-        stream.wait_chunks(ids[0], 1)
-        os.kill(engine, signal.SIGSTOP)  # in the middle of whatever it does, and no stream ends from here on
+        process = psutil.Process(engine)
+        process.suspend()
+        ids = open_streams(stream, 2, 300)
+        run_in_turns(process, lambda seconds: stream.has_chunks(ids[0], 1, seconds))  # no stream ends from here on
         seen = frontends(pair)
         victim, survivor = sorted(seen, key=lambda pid: seen[pid]["frontend"]["open_requests"])
         expected = seen[survivor]["frontend"]["open_requests"]
         assert 0 < expected < STREAMS
-        wait_while_it_talks(victim)
+        wait_until_it_is_silent(victim)
         os.kill(victim, signal.SIGKILL)
         os.kill(engine, signal.SIGKILL)
 
@@ -209,4 +210,4 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
         for key in ended():
             assert stream.answers[key].token_ids == alone[int(key.split("-")[1])]
         stream.client.stop_stream(cancel_requests=True)
-    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 3  # a daemon, its engine, `alone`'s
+    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 2  # a daemon and its engine

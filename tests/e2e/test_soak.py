@@ -10,10 +10,11 @@ import pytest
 from loadtest.soak.run import Plan, soak
 
 
+@pytest.mark.nightly
 def test_mixed_traffic_survives_kills_reloads_and_unloads(
     triton_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MALLOC_PERTURB_", "85")  # whoever uses freed memory dies at once, as with a deleted metric
+    monkeypatch.setenv("MALLOC_PERTURB_", "85")  # an access to freed memory crashes at once, as with a deleted metric
     verdict = soak(Plan(turns=1, clients=6, cases=16), tmp_path / "log", lambda line: None)
     report = "\n".join(verdict.lines())
     assert verdict.num_problems == 0, report

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_entries import loaded
 from typer.testing import CliRunner
 from wire import post
 
@@ -16,20 +17,13 @@ from inflight.engine.step_trace import Trace
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
-CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
-OPTIONS = {"dtype": "float32", "kv_cache_memory": "32MiB", "cpu_threads": 1, "max_num_batched_tokens": 32}
+BUDGET = 32  # tokens of a step
 
 
 @pytest.fixture(scope="module")
-def traced(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with the demo checkpoint twice, with and without the step trace."""
-    repository = tmp_path_factory.mktemp("traced")
-    for name, step_trace in (("traced", True), ("plain", False)):
-        version = repository / name / "1"
-        version.mkdir(parents=True)
-        (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), "step_trace": step_trace, **OPTIONS}))
-        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-    with TritonServer(repository, exit_timeout=5) as server:
+def traced(server: TritonServer) -> Iterator[TritonServer]:
+    """A server with the model `traced` beside `demo`, which has no step trace."""
+    with loaded(server, traced={"step_trace": True, "max_num_batched_tokens": BUDGET}):
         yield server
 
 
@@ -61,7 +55,7 @@ def test_requests_are_traced_and_written_in_every_format(traced, tmp_path):
     assert sorted(request.num_output_tokens for request in found.requests) == [400, 401, 402, 403]
     assert {request.finish_reason for request in found.requests} == {"length"}
     assert sum(sum(step.samples) for step in found.steps) == 400 + 401 + 402 + 403
-    assert all(sum(step.tokens) <= OPTIONS["max_num_batched_tokens"] for step in found.steps)
+    assert all(sum(step.tokens) <= BUDGET for step in found.steps)
     assert any(len(step.keys) > 1 for step in found.steps), "they shared batches"
     for step in found.steps:
         assert min(step.schedule, step.forward, step.sample, step.update) > 0
@@ -88,7 +82,7 @@ def test_the_grpc_port_gives_the_same_trace_as_the_http_port(traced, tmp_path):
 
 
 def test_a_model_without_the_trace_says_how_to_turn_it_on(traced, tmp_path):
-    result = trace(traced, "plain", tmp_path / "t.html")
+    result = trace(traced, "demo", tmp_path / "t.html")
     assert result.exit_code == 1
     assert 'set "step_trace": true in model.json' in result.output
     assert not (tmp_path / "t.html").exists()

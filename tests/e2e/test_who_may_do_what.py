@@ -30,6 +30,7 @@ OPTIONS = {
     "dtype": "float32",
     "kv_cache_memory": "16MiB",
     "cpu_threads": 1,
+    "spare_engine": False,
     "step_trace": 8,
     "tenant_header": HEADER,
     "chat_template": "{% if messages[0].role == 'bomb' %}" + BOMB + "{% endif %}{{ messages[0].content }}",

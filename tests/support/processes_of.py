@@ -3,28 +3,102 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
 from inflight_tools.launcher import TritonServer
+from inflight_tools.processes import STUB_NAME, children
 
 
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # it ended meanwhile
+    except psutil.Error:  # it has ended
         return []
 
 
-def engine_processes(server: TritonServer, spare: bool = False) -> list[psutil.Process]:
-    """Those that have loaded a checkpoint, or are about to; or the spare ones.
-
-    By the name that a worker gives itself: one that still imports is neither.
-    """
+def stubs(server: TritonServer, model: str | None = None) -> list[int]:
+    """Process ids of a model's stubs, or of all models' stubs; a dead stub that Triton has not reaped has no model."""
     assert server.process is not None
+    return [pid for pid in children(server.process.pid, STUB_NAME) if model is None or _model_of(pid) == model]
+
+
+def _model_of(stub: int) -> str | None:
+    """A stub's first argument is REPOSITORY/MODEL/VERSION/model.py, whether that file exists or not."""
+    with contextlib.suppress(psutil.Error, IndexError):
+        return Path(psutil.Process(stub).cmdline()[1]).parts[-3]
+    return None
+
+
+def model_processes(server: TritonServer, model: str | None = None) -> list[psutil.Process]:
+    """The stubs of a model, or of all models, and what these have started."""
+    assert server.process is not None
+    return [process for root in stubs(server, model) for process in _family(root)]
+
+
+def _family(pid: int) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        yield process
+        yield from process.children(recursive=True)
+
+
+def engine_processes(server: TritonServer, model: str | None = None) -> list[psutil.Process]:
+    """Engine processes of a model, or of all models, that have loaded a checkpoint or are about to.
+
+    Found by the name that a worker gives itself: a process that is still importing has none, and a spare one has
+    another.
+    """
     found = []
-    for process in psutil.Process(server.process.pid).children(recursive=True):
+    for process in model_processes(server, model):
         with contextlib.suppress(psutil.Error):
-            if process.name() == ("inflight-spare" if spare else "inflight-engine"):
+            if process.name() == "inflight-engine":
                 found.append(process)
     return found
+
+
+def engine_process(server: TritonServer, model: str | None = None) -> psutil.Process:
+    """The only one; raises ValueError if there is another number of them."""
+    (engine,) = engine_processes(server, model)
+    return engine
+
+
+def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.02) -> None:
+    """Let a process that may be stopped run for moments until `done(0.1)` says so, and leave it stopped.
+
+    A client whose machine is busy catches up meanwhile: no request ends long before it has seen the first response.
+
+    Args:
+        done: waits up to so many seconds, and returns whether the process has run for long enough.
+        seconds: of a turn.
+    """
+    engine.suspend()
+    while not done(0.1):
+        engine.resume()
+        time.sleep(seconds)
+        engine.suspend()
+
+
+@contextlib.contextmanager
+def slowed(process: psutil.Process, runs: float = 0.005, pauses: float = 0.02) -> Iterator[None]:
+    """Let a process run for moments only within the context: so many seconds, and then so many not."""
+    over = threading.Event()
+
+    def turns() -> None:
+        while not over.is_set():
+            process.suspend()
+            over.wait(pauses)
+            process.resume()
+            over.wait(runs)
+
+    thread = threading.Thread(target=turns)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

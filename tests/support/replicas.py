@@ -1,4 +1,4 @@
-"""Three real tritonservers with the demo model, gateways in front of them, and clients that compare answers."""
+"""Real tritonservers with the demo model, gateways in front of them, and clients that compare answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from model_entries import copy_entry
 from processes_of import engine_processes
 
 from inflight_client import Client
@@ -27,8 +27,6 @@ from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 from inflight_tools.processes import session_members
 
-DEMO = Path(__file__).parents[2] / "model_repository" / "demo"
-REPLICAS = 3
 _START_SECONDS = 120.0
 _STARTS = 4
 _READY_SECONDS = 60.0
@@ -57,18 +55,6 @@ class Process:
             self.process.wait(60)
 
 
-def _repository(folder: str) -> Path:
-    """The demo model, each server of which takes little of the machine."""
-    repository = Path(folder)
-    version = repository / "demo" / "1"
-    version.mkdir(parents=True)
-    shutil.copy(DEMO / "config.pbtxt", version.parent)
-    options = json.loads((DEMO / "1" / "model.json").read_text())
-    options |= {"model": str(DEMO / "1" / "checkpoint"), "cpu_threads": 1, "spare_engine": False}
-    (version / "model.json").write_text(json.dumps(options))
-    return repository
-
-
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url, timeout=5).status_code == 200
@@ -82,27 +68,39 @@ def gateway(tritons: Sequence[str], *options: str) -> Process:
 
 
 class Fleet:
-    """Replicas: a tritonserver each, and beside it a gateway that prefers it and knows the others.
+    """Replicas: each a tritonserver with the model `demo`, and a gateway that prefers it and knows the others.
+
+    Args:
+        count: of replicas.
+        first: a server for the first one, which stays as it is; None starts one.
 
     Attributes:
         servers: the tritonservers.
-        doors: their gateways.
+        gateways: their gateways.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, first: TritonServer | None = None) -> None:
         self._ends = contextlib.ExitStack()
-        self._repository = _repository(self._ends.enter_context(tempfile.TemporaryDirectory()))
-        self.servers = [self._server({}) for _ in range(REPLICAS)]
-        self._ends.callback(lambda: [server.kill() for server in self.servers])
+        self._repository = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
+        copy_entry(self._repository, "demo")
+        given = [] if first is None else [first]
+        self.servers = [*given, *(self._server({}) for _ in range(count - len(given)))]
+        self._first_own = len(given)
+        self._ends.callback(lambda: [server.kill() for server in self.servers[self._first_own :]])
         try:
-            for index in range(REPLICAS):
+            for index in self.own:
                 self._start(index)
-            self.doors = [self._door(index) for index in range(REPLICAS)]
-            for door in self.doors:
-                self.run(door)
+            self.gateways = [self._gateway(index) for index in range(count)]
+            for process in self.gateways:
+                self.run(process)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def own(self) -> range:
+        """Indices of the servers that may be killed and restarted."""
+        return range(self._first_own, len(self.servers))
 
     def _server(self, ports: Mapping[str, int]) -> TritonServer:
         return TritonServer(
@@ -116,7 +114,7 @@ class Fleet:
         )
 
     def _start(self, index: int) -> None:
-        """Again if Triton forgets its model, which happens where its stub gets no CPU time for seconds."""
+        """Retries if Triton forgets its model, which happens if its stub gets no CPU time for seconds."""
         for attempt in range(_STARTS):
             self._launch(index)
             try:
@@ -127,7 +125,7 @@ class Fleet:
                 self._renew(index)
 
     def _launch(self, index: int) -> None:
-        """Again while somebody else has one of its ports, which were free while it was down."""
+        """Retries while another process has one of its ports, which were free while it was down."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -141,7 +139,7 @@ class Fleet:
         self.servers[index].kill()
         self.servers[index] = self._server(self.servers[index].ports)
 
-    def _door(self, index: int) -> Process:
+    def _gateway(self, index: int) -> Process:
         own, *others = self.addresses[index:] + self.addresses[:index]
         return gateway([own, *others], "--exit-timeout", "60", "--tool-call-parser", "hermes")
 
@@ -155,7 +153,7 @@ class Fleet:
         return process.start()
 
     def kill(self, index: int) -> None:
-        """The tritonserver ends like a machine that loses power: it says nothing more to anybody."""
+        """The tritonserver ends as if its machine lost power: nothing more comes from it."""
         process = self.servers[index].process
         assert process is not None
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -169,11 +167,11 @@ class Fleet:
         self._start(index)
 
     def restart(self, index: int) -> None:
-        """A replica as an orchestrator restarts it: gateway first, each with the time that its requests need."""
-        self.doors[index].stop()
+        """Restart a replica as an orchestrator does: gateway first, each with the time that its requests need."""
+        self.gateways[index].stop()
         self.servers[index].stop()
         self.revive(index)
-        self.doors[index].start()
+        self.gateways[index].start()
 
     def open_requests(self) -> list[int]:
         """At each tritonserver; it tells this also while its engine is stopped."""
@@ -186,7 +184,7 @@ class Fleet:
     def engine(self, index: int) -> Any:
         """Waits for the next one if the server has just lost one."""
         server, deadline = self.servers[index], time.monotonic() + _START_SECONDS
-        while len(engines := engine_processes(server)) != 1:
+        while len(engines := engine_processes(server, "demo")) != 1:
             assert server.is_running(), server.exit_reason()
             assert time.monotonic() < deadline, f"{len(engines)} engines instead of one"
             time.sleep(0.1)
@@ -231,7 +229,7 @@ class Answer:
 
 
 def _choices(events: list[dict[str, Any]]) -> Any:
-    """What completions and chats have brought, by choice."""
+    """Output of completions and chats, by choice."""
     found: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(list))
     usage = None
     for event in events:
@@ -262,7 +260,7 @@ def _add_logprobs(mine: dict[str, Any], logprobs: dict[str, Any]) -> None:
 
 
 def _counts(usage: dict[str, Any] | None) -> Any:
-    """Usage without what the caches had, which differs from server to server."""
+    """Usage without the tokens found in caches, which differ from server to server."""
     return usage and {name: value for name, value in usage.items() if isinstance(value, int)}
 
 
@@ -279,7 +277,7 @@ def metric(url: str, pattern: str) -> float:
 
 
 async def until(condition: Callable[[], Any]) -> Any:
-    """Wait for it; a test that waits in vain ends with its timeout."""
+    """Wait for it; a test whose condition never holds ends with its timeout."""
     while not (value := condition()):
         await asyncio.sleep(0.05)
     return value
@@ -289,7 +287,7 @@ async def step_until_begun(fleet: Fleet, index: int, waiting: Callable[[], list[
     """Let a stopped engine run for moments only until all answers have begun, and leave it stopped."""
     engine = fleet.engine(index)
     while any(not answer.begun.is_set() for answer in waiting()):
-        engine.send_signal(signal.SIGCONT)
+        engine.resume()
         await asyncio.sleep(0.02)
-        engine.send_signal(signal.SIGSTOP)
+        engine.suspend()
         await asyncio.sleep(0.1)

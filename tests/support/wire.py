@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import urllib.error
@@ -96,6 +97,13 @@ class GrpcStream:
         """Wait until each of these requests has its final response or an error."""
         while not all(self.answers[r].finals or self.answers[r].error for r in request_ids):
             self.events.get(timeout=timeout)
+
+    def has_chunks(self, request_id: str, count: int, seconds: float) -> bool:
+        """Whether so many responses have come, or the end, within these seconds."""
+        with contextlib.suppress(queue.Empty):
+            self.wait_chunks(request_id, count, seconds)
+            return True
+        return False
 
     def wait_chunks(self, request_id: str, count: int, timeout: float = 60.0) -> None:
         """Wait for so many responses, or for the end: a busy server puts several tokens into one."""
