@@ -8,7 +8,6 @@ from typing import Protocol
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.engine_client.poison_search import PoisonSearch
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["Replay", "Resubmitter"]
 
@@ -25,6 +24,17 @@ class Resubmitter(Protocol):
         """
 
 
+class _Stream(Protocol):
+    """The part of `RequestState` that replays need."""
+
+    request_id: int
+    dropped: bool
+
+    @property
+    def unfinished(self) -> list[int]: ...
+    def rest(self) -> AddRequest | None: ...
+
+
 class Replay:
     """Replays the requests of an engine process that died, until all of them run again.  Used by the sender thread.
 
@@ -39,7 +49,7 @@ class Replay:
     def __init__(
         self,
         engine: Resubmitter,
-        streams: Mapping[int, RequestState],
+        streams: Mapping[int, _Stream],
         fail: Callable[[int, RequestError, str], None],
         count: Callable[[int], None],
         max_replays: int,
@@ -110,7 +120,7 @@ class Replay:
         self._engine.resubmit(requests, self._poison_search.holds_new, settled=not self._poison_search.active)
 
 
-def _running(stream: RequestState, indices: set[int]) -> set[int]:
+def _running(stream: _Stream, indices: set[int]) -> set[int]:
     """Its sequences in `indices` that have not ended; if `indices` is empty, the first one that would run."""
     unfinished = stream.unfinished
     return indices.intersection(unfinished) if indices else set(unfinished[:1])

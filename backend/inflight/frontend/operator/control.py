@@ -15,8 +15,8 @@ from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.status import InstanceStatus
 from inflight.frontend.output.output_processor import OutputProcessor
-from inflight.frontend.output.request_state import Responder
 from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.responder import Responder
 
 __all__ = ["Control", "control_of", "relay"]
 

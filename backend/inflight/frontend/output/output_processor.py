@@ -38,10 +38,11 @@ from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
 from inflight.frontend.output.open_limit import OpenLimit
 from inflight.frontend.output.pacing import Pacing
-from inflight.frontend.output.request_state import RequestState, Responder
+from inflight.frontend.output.request_state import RequestState
 from inflight.frontend.output.response_tensors import response_outputs
 from inflight.frontend.output.send_queue import SLICE, SendQueue
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "OutputProcessor", "StatsSink"]

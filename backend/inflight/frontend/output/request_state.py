@@ -6,32 +6,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from inflight.engine.messages import AddRequest, SequenceDelta
-from inflight.frontend.errors import ErrorCode, RequestError
+from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 from inflight.frontend.text.logprobs_json import entry_texts
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["RequestState", "Responder"]
-
-
-class Responder(Protocol):
-    """Sends responses to one client."""
-
-    def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
-        """Send one response; `final` is the FINAL flag.  Raises if the client cannot be reached."""
-
-    def fail(self, code: ErrorCode, message: str) -> None:
-        """Send one error response with the FINAL flag."""
-
-    def is_cancelled(self) -> bool:
-        """Whether the client cancelled; once true, always true."""
+__all__ = ["RequestState"]
 
 
 class RequestState:

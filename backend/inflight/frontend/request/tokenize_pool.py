@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import PriorityQueue
+from typing import Protocol
 
 import numpy as np
 
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.output_processor import OutputProcessor
-from inflight.frontend.output.request_state import Responder
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 
 __all__ = ["TokenizePool"]
 
@@ -46,6 +46,14 @@ class _Waiting:
     answer: Answer | None = field(compare=False, default=None)
 
 
+class _OutputProcessor(Protocol):
+    """The part of `OutputProcessor` that the pool needs."""
+
+    def open(self, request: ParsedRequest, responder: Responder) -> None: ...
+    def reject(self, responder: Responder, error: RequestError) -> None: ...
+    def respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None: ...
+
+
 class TokenizePool:
     """Parses requests and opens their streams.
 
@@ -60,7 +68,7 @@ class TokenizePool:
     def __init__(
         self,
         parse: Callable[[WireRequest], ParsedRequest],
-        output_processor: OutputProcessor,
+        output_processor: _OutputProcessor,
         log_error: Callable[[str], None],
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         num_threads: int = _NUM_THREADS,
