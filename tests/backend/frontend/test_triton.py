@@ -165,7 +165,7 @@ def test_outputs_are_sent_in_the_declared_type_and_rank(bridge):
     }
 
 
-def test_a_metric_and_its_family_outlive_everybody_who_holds_them(bridge):
+def test_a_metric_and_its_family_are_never_deleted(bridge):
     """Deleting one of two that Triton made of the same name and labels leaves the other one dangling."""
     deleted = []
 

@@ -168,7 +168,7 @@ def test_the_defaults() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(chat: dict[str, Any], says: str) -> None:
+def test_an_invalid_request_is_named(chat: dict[str, Any], says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         read_chat(json.dumps(chat).encode())
 

@@ -131,7 +131,7 @@ def test_two_stubs_share_one_engine_and_the_last_one_ends_it(place: Place) -> No
     wait_for(lambda: not sockets(place.name))
 
 
-def test_all_learn_how_the_engine_died_and_meet_again_at_the_next(place: Place) -> None:
+def test_all_learn_how_the_engine_died_and_share_the_next_one(place: Place) -> None:
     groups = [place.group(f"m_{k}") for k in range(3)]
     engines = [start(group) for group in groups]
     os.kill(engines[0].pid, signal.SIGKILL)
@@ -367,7 +367,7 @@ def test_when_all_stubs_are_killed_nothing_is_left(place: Place, stubs: list[Stu
     wait_for(lambda: not place.processes())
 
 
-def test_when_the_starter_dies_while_it_loads_the_others_go_on(place: Place, stubs: list[Stub]) -> None:
+def test_when_the_starter_dies_during_loading_the_others_continue(place: Place, stubs: list[Stub]) -> None:
     place.order(start="hang")
     stubs[0].go()
     loading, _, _ = stubs[0].joined()
@@ -378,7 +378,7 @@ def test_when_the_starter_dies_while_it_loads_the_others_go_on(place: Place, stu
     assert alive(loading)
 
 
-def test_when_the_daemon_is_killed_the_stubs_found_another(place: Place) -> None:
+def test_when_the_daemon_is_killed_the_stubs_start_another(place: Place) -> None:
     groups = [place.group(f"m_{k}") for k in range(2)]
     engines = [start(group) for group in groups]
     daemon = groups[0]._process

@@ -137,7 +137,7 @@ def test_it_says_that_the_model_drains(rig: Rig) -> None:
     assert rig.ask()["state"] == "draining"
 
 
-def test_many_who_ask_at_a_time_share_one_question_to_the_engine(rig: Rig) -> None:
+def test_simultaneous_status_requests_share_one_question_to_the_engine(rig: Rig) -> None:
     gate = threading.Event()
     rig.supervisor.ask = lambda question: gate.wait(10) and FakeSupervisor.ask(rig.supervisor, question)  # type: ignore[assignment,method-assign,return-value]
     first = rig.status.ask()

@@ -136,11 +136,13 @@ def test_no_tokens_are_no_error() -> None:
         ("model", {"x": 1}, {}, "control='model' takes nothing else; got 'x'"),
     ],
 )
-def test_what_is_wrong_is_named(control: str, parameters: dict[str, Any], inputs: dict[str, Any], says: str) -> None:
+def test_an_invalid_request_is_named(
+    control: str, parameters: dict[str, Any], inputs: dict[str, Any], says: str
+) -> None:
     assert says in refused(control, parameters, **inputs)
 
 
-def test_what_triton_and_proxies_add_is_no_mistake() -> None:
+def test_parameters_of_triton_and_proxies_are_ignored() -> None:
     ask("tokenize", {"triton_enable_empty_final_response": True, "x-tenant": "a", "admin_key": "k"}, text_input="a")
 
 
@@ -195,7 +197,7 @@ def test_a_template_may_open_the_reasoning_itself(end: str, opened: bool) -> Non
 # -- where they are answered --------------------------------------------------------------------
 
 
-def test_everybody_may_ask() -> None:
+def test_no_key_is_needed() -> None:
     for key in (None, "0123456789abcdef"):
         for control in TokenizeApi.names:
             AdminKey(key).check(WireRequest({}, {"control": control}))
@@ -220,23 +222,23 @@ class OutputProcessor:
 
 
 @pytest.fixture
-def intake() -> Any:
-    intake = TokenizePool(None, OutputProcessor(), print)  # type: ignore[arg-type]
-    yield intake
-    intake.stop()
+def pool() -> Any:
+    pool = TokenizePool(None, OutputProcessor(), print)  # type: ignore[arg-type]
+    yield pool
+    pool.stop()
 
 
 LARGE = make(ChatTemplate.load(str(CHECKPOINT)), max_model_len=4096)
 
 
-def taken(intake: TokenizePool, request: WireRequest) -> RecordingClient:
+def taken(pool: TokenizePool, request: WireRequest) -> RecordingClient:
     client = RecordingClient()
-    with intake.errors_to(client):
-        intake.take(request, client, LARGE.answer)
+    with pool.errors_to(client):
+        pool.take(request, client, LARGE.answer)
     return client
 
 
-def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(intake: TokenizePool) -> None:
+def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(pool: TokenizePool) -> None:
     chat = json.dumps([{"role": "user", "content": "hi"}])
     long = [
         wire("tokenize", text_input="a " * DIRECT_BYTES),
@@ -244,16 +246,16 @@ def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(intake: Token
         wire("detokenize", input_ids=[5] * DIRECT_BYTES),
     ]
     for request in (wire("tokenize", text_input="a"), wire("detokenize", input_ids=[5]), wire("model")):
-        assert taken(intake, request).responses, "answered before `take` returned"
-    waiting = [taken(intake, request) for request in long]
+        assert taken(pool, request).responses, "answered before `take` returned"
+    waiting = [taken(pool, request) for request in long]
     assert not any(client.finals for client in waiting)
-    intake.start()
+    pool.start()
     assert all(client.wait().responses for client in waiting)
 
 
-def test_a_thread_sends_errors_too(intake: TokenizePool) -> None:
-    intake.start()
-    assert "max_input_bytes" in str(taken(intake, wire("tokenize", text_input="a" * 2**24)).wait().error)
+def test_a_thread_sends_errors_too(pool: TokenizePool) -> None:
+    pool.start()
+    assert "max_input_bytes" in str(taken(pool, wire("tokenize", text_input="a" * 2**24)).wait().error)
 
 
 def test_a_resumed_request_that_is_no_question_counts_its_output() -> None:
