@@ -34,7 +34,7 @@ class Info:
     num_blocks = 8192
     num_host_blocks = 0
     swap_seconds_per_block = 0.0
-    rope = None
+    choices = ()
     grammars = None
 
 

@@ -20,11 +20,11 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine import assembly
+from inflight.engine.attached import RequestChoice
 from inflight.engine.core import EngineCore
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, TokenColumns
-from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import make_trace
@@ -41,7 +41,7 @@ class Info:
     num_blocks: int = 64
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
-    rope: RopeChoice | None = None
+    choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
 
 

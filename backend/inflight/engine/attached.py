@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import msgspec
 
-__all__ = ["Attached"]
+__all__ = ["Attached", "RequestChoice", "attach_choices"]
 
 
 class Attached(msgspec.Struct, array_like=True, frozen=True):
     """Plain data that serialises.  Policies, listeners, step hooks and replay read it; a feature adds a field.
 
     Attributes:
-        rope_length: sequence length that a length-dependent rotary embedding is chosen by (`rope_scaling.py`); 0:
-            there is no choice.
+        rope_length: sequence length that a length-dependent rotary embedding is chosen by (`rope_scaling.py`); 0: the
+            checkpoint has none.
     """
 
     rope_length: int = 0
+
+
+class RequestChoice(Protocol):
+    """What a checkpoint chooses for each request on arrival; a step hook reads the choice in `Attached`."""
+
+    def attach(self, attached: Attached, num_prompt_tokens: int, max_tokens: int) -> Attached:
+        """`attached` with the choice for a request of these lengths."""
+
+    def salt(self, attached: Attached) -> str:
+        """Equal for requests whose KV is the same for equal tokens: others never share a prefix."""
+
+
+def attach_choices(
+    choices: Sequence[RequestChoice], num_prompt_tokens: int, max_tokens: int, attached: Attached | None = None
+) -> Attached:
+    """`attached` with all choices for a request of these lengths."""
+    attached = attached or Attached()
+    for choice in choices:
+        attached = choice.attach(attached, num_prompt_tokens, max_tokens)
+    return attached

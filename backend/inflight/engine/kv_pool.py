@@ -9,14 +9,14 @@ three places (invariant 1):
 
 Prefixes are found by a chain hash: the hash of a full block covers its tokens and the hash of the block
 before it, so equal hashes mean equal prefixes.  The chain starts at the request's tenant and salt: prefixes of
-different tenants or salts never meet, so nobody can tell from the time of a first token what another
-tenant asked.  Shared blocks are full, and a request writes only at positions >= `num_computed_tokens`, past
+different tenants or salts never meet, so the time to a first token reveals nothing about another tenant's
+requests.  Shared blocks are full, and a request writes only at positions >= `num_computed_tokens`, past
 everything it shares (invariant 2).
 
 A block can be found as soon as the step that computes it is *scheduled*: steps run in that order, and within
 a step every layer writes its keys and values before it attends.  Requests with a common prefix that arrive
 together therefore compute it once.  Prompts are published that early, outputs when their request releases
-its blocks: nobody shares them as a prefix before, and steps have less to do.
+its blocks: they are no prefix of another request before, and steps have less to do.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["KVPool"]
 _BLOCK_HASH = blake2b(digest_size=16)  # empty; a copy is cheaper than a new one
 
 
-def _root_hash(tenant: str, salt: str) -> bytes:
-    """Where the chains of a tenant's requests with this salt start.
+def _root_hash(*names: str) -> bytes:
+    """Where the chains of a tenant's requests with these salts start.
 
-    The length keeps ("ab", "c") and ("a", "bc") apart, `person` a root and a block's hash.
+    The lengths keep ("ab", "c") and ("a", "bc") apart, `person` a root and a block's hash.
     """
-    content = f"{len(tenant)}:{tenant}{salt}".encode("utf-8", "surrogatepass")
+    content = "".join(f"{len(name)}:{name}" for name in names).encode("utf-8", "surrogatepass")
     return blake2b(content, digest_size=16, person=b"root").digest()
 
 
@@ -113,7 +113,7 @@ class KVPool:
         return self.blocks_for(request.num_tokens + 1) - len(prefix) + self.num_reclaimed(prefix)
 
     def num_reclaimed(self, prefix: Sequence[int]) -> int:
-        """Blocks of a prefix that nobody owns."""
+        """Blocks of a prefix that no request owns."""
         ref = self._ref
         return len([block for block in prefix if not ref[block]])
 
@@ -160,7 +160,7 @@ class KVPool:
 
         A block whose last token is not known yet has no hash and stays out of it.
         """
-        full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        full = min(num_computed_tokens, request.num_tokens) // self.block_size if request.caches_blocks else 0
         blocks, hash_of, block_of = request.block_ids, self._hash_of, self._block_of
         if not full or hash_of[blocks[full - 1]] is not None:
             return  # published, and so is all before it
@@ -239,7 +239,7 @@ class KVPool:
     def _hash(self, request: Request, count: int) -> None:
         """Grow the chain hashes to the request's first `count` blocks, which are full."""
         hashes, token_ids, size = request.block_hashes, request.token_ids, self.block_size
-        parent = hashes[-1] if hashes else _root_hash(request.tenant, request.cache_salt)
+        parent = hashes[-1] if hashes else _root_hash(request.tenant, *request.cache_salts)
         for start in range(len(hashes) * size, count * size, size):
             block_hash = _BLOCK_HASH.copy()
             block_hash.update(parent + token_ids[start : start + size].tobytes())
@@ -253,7 +253,7 @@ class KVPool:
         self._free.append(block)
 
     def _unpublish(self, block: int) -> None:
-        """Nobody finds the block as a prefix any more."""
+        """Remove the block from the prefix cache."""
         block_hash = self._hash_of[block]
         assert block_hash is not None
         del self._block_of[block_hash]

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import msgspec
 
+from inflight.engine.attached import Attached
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         output_token_ids: tokens that each of the n sequences has already produced; [] starts all from the
             prompt. None: that sequence has ended and does not run.
         replayed: an engine process that died had taken it: the limits of the queue do not count for it.
+        attached: what policies, listeners and step hooks need beside this.
     """
 
     request_id: int
@@ -67,6 +69,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
     arrival: float | None = None
     output_token_ids: list[list[int] | None] = []
     replayed: bool = False
+    attached: Attached | None = None
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):

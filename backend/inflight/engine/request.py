@@ -56,7 +56,7 @@ class Request:
         block_ids: block table; owned by `KVPool`.
         block_hashes: chain hashes of the full blocks, grown by `KVPool`.
         slot: its place in the runner's batch state while RUNNING, else -1.
-        cache_salt: mixed into the block hashes; equal prefixes with different salts never meet.
+        cache_salts: mixed into the block hashes; equal prefixes with different salts never meet.
         caches_blocks: add this request's full blocks to the prefix cache and look its prefix up.
         children: sequences of the same n > 1 request that wait for this prompt's blocks.
         seed: resolved 64-bit seed of this sequence's noise.
@@ -79,7 +79,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None
-    cache_salt: str = ""
+    cache_salts: tuple[str, ...] = ()
     caches_blocks: bool = True
     children: list[Request] = field(default_factory=list)
     seed: int = 0

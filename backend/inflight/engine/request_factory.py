@@ -7,10 +7,10 @@ from typing import Protocol
 
 import msgspec
 
+from inflight.engine.attached import RequestChoice, attach_choices
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.request import Request, Status
-from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.grammars.base import Grammars
 
@@ -28,7 +28,7 @@ class ModelInfo(Protocol):
     num_blocks: int
     num_host_blocks: int
     swap_seconds_per_block: float
-    rope: RopeChoice | None
+    choices: list[RequestChoice]
     grammars: Grammars | None
 
 
@@ -67,9 +67,9 @@ def make_sequences(
     of_others = msgspec.structs.replace(params, prompt_logprobs=None)
     arrival = clock() if message.arrival is None else message.arrival
     outputs = message.output_token_ids or [[]] * params.n
+    attached = attach_choices(info.choices, len(message.prompt_token_ids), params.max_tokens, message.attached)
     salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
-    if info.rope is not None:
-        salt = info.rope.salted(salt, len(message.prompt_token_ids), params.max_tokens)
+    salts = (salt, *(choice.salt(attached) for choice in info.choices))
     first = next(index for index, output in enumerate(outputs) if output is not None)
     return [
         Request(
@@ -82,7 +82,8 @@ def make_sequences(
             priority=message.priority,
             tenant=message.tenant,
             deadline=message.deadline,
-            cache_salt=salt,
+            cache_salts=salts,
+            attached=attached,
             caches_blocks=caches_prefixes or params.n > 1,
             seed=sequence_seed(params.seed or 0, index),
             stop_ids=stop_ids(message.params, info.eos_token_ids),

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
+from inflight.engine.attached import Attached
+
 __all__ = ["RopeChoice"]
 
 
 @dataclass(frozen=True)
 class RopeChoice:
-    """How requests choose.
+    """Implements `RequestChoice`: how requests choose.
 
     Attributes:
         limit: longest sequence with the frequencies for short ones.
@@ -38,6 +42,8 @@ class RopeChoice:
             return max(computed, self.limit)
         return self.limit + 1 if computed > self.limit else self.limit
 
-    def salted(self, cache_salt: str, num_prompt_tokens: int, max_tokens: int) -> str:
-        """`cache_salt` and the choice, injectively: requests find prefixes only among those with their choice."""
-        return f"{self.length(num_prompt_tokens, max_tokens)}:{cache_salt}"
+    def attach(self, attached: Attached, num_prompt_tokens: int, max_tokens: int) -> Attached:
+        return msgspec.structs.replace(attached, rope_length=self.length(num_prompt_tokens, max_tokens))
+
+    def salt(self, attached: Attached) -> str:
+        return str(attached.rope_length)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from inflight.engine.delta_logprobs import add_logprobs
+from inflight.engine.drafting.drafter import Drafter
 from inflight.engine.events import EngineListener
 from inflight.engine.held_requests import HeldRequests
 from inflight.engine.host_swap import SwapSpace
@@ -30,8 +31,7 @@ _WAITING, _RUNNING, _FINISHED = Status.WAITING, Status.RUNNING, Status.FINISHED 
 _LOOK_AHEAD = 16
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
+class SchedulerLimits(NamedTuple):
     """The most that one step has: requests (and slots in the runner's batch state), tokens."""
 
     max_num_seqs: int
@@ -41,15 +41,15 @@ class SchedulerLimits:
 class Scheduler:
     """Moves requests between waiting, running and finished; owns slots, shares the pool.
 
-    Steps run in the order in which they were made, and `update` takes them in in that order, but a step
-    may be made while the one before it still runs:
+    Steps run in the order in which they were made, and are updated in that order, but a step may be made while the
+    one before it still runs:
 
         schedule(1)  schedule(2)  update(1)  schedule(3)  update(2) ...
 
-    `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and
-    `num_total_tokens` also the tokens that they are certain to sample and that nobody knows yet.  How many
-    tokens a row with drafts yields is uncertain, so a request with drafts in flight sits out the next step.
-    Blocks and slots return as soon as a request ends: whoever gets them writes them in a later step.
+    `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and `num_total_tokens`
+    also the unknown tokens that they are certain to sample.  How many tokens a row with drafts yields is uncertain,
+    so a request with drafts in flight sits out the next step.  Blocks and slots return as soon as a request ends:
+    their next owner writes them in a later step.
 
     Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running request may
     preempt every other, and the pool holds at least one request of `max_model_len` (checked at load).
@@ -101,6 +101,8 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """End a live request at once; `update` drops its tokens of the steps in flight."""
+        if request.status is _RUNNING:
+            self.running.remove(request)
         self._finish(request, FinishReason.ABORT)
 
     def schedule(self) -> SchedulerOutput:
@@ -113,7 +115,7 @@ class Scheduler:
         for listener in self.listeners:
             listener.step_begins(self.running)
         if self.held:
-            self.failed += self.held.recall(lambda request: self._admission(request, self.pool.find_prefix(request)))
+            self.failed += self.held.recall(lambda r: self._admission(r, self.pool.find_prefix(r), self.running))
         if self.policies.urgency is not None:
             self._admit_urgent(out, self.policies.urgency)
         urgent = self._rows.copy()
@@ -123,7 +125,7 @@ class Scheduler:
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
         if self.policies.drafter is not None and self.policies.drafter.active:
-            self._add_drafts(out)
+            self._add_drafts(out, self.policies.drafter)
         self.swap.send(out)
         if out.slots:  # else it does not run, and what the runner must know waits for the next step
             self._in_flight.append(self._rows)
@@ -131,18 +133,17 @@ class Scheduler:
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> tuple[list[SequenceDelta], TokenColumns]:
-        """Take in the tokens of the oldest step in flight: append, stop, free.
+        """Append the tokens of the oldest step in flight; stop and free what they end.
 
         Returns:
-            A full delta of each sequence with more news than a token, and the tokens of the others.
+            A full delta of each sequence with more output than a token, and the tokens of the others.
         """
         rows = self._in_flight.popleft() if out.slots else []
         if step.failure or step.row_failures:
             self.failed += lost_requests(out, step, rows, self.running, self.pool)
-        news: list[SequenceDelta] = []
-        request_ids: list[int] = []
-        indices: list[int] = []
-        token_ids: list[int] = []
+        deltas: list[SequenceDelta] = []
+        columns: tuple[list[int], list[int], list[int]] = [], [], []
+        request_ids, indices, token_ids = columns
         for request, token in zip(rows, step.token_ids):
             # A request that ended while the step ran has no blocks, and its token is dropped.  One that was
             # preempted since gets it: it was sampled from blocks that were whole.
@@ -151,28 +152,23 @@ class Scheduler:
             request.token_ids.append(token)
             request.num_tokens = num_tokens = request.num_tokens + 1
             if num_tokens >= request.full_delta_at or token in request.stop_ids:
-                news.append(self._full_delta(request, [token]))
+                deltas.append(self._full_delta(request, [token]))
             else:
                 request_ids.append(request.request_id)
                 indices.append(request.index)
                 token_ids.append(token)
         for row, tokens in step.token_runs.items():
             if rows[row].status is not _FINISHED:
-                news.append(self._take_run(rows[row], tokens, len(out.draft_token_ids[row])))
+                deltas.append(self._take_run(rows[row], tokens, len(out.draft_token_ids[row])))
         if step.logprobs or step.prompt_logprobs:
-            add_logprobs(news, rows, out, step)
-        if any(delta.finish_reason is not None for delta in news):
+            add_logprobs(deltas, rows, out, step)
+        if any(delta.finish_reason is not None for delta in deltas):
             self.running = [request for request in self.running if request.status is _RUNNING]
-        return news, TokenColumns(request_ids, indices, token_ids)
+        return deltas, TokenColumns(*columns)
 
-    # -- making a step ---------------------------------------------------------------------
-
-    def _admission(
-        self, request: Request, prefix: Sequence[int], beside: Sequence[Request] | None = None
-    ) -> bool | NotYet:
-        """Admission's answer, beside all running requests or some; a yes takes a free slot, too."""
-        running = self.running if beside is None else beside
-        answer = self.policies.admission.admits(request, prefix, running, self.pool)
+    def _admission(self, request: Request, prefix: Sequence[int], beside: Sequence[Request]) -> bool | NotYet:
+        """Admission's answer beside these running requests; a yes takes a free slot, too."""
+        answer = self.policies.admission.admits(request, prefix, beside, self.pool)
         return answer if isinstance(answer, NotYet) else answer and bool(self._free_slots)
 
     def _admit_urgent(self, out: SchedulerOutput, urgency: UrgencyPolicy) -> None:
@@ -261,12 +257,7 @@ class Scheduler:
         self._rows.append(request)
         out.append(request.slot, num_tokens, computed, samples)
         out.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - computed)
-        self._publish(request)
-
-    def _publish(self, request: Request) -> None:
-        """Add to the prefix cache what the steps made so far compute of a request."""
-        if request.caches_blocks:
-            self.pool.publish(request, request.num_computed_tokens)
+        self.pool.publish(request, request.num_computed_tokens)
 
     def _admit_waiting(self, out: SchedulerOutput) -> None:
         if not self._free_slots or not len(self.waiting):
@@ -277,7 +268,7 @@ class Scheduler:
             if left <= 0 or not self._free_slots:
                 return
             prefix = self.pool.find_prefix(request)
-            answer = self._admission(request, prefix)
+            answer = self._admission(request, prefix, self.running)
             if isinstance(answer, NotYet) and self.held.hold(request, answer):
                 continue
             if answer is not True:
@@ -300,9 +291,8 @@ class Scheduler:
         """Give it slot, blocks and its tokens of this step; the caller puts it among the running."""
         self.waiting.remove(request)
         self.pool.admit(request, prefix)
-        if request.num_preemptions:
-            request.num_computed_tokens = self.swap.num_resumable(request, len(prefix))
-        else:
+        request.num_computed_tokens = self.swap.num_resumable(request, len(prefix))
+        if not request.num_preemptions:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         blocks = self.pool.extend(request, request.num_computed_tokens + num_tokens)
         assert blocks is not None  # the admission policy saw room for all of it
@@ -328,13 +318,11 @@ class Scheduler:
         self.num_preempted_total += 1
         self.waiting.add_first(request)
 
-    def _add_drafts(self, out: SchedulerOutput) -> None:
+    def _add_drafts(self, out: SchedulerOutput, drafter: Drafter) -> None:
         """Let rows that sample verify drafts, with the tokens and blocks that the step has left.
 
-        Nobody gives way to a draft, and no draft is longer than what the request may still yield.
+        No request gives way to a draft, and no draft is longer than the rest of the request's output.
         """
-        drafter = self.policies.drafter
-        assert drafter is not None
         for row, request in enumerate(self._rows):
             total = request.num_total_tokens
             limit = min(self.limits.max_num_batched_tokens - out.num_tokens, request.max_total_tokens - total)
@@ -354,15 +342,10 @@ class Scheduler:
                 out.num_tokens += len(drafts)
                 request.num_computed_tokens = request.num_total_tokens = computed + len(drafts)
 
-    # -- taking a step in ------------------------------------------------------------------
-
     def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
         """Append the tokens of a row with drafts, up to the one that ends the request; take back the rest."""
-        taken: list[int] = []
-        for token in tokens:
-            taken.append(token)
-            if request.ends_with(token, request.num_tokens + len(taken)) is not None:
-                break
+        ends = (i for i, token in enumerate(tokens, 1) if request.ends_with(token, request.num_tokens + i) is not None)
+        taken = list(tokens[: next(ends, len(tokens))])
         request.token_ids.extend(taken)
         request.num_tokens += len(taken)
         request.num_total_tokens = request.num_tokens
@@ -375,7 +358,7 @@ class Scheduler:
         return self._full_delta(request, taken)
 
     def _full_delta(self, request: Request, tokens: list[int]) -> SequenceDelta:
-        """News of a request beyond one more token: it began, it ended, or it got several."""
+        """Output of a request beyond one more token: it began, it ended, or it got several."""
         delta = SequenceDelta(request.request_id, request.index, tokens)
         if request.full_delta_at == request.num_given_tokens + 1:  # its first tokens
             wants_all = request.params.logprobs is not None
@@ -389,14 +372,12 @@ class Scheduler:
         if reason is not None:
             delta.finish_reason = reason.value
             delta.stop_token = tokens[-1] if reason is FinishReason.STOP else None
-            self._finish(request, reason, keep_running_entry=True)
+            self._finish(request, reason)
         return delta
 
-    def _finish(self, request: Request, reason: FinishReason, *, keep_running_entry: bool = False) -> None:
-        """End a request from any state.  `update` sweeps `running` once, for all it finished."""
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from any state; the caller takes it out of `running`, which `update` does once for all."""
         if request.status is _RUNNING:
-            if not keep_running_entry:
-                self.running.remove(request)
             self._release(request)
         elif request in self.held:
             self.held.remove(request)
@@ -411,7 +392,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Return what a running request holds; it is WAITING or FINISHED next."""
-        self._publish(request)
+        self.pool.publish(request, request.num_computed_tokens)
         for listener in self.listeners:
             listener.left(request)
         self.pool.release(request)

@@ -27,7 +27,7 @@ from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter, available_memory, meter_of
 from inflight.device.step_hook import StepHook
-from inflight.engine.rope_scaling import RopeChoice
+from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.kernels.registry import select_attention
@@ -72,7 +72,7 @@ class CheckpointInfo:
         kv_bytes: size of the pool.
         num_host_blocks: KV blocks in host memory, for swapped requests.
         swap_seconds_per_block: measured time to copy a block to the host and back.
-        rope: how requests choose their rotary embedding, where it depends on their length.
+        choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
         graph_bytes: what captured CUDA graphs take.
     """
@@ -88,7 +88,7 @@ class CheckpointInfo:
     kv_bytes: int = 0
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
-    rope: RopeChoice | None = None
+    choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
     graph_bytes: int = 0
 
@@ -295,7 +295,7 @@ def _load_check(
     step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
     rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
     if rotary is not None:
-        loaded.info.rope = rotary.choice
+        loaded.info.choices.append(rotary.choice)
         loaded.hooks.append(rotary)
     allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], scheme_of(config).tolerance)
     check = LoadCheck(

@@ -96,7 +96,7 @@ def test_equal_blocks_computed_at_the_same_time_are_published_once():
 def test_another_salt_and_uncached_requests_find_no_prefix():
     pool = KVPool(8, 4)
     fill(pool, request([1] * 9))
-    assert pool.find_prefix(request([1] * 9, cache_salt="b")) == []
+    assert pool.find_prefix(request([1] * 9, cache_salts=("b",))) == []
     assert pool.find_prefix(request([1] * 9, caches_blocks=False)) == []
 
 

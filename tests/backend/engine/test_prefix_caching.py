@@ -117,12 +117,12 @@ def test_tenants_and_salts_share_no_blocks():
 
 def test_tenant_and_salt_are_told_apart():
     pool = KVPool(16, 4)
-    first = Request(1, [1] * 9, PARAMS, tenant="ab", cache_salt="c")
+    first = Request(1, [1] * 9, PARAMS, tenant="ab", cache_salts=("c",))
     pool.admit(first, [])
     pool.extend(first, 9)
     pool.publish(first, 9)
-    assert pool.find_prefix(Request(2, [1] * 9, PARAMS, tenant="a", cache_salt="bc")) == []
-    assert pool.find_prefix(Request(2, [1] * 9, PARAMS, tenant="ab", cache_salt="c")) == first.block_ids[:2]
+    assert pool.find_prefix(Request(2, [1] * 9, PARAMS, tenant="a", cache_salts=("bc",))) == []
+    assert pool.find_prefix(Request(2, [1] * 9, PARAMS, tenant="ab", cache_salts=("c",))) == first.block_ids[:2]
 
 
 def test_prompt_logprobs_take_hits_only_for_delivered_entries():

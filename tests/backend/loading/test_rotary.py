@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
+from engine_rig import Info
 from graph_rig import captured_by, graph_core, pretend_a_card
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
+from inflight.engine.request_factory import make_sequences
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.errors import LoadError
@@ -151,11 +154,11 @@ def test_within_the_limit_nothing_is_replaced(tmp_path: Path, dtype: str) -> Non
     path = make_checkpoint("phi3", tmp_path, **LONGROPE)
     values = dict(model=path, device="cpu", dtype=dtype, kv_cache_memory="8MiB")
     loaded = load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 1}))
-    assert (loaded.hooks, loaded.info.rope) == ([], None)
+    assert (loaded.hooks, loaded.info.choices) == ([], [])
     assert not isinstance(loaded.model, torch.nn.Module), "such a model is a native decoder"
-    assert load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 2})).info.rope == RopeChoice(
-        LIMIT, False, LIMIT + 2
-    )
+    assert load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 2})).info.choices == [
+        RopeChoice(LIMIT, False, LIMIT + 2)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,8 +195,15 @@ class TestRopeChoice:
 
     def test_no_salt_of_a_client_meets_anothers_choice(self) -> None:
         choice = RopeChoice(32, False, 100)
-        salts = {choice.salted(salt, 10, count) for salt in ("", "33:", "32:", "x") for count in (1, 80)}
-        assert len(salts) == 8
+        info = Info(choices=[choice], num_blocks=8)
+        pool, roots = KVPool(8, 4), set()
+        for salt in ("", "33", "32", "x"):
+            for count in (1, 80):
+                message = AddRequest(1, [1] * 10, SamplingParams(max_tokens=count), cache_salt=salt)
+                (request,) = make_sequences(message, info, True, lambda: 0.0)
+                pool._hash(request, 1)
+                roots.add(request.block_hashes[0])
+        assert len(roots) == 8
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

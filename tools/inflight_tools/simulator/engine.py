@@ -11,10 +11,10 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.assembly import make_parts
+from inflight.engine.attached import RequestChoice
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
-from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
@@ -44,7 +44,7 @@ class SimulatedInfo:
     eos_token_ids: list[int] = field(default_factory=list)
     num_host_blocks: int = 0
     swap_seconds_per_block: float = 0.0
-    rope: RopeChoice | None = None
+    choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from inflight.engine.attached import RequestChoice, attach_choices
 from inflight.engine.drafting.drafter import Guess
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
@@ -64,6 +65,7 @@ class _Turn:
 class _Info(Protocol):
     max_model_len: int
     num_blocks: int
+    choices: list[RequestChoice]
 
 
 class DraftRunner(Protocol):
@@ -158,9 +160,9 @@ class DraftModel:
         # The row enters anew, with all of its tokens: drafts behind them are void.
         tokens = request.token_ids[: request.num_tokens].tobytes()
         entry = request.request_id, request.index, tokens, request.num_prompt_tokens
-        out.new_rows.append(
-            NewRow(row.slot, *entry, list(row.kv.block_ids), _plain(request), request.seed, request.attached)
-        )
+        params = _plain(request)
+        attached = attach_choices(self._runner.info.choices, request.num_prompt_tokens, params.max_tokens)
+        out.new_rows.append(NewRow(row.slot, *entry, list(row.kv.block_ids), params, request.seed, attached))
         missing = request.num_tokens - row.kv.num_computed_tokens
         chunk = min(missing, self._max_tokens - out.num_tokens)
         _add(out, row, chunk, samples=chunk == missing)

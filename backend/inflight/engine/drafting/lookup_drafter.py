@@ -68,7 +68,7 @@ class LookupGuesser:
         self._own: dict[Request, Occurrences] = {}
         # Where the last guess was copied from: the text, the place in it, and `num_tokens` at that time.
         self._sources: dict[Request, tuple[array[int], int, int]] = {}
-        self._past: OrderedDict[tuple[str, str], _Past] = OrderedDict()
+        self._past: OrderedDict[tuple[str, tuple[str, ...]], _Past] = OrderedDict()
 
     def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
         """Nothing to prepare: texts are looked up when they are asked for."""
@@ -88,7 +88,7 @@ class LookupGuesser:
         own.learn(end - 1)
         key = own.key(tokens[end - self._width :])
         found = self._matching(tokens, own.behind(key, self._candidates), tokens)
-        past = self._past.get((request.tenant, request.cache_salt))
+        past = self._past.get((request.tenant, request.cache_salts))
         if past is not None:
             for text, places in zip(past.tokens, past.places):
                 found += self._matching(text, places.behind(key, self._candidates), tokens)
@@ -114,7 +114,7 @@ class LookupGuesser:
         output = request.token_ids[request.num_prompt_tokens : request.num_prompt_tokens + _HALF]
         if own is None or not self._max_past or len(output) <= self._width:
             return
-        owner = request.tenant, request.cache_salt
+        owner = request.tenant, request.cache_salts
         past = self._past.get(owner)
         if past is None:
             past = self._past[owner] = _Past(self._width)

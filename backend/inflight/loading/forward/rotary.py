@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError
+from inflight.engine.attached import attach_choices
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput
 
@@ -47,7 +48,8 @@ class RequestRotary:
     def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
         """Make the step's choices.  The step before may still read `lengths` until the copy comes behind it."""
         for row in out.new_rows:
-            self._of_slot[row.slot] = self.choice.length(row.num_prompt_tokens, row.params.max_tokens)
+            attached = row.attached or attach_choices([self.choice], row.num_prompt_tokens, row.params.max_tokens)
+            self._of_slot[row.slot] = attached.rope_length
         of_row = self._of_slot[out.slots]
         if self.choice.of_each_length:
             self.candidates = sorted(set(of_row.tolist()))

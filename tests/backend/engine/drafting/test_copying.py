@@ -114,18 +114,18 @@ def test_places_that_differ_vote() -> None:
 
 def test_past_outputs_of_the_tenant_and_salt_alone() -> None:
     drafts = suffix()
-    first = request([1, 2, 3], [40, 41, 42, 43, 44], tenant="a", cache_salt="s")
+    first = request([1, 2, 3], [40, 41, 42, 43, 44], tenant="a", cache_salts=("s",))
     drafts.guess(first, 4)
     drafts.ended(first)
     asking = {"prompt": [9, 9, 9, 40, 41], "number": 1}
-    assert guess(drafts, request(**asking, tenant="a", cache_salt="s"), 4).tokens == [42, 43, 44]
-    assert drafts.guess(request(**asking, tenant="b", cache_salt="s"), 4) is None
-    assert drafts.guess(request(**asking, tenant="a", cache_salt=""), 4) is None
-    assert drafts.guess(request([9, 1, 2], number=2, tenant="a", cache_salt="s"), 4) is None, "prompts are not kept"
+    assert guess(drafts, request(**asking, tenant="a", cache_salts=("s",)), 4).tokens == [42, 43, 44]
+    assert drafts.guess(request(**asking, tenant="b", cache_salts=("s",)), 4) is None
+    assert drafts.guess(request(**asking, tenant="a", cache_salts=""), 4) is None
+    assert drafts.guess(request([9, 1, 2], number=2, tenant="a", cache_salts=("s",)), 4) is None, "prompts are not kept"
     none = suffix(suffix_decoding_max_cached_requests=0)
     none.guess(first, 4)
     none.ended(first)
-    assert none.guess(request(**asking, tenant="a", cache_salt="s"), 4) is None
+    assert none.guess(request(**asking, tenant="a", cache_salts=("s",)), 4) is None
 
 
 def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
