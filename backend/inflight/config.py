@@ -174,7 +174,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_aging_seconds: waiting time that outweighs one class of `request_priority` under "priority".
         sjf_aging_seconds: waiting time that outweighs one token of `max_tokens` under "sjf".
         edf_default_timeout: seconds to the deadline that "edf" assumes for a request without a timeout.
-        priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
+        priority_classes: queue limits of single classes, besides `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
         tenant_header: name of the header in which the operator's proxy names the tenant, such as "x-tenant-8f21"; the
@@ -230,8 +230,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         spare_engine: keep a second engine process that has done its imports and only has to load the checkpoint, so
             the next engine is ready sooner. It takes no CPU time while it waits, but 300 MiB of memory.
         engine_start_timeout: seconds that the engine process can take to load the checkpoint.
-        shared_step_rows: sequences of one request that are in every step; beside other requests, more are only in it
-            up to twice the sequences of all narrower ones, in turns. `None`: all are in every step.
+        shared_step_rows: number of sequences of one request that are in every step. While other requests run, further
+            sequences take turns, up to twice the number of sequences of all narrower requests. `None`: all are in
+            every step.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
             would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
         drain_timeout: seconds for running requests to finish once the model accepts no new ones: before an unload or
@@ -359,7 +360,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model.json") -> EngineConfig:
-        """Build from decoded JSON; numbers and booleans may be strings.
+        """Build from decoded JSON; numbers and booleans can be strings.
 
         vLLM's names, spellings and options without a choice are accepted too (`inflight.vllm_options`).
 
@@ -394,7 +395,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path) -> EngineConfig:
         """Read a `model.json`.
 
-        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory beside the file means
+        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory next to the file means
         that directory, so a repository entry can contain its checkpoint.
 
         Raises:

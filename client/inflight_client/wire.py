@@ -41,7 +41,7 @@ _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: 
 
 
 def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Input tensors as (name, Triton data type, value); lists where there may be several elements."""
+    """Input tensors as (name, Triton data type, value); lists where there can be several elements."""
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
@@ -174,7 +174,7 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
 
 
 def _texts(raw: bytes) -> list[str]:
-    """Strings, each behind its length in four bytes."""
+    """Strings, each after its length in four bytes."""
     texts, place = [], 0
     while place < len(raw):
         start = place + 4

@@ -19,8 +19,8 @@ _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning")
 def template_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages for a chat template: contents are strings, and the arguments of calls are objects.
 
-    A template knows no role developer, which is system there.  Keys without a meaning for a template are left out, so
-    that a client may send back whole answers.
+    The role developer becomes system, as templates do not know it.  Keys without a meaning for a template are omitted,
+    so that a client can send whole answers back.
 
     Raises:
         APIError: a message that is not of OpenAI's form, or has parts other than text; it says which.

@@ -58,7 +58,7 @@ async def reasoning_opened(
 ) -> bool:
     """Whether the prompt ends with `tag`, so that an answer begins with reasoning.
 
-    With `chat_template_kwargs`, which may turn thinking on or off, the model is asked to render a chat, once for each
+    With `chat_template_kwargs`, which can turn thinking on or off, the model is asked to render a chat, once for each
     choice.
     """
     usual = bool(model.info.get("reasoning_opened"))

@@ -35,7 +35,7 @@ class TextParser:
         tools: JSON Schemas of the arguments, by name of the tool.
 
     Attributes:
-        MARKS: what begins calls in this format, where a model may have special tokens for it.
+        MARKS: beginnings of calls in this format, for which a model can have special tokens.
     """
 
     MARKS: ClassVar[tuple[str, ...]] = ()

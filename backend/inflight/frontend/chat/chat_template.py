@@ -13,7 +13,7 @@ from inflight.hub import checkpoint_file
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
 _SECONDS = 2.0
-_WITH_TOOLS = "tool_use"  # the name of a template for chats with tools, beside the default one
+_WITH_TOOLS = "tool_use"  # the name of a template for chats with tools, in addition to the default one
 
 
 class ChatTemplate:
@@ -21,7 +21,7 @@ class ChatTemplate:
 
     Args:
         text: Jinja source; None if the checkpoint has no template.
-        special_tokens: names such as `bos_token` that templates may use.
+        special_tokens: names such as `bos_token` that templates can use.
         problem: why there is no template.
         required: an unusable template is an error at `check`; else only requests with messages fail.
         seconds: CPU time that rendering can take.

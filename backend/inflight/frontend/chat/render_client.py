@@ -36,7 +36,7 @@ class RenderClient:
 
     Args:
         text: Jinja source.
-        special_tokens: names such as `bos_token` that the template may use.
+        special_tokens: names such as `bos_token` that the template can use.
         seconds: CPU time of a call.
         size: bytes of memory that it can use.
         text_with_tools: Jinja source for chats with tools; None: `text` renders them.

@@ -66,7 +66,7 @@ class TemplateRenderer:
 
     Args:
         text: Jinja source.
-        special_tokens: names such as `bos_token` that templates may use.
+        special_tokens: names such as `bos_token` that templates can use.
         text_with_tools: Jinja source for chats with tools; None: `text` renders them.
 
     Raises:

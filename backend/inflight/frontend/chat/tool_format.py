@@ -12,7 +12,7 @@ def tool_format(template: str) -> str | None:
 
     hermes        <tool_call> {"name": ..., "arguments": {...}} </tool_call>
     qwen3_coder   <tool_call> <function=name> <parameter=key> value </parameter> </function> </tool_call>
-    llama3        {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>
+    llama3        {"name": ..., "parameters": {...}}, optionally after <|python_tag|>
     mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}]
     mistral_args  [TOOL_CALLS]name[ARGS]{...}
     pythonic      [name(key=value), ...]

@@ -144,7 +144,7 @@ class EngineProcess:
             os.close(page)
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
-        self._sending = threading.Lock()  # a closed descriptor's number may be reused
+        self._sending = threading.Lock()  # a closed descriptor's number can be reused
         self.failure: EngineFailed | None = None
         with contextlib.suppress(OSError):  # it died at once: `wait_ready` reports how
             self.send(encode(config))

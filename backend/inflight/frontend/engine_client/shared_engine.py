@@ -358,7 +358,7 @@ class SharedEngine:
         self._group, self._number, self.pid, self.heartbeat = group, number, pid, heartbeat
         self._socket = pipe
         self._connection = Connection(os.dup(pipe.fileno()))
-        self._sending = threading.Lock()  # a closed descriptor's number may be reused
+        self._sending = threading.Lock()  # a closed descriptor's number can be reused
         self._stopped = False
 
     def wait_ready(self, timeout: float) -> EngineReady:

@@ -11,7 +11,7 @@ __all__ = ["OpenLimit"]
 
 
 class OpenLimit:
-    """Counts open requests and their sequences, and gives each request its id.  Any thread may call.
+    """Counts open requests and their sequences, and gives each request its id.  Any thread can call it.
 
     Args:
         max_sequences: maximum number of open sequences; 0: no limit.

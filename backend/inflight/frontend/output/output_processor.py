@@ -207,7 +207,7 @@ class OutputProcessor:
         self._events.put(partial(self._fail_all, error))
 
     def stop(self, reason: str) -> None:
-        """Fail what is open with UNAVAILABLE and end the threads."""
+        """Fail open requests with UNAVAILABLE and end the threads."""
         self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
         self._events.put(None)
         self._cancellation.stop()

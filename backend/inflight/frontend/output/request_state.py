@@ -27,7 +27,7 @@ class RequestState:
         request_id: the engine's id of the request.
         sequences: its n outputs.
         inbox: deltas that `sequences` have not processed yet, oldest first.
-        last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: it goes on.
+        last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: no early end.
         prompt_logprobs: the JSON of each token that has arrived, until they are sent; None if not requested.
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
         settled: the metrics include its end, so its last response can be sent.

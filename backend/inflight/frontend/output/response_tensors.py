@@ -25,8 +25,8 @@ _RECENT_TOKENS = 64  # several times the tokens that the detokenizer holds back
 class SequenceOutput:
     """Output of one of a request's n sequences: counts so far, and output that was not sent yet.
 
-    A request may begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
-    go on as if this object had taken those tokens itself, and none of them is sent again.
+    A request can begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
+    continue as if this object had processed these tokens itself, and none of them is sent again.
 
     Args:
         index: its place among the request's sequences.

@@ -15,7 +15,7 @@ from inflight.hub import CheckpointFileError, checkpoint_file
 __all__ = ["generation_defaults"]
 
 _FILE = "generation_config.json"
-# Key of the file -> sampling key, and the values that it may have.
+# Key of the file -> sampling key, type, minimum, maximum.
 _KEYS: dict[str, tuple[str, type, float, float]] = {
     "temperature": ("temperature", float, 0.0, 100.0),
     "top_k": ("top_k", int, -1, 2**31 - 1),

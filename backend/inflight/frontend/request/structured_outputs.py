@@ -35,7 +35,7 @@ _IGNORED = {"backend", "backend_was_auto", "disable_fallback", "_backend", "_bac
 def grammar(**keys: Any) -> GrammarSpec:
     """For `SamplingParams(grammar=...)`: the keys of `structured_outputs`, one of them `json`, `regex`, `choice` ...
 
-    `json` may be a pydantic model, too.
+    `json` can be a pydantic model, too.
 
     Raises:
         ValueError: a key or value that is not allowed.
