@@ -12,7 +12,7 @@ from inflight_gateway.bodies import SamplingBody
 CANONICAL = {name for name, key in SAMPLING_KEYS.items() if key.has_effect and key.alias_of is None}
 # TensorRT-LLM's, and older names of vLLM's.
 OTHER_CLIENTS = {"end_id", "guided_decoding_guide_type", "guided_decoding_guide", "guided_decoding", "flat_logprobs"}
-# What responses contain; the client decides it.
+# The content of responses, which the client chooses itself.
 RESPONSES = {"output_kind", "detokenize"}
 # Options of the gateway's bodies that are no sampling parameters.
 REQUEST_LEVEL = {"model", "stream", "stream_options", "user", "prompt_cache_key", "priority"} | {

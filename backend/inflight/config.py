@@ -69,7 +69,7 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
 
 
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
-    """What the value could have been: the values of a `Literal`, or the keys of a nested object."""
+    """The allowed values: those of a `Literal`, or the keys of a nested object."""
     kinds = (hint, *get_args(hint))
     structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     if structs and "unknown field" in error:
@@ -130,17 +130,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: token budget of one step, prefill and decode together.
         itl_target_ms: target for the time between two tokens of a running request, in milliseconds. A cost model,
-            fitted while serving, limits the prompt tokens of a step to what meets the target. `None`: prompts may
+            fitted while serving, limits the prompt tokens of a step to what meets the target. `None`: prompts can
             take the whole budget. With a target, a CPU's KV pool is allocated at load.
         max_num_partial_prefills: maximum number of prompts that are partly computed at the same time.
-        max_long_partial_prefills: how many of those may be long, so that short prompts can pass.
+        max_long_partial_prefills: how many of these can be long, so that short prompts can pass.
         long_prefill_token_threshold: a prompt counts as long if it has more tokens left to compute, and a step
             computes at most this many of it. 0: no prompt counts as long, or, if `max_num_partial_prefills` is
             above 1, one that needs more than max_num_batched_tokens / max_num_partial_prefills.
         async_scheduling: prepare step n + 1 while step n runs. Outputs are the same; a request that stops at a
             token wastes one row, and a new request waits one step longer.
-        speculative_config: drafts of tokens to come, of which several are verified in one step; outputs are the same.
-            Keys as vLLM's, see docs/speculation.md. `None`: no drafts but those that a grammar forces.
+        speculative_config: drafts of the next tokens; several are verified in one step, and outputs are the same.
+            Keys as vLLM's, see docs/speculation.md. `None`: no drafts, except tokens that a grammar forces.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
         kv_cache_memory: size of the KV pool in bytes or as a string ("4GiB"). `None` takes a share of the free
@@ -163,8 +163,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("512MiB"). 0: none; the blocks are computed again.
         preemption_mode: with `swap_space`, "auto" swaps or recomputes each victim, whichever measures cheaper;
             "swap" and "recompute" always do the same.
-        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`:
-            the time to the first token tells nobody what another tenant asked.
+        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`, so the
+            time to the first token reveals nothing about the requests of another tenant.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
@@ -174,11 +174,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         priority_aging_seconds: waiting time that outweighs one class of `request_priority` under "priority".
         sjf_aging_seconds: waiting time that outweighs one token of `max_tokens` under "sjf".
         edf_default_timeout: seconds to the deadline that "edf" assumes for a request without a timeout.
-        priority_classes: queue limits of single classes, beside `max_queue_size`: {"2": {"max_queue_size": 64}}.
+        priority_classes: queue limits of single classes, besides `max_queue_size`: {"2": {"max_queue_size": 64}}.
         tenants: weight and limits per tenant, "*" for all others; turns on fair queueing between tenants:
             {"gold": {"weight": 4, "max_running": 32, "max_queued": 100}, "*": {}}.
         tenant_header: name of the header in which the operator's proxy names the tenant, such as "x-tenant-8f21"; the
-            input `tenant` may then only repeat it. `None`: the tenant is what the client claims.
+            input `tenant` can then only repeat it. `None`: the tenant is the one that the client claims.
         stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
             every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
             than a few percent of its cores; then the responses of a stream are up to 0.1 s or 8 tokens apart, as the
@@ -193,18 +193,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_stop_strings, max_bad_words, max_stop_token_ids: maximum length of the lists `stop`, `bad_words` and
             `stop_token_ids` of a request.
         max_stop_bytes: maximum size of all stop strings of a request together, and of all its bad words.
-        max_name_bytes: maximum size of what a client calls something by: `tenant`, `cache_salt`, the request id.
+        max_name_bytes: maximum size of a name that the client chooses: `tenant`, `cache_salt`, the request id.
         max_input_bytes: maximum size of one input tensor or request parameter.
-        exclude_input_in_output: whether `text_output` leaves the prompt out when a request does not say so. `None`:
-            as vllm_backend does, only a `text_input` that is not streamed comes back with its prompt.
-        wire_format: whose clients are served: "vllm", or "tensorrt_llm", whose responses have one sequence each
-            and whose defaults are greedy. See docs/migrating.md.
+        exclude_input_in_output: whether `text_output` omits the prompt if a request does not decide it. `None`: as
+            in vllm_backend, the output includes the prompt only for a `text_input` that is not streamed.
+        wire_format: the clients to serve: "vllm" or "tensorrt_llm". The latter's responses have one sequence each, and
+            its defaults are greedy. See docs/migrating.md.
         seed: base of the seeds of requests without one; `None` takes it from the OS. Of several instances that share
             an engine, the k-th takes `seed` + k, from k = 0.
         cpu_threads: intra-op threads of torch in the engine process; `None` takes as many as its affinity and the
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
-        chat_template_timeout: seconds of CPU time that the chat template may take for one request. It may use 1 GiB.
+        chat_template_timeout: seconds of CPU time that the chat template can take for one request. It can use 1 GiB.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
@@ -221,21 +221,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
             are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
-        max_replays: when the engine process dies, the next one goes on with its requests. A request fails once it was
-            the only one that can have caused this many deaths and one more, with no token between them. 0: whatever
-            ran when the engine died fails.
-        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. One that
-            does not is killed and replaced, and its requests go on. A step that by its size takes longer than usual
-            has ten times the usual time.
-        spare_engine: keep a second engine process that has done its imports and only has the checkpoint to load: the
-            next engine is there sooner. It takes no CPU time while it waits, but 300 MiB of memory.
-        engine_start_timeout: seconds that the engine process may take to load the checkpoint.
-        shared_step_rows: sequences of one request that are in every step; beside other requests, more are only in it
-            up to twice the sequences of all narrower ones, in turns. `None`: all are in every step.
+        max_replays: when the engine process dies, the next one continues its requests. A request fails when it is the
+            only possible cause of more than this many deaths, with no token between them. 0: every request that ran
+            when the engine died fails.
+        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. Otherwise
+            it is killed and replaced, and its requests continue. A step that takes longer because of its size has ten
+            times the usual time.
+        spare_engine: keep a second engine process that has done its imports and only has to load the checkpoint, so
+            the next engine is ready sooner. It takes no CPU time while it waits, but 300 MiB of memory.
+        engine_start_timeout: seconds that the engine process can take to load the checkpoint.
+        shared_step_rows: number of sequences of one request that are in every step. While other requests run, further
+            sequences take turns, up to twice the number of sequences of all narrower requests. `None`: all are in
+            every step.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
             would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
-        drain_timeout: seconds that running requests have to finish once the model takes no new ones: before an
-            unload or the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
+        drain_timeout: seconds for running requests to finish once the model accepts no new ones: before an unload or
+            the server's end, after a reload, and on request. Then they end with UNAVAILABLE.
     """
 
     model: str
@@ -359,7 +360,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model.json") -> EngineConfig:
-        """Build from decoded JSON; numbers and booleans may be strings.
+        """Build from decoded JSON; numbers and booleans can be strings.
 
         vLLM's names, spellings and options without a choice are accepted too (`inflight.vllm_options`).
 
@@ -394,7 +395,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path) -> EngineConfig:
         """Read a `model.json`.
 
-        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory beside the file means
+        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory next to the file means
         that directory, so a repository entry can contain its checkpoint.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a Python caller gives as a prompt -> token ids.  No torch, no Triton."""
+"""Prompts of the Python interface -> token ids.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.frontend.text.tokenizer import Tokenizer
 __all__ = ["Prompt", "is_prompt", "read_prompt"]
 
 # A text; token ids; or one of the two in a dict, as vLLM's `TextPrompt` and `TokensPrompt`:
-# {"prompt": "..."} or {"prompt_token_ids": [...]}, with "prompt" beside the ids for the record.
+# {"prompt": "..."} or {"prompt_token_ids": [...]}, where "prompt" can accompany the ids for the record.
 Prompt = Union[str, Sequence[int], Mapping[str, Any]]
 
 
@@ -25,7 +25,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int
     """The prompt's text, if it has one, and its token ids.
 
     Raises:
-        ValueError: it is something else, or a text where there is no tokenizer.
+        ValueError: it is no prompt, or a text although there is no tokenizer.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)

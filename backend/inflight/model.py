@@ -1,8 +1,8 @@
 """Triton's entry point: `TritonPythonModel` of the `inflight` backend.
 
-Triton runs this file in its stub process.  The package is the folder that holds this file, which may
-have been copied to Triton's backends folder without being installed, and under any name: a repository
-that says `backend: "vllm"` finds it as `backends/vllm`.
+Triton runs this file in its stub process.  The package is the folder that contains this file.  It can be
+copied to Triton's backends folder without being installed, and under any name: a repository that says
+`backend: "vllm"` finds it as `backends/vllm`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 if "inflight" not in sys.modules:
-    # Not through sys.path: the name of the folder may be that of another package.
+    # Not through sys.path: another package can have the name of the folder.
     _FOLDER = Path(__file__).resolve().parent
     _SPEC = importlib.util.spec_from_file_location(
         "inflight", _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)]
@@ -52,7 +52,7 @@ from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
 
-_DRAIN = "drain"  # what instances tell each other
+_DRAIN = "drain"  # a message between instances
 
 
 class TritonPythonModel:
@@ -64,7 +64,7 @@ class TritonPythonModel:
         return bridge.complete_config(config)
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer and start the engine process; Triton shows what it raises as the load error."""
+        """Load the tokenizer and start the engine process; Triton shows an exception as the load error."""
         bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
@@ -160,7 +160,7 @@ class TritonPythonModel:
             self._group.hear(self._told)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; the streams' sender thread sends every response.  Never raises."""
+        """Accept requests; the sender thread sends every response.  Never raises."""
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             with self._tokenize_pool.errors_to(responder):
@@ -178,7 +178,7 @@ class TritonPythonModel:
                 self._tokenize_pool.take(wire, responder)
 
     def is_ready(self) -> bool:
-        """Whether a request that comes now would be served; Triton asks from release 26.03 on."""
+        """Whether a new request would be served; Triton asks from release 26.03 on."""
         return self._supervisor.can_serve and not self._drain.draining
 
     def _drain_others(self) -> None:
@@ -186,15 +186,15 @@ class TritonPythonModel:
             self._group.tell(_DRAIN)
 
     def _told(self, text: str) -> None:
-        """Another instance that shares the engine was asked something that concerns this one, too."""
+        """A message of another instance that shares the engine."""
         if text == _DRAIN:
             self._drain.begin("a control request to another instance")
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
 
-        It also unloads the model.  A model that unloads itself can end Triton 24.10 with SIGSEGV (observed), and
-        the engine process is restarted here: so the model stays, and serves again when the engine is up.
+        vllm_backend also unloads the model.  A model that unloads itself can end Triton 24.10 with SIGSEGV (observed),
+        and the engine process is restarted here: the model stays loaded, and serves again when the engine is up.
 
         Raises:
             RequestError: UNAVAILABLE; the engine process is not up.
@@ -207,16 +207,16 @@ class TritonPythonModel:
         """End the engine process and the threads."""
         self._unload_detector.stop()
         self._drain.stop()
-        self._chat.close()  # first: the intake waits for what it renders
+        self._chat.close()  # first: the pool waits for chats that it renders
         self._tokenize_pool.stop()
-        self._supervisor.stop()  # first: it fails open questions, and the streams send that to their clients
+        self._supervisor.stop()  # before the streams stop: they send the errors of open questions to their clients
         if self._group is not None:
             self._group.leave()
         self._status.stop()
         self._registry_entry.close()
         self._output_processor.stop("the model is being unloaded")
         self._metrics.stop()
-        # Response senders reach into the stub when they are collected: that must happen now, not at
+        # Response senders access the stub when they are garbage-collected: that must happen now, not at
         # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.
         self.__dict__.clear()
         gc.collect()

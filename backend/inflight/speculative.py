@@ -14,23 +14,23 @@ _Count = Annotated[int, Meta(ge=1, le=2**20)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where drafts come from, and how long they may be.  How long they are is decided step by step.
+    """The source of drafts, and their maximum length; the engine chooses the length in every step.
 
     Attributes:
         method: "suffix" copies what followed the longest earlier occurrence of the last tokens, in the request's own
-            prompt and output and in past outputs; "ngram" looks in the request alone; "draft_model" asks `model`, and
-            need not be said.
+            prompt and output and in past outputs; "ngram" searches the request alone; "draft_model" runs `model`, and
+            is the default if `model` is set.
         model: of "draft_model": directory or hub id of a checkpoint with the same tokenizer.
         revision: of `model`: hub revision.
-        kv_cache_memory: of "draft_model": size of its own KV pool; requests that find no room have no drafts.
-        num_speculative_tokens: most draft tokens of a sequence in one step; `None`: `suffix_decoding_max_tree_depth`
-            for "suffix", else 8.
-        prompt_lookup_min, prompt_lookup_max: of "ngram": tokens that must match, and at most do.
-        suffix_decoding_max_tree_depth: of "suffix": most tokens of a match, and of a draft.
-        suffix_decoding_max_cached_requests: of "suffix": past outputs that are looked into; 0: none, and no request
-            ever sees what another one got.
+        kv_cache_memory: of "draft_model": size of its own KV pool; requests without room in it have no drafts.
+        num_speculative_tokens: maximum number of draft tokens of a sequence in one step; `None`:
+            `suffix_decoding_max_tree_depth` for "suffix", else 8.
+        prompt_lookup_min, prompt_lookup_max: of "ngram": minimum and maximum number of tokens of a match.
+        suffix_decoding_max_tree_depth: of "suffix": maximum number of tokens of a match, and of a draft.
+        suffix_decoding_max_cached_requests: of "suffix": number of past outputs to search; 0: none, so no request
+            depends on the output of another one.
         suffix_decoding_max_spec_factor: of "suffix": a draft is at most this many times as long as its match.
-        suffix_decoding_min_token_prob: of "suffix": a draft ends before a token that is less likely than this.
+        suffix_decoding_min_token_prob: of "suffix": a draft ends before a token that is less probable than this.
     """
 
     method: Literal["suffix", "ngram", "draft_model"] | None = None
@@ -47,7 +47,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def longest_draft(self) -> int:
-        """Most draft tokens of a sequence in one step."""
+        """Maximum number of draft tokens of a sequence in one step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return self.suffix_decoding_max_tree_depth if self.method == "suffix" else _DRAFT_TOKENS

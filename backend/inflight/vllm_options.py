@@ -1,7 +1,7 @@
 """vLLM's engine arguments in a `model.json`: its names and spellings, and features that are off.
 
-An entry written for vllm_backend names options that this engine has no choice in.  A value that asks for
-what the engine does anyway is dropped; any other is refused with the way out.  No torch.
+An entry for vllm_backend can name options that are fixed in this engine.  A value that asks for what the engine
+does anyway is dropped; any other value is refused, and the message says what to do instead.  No torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ONE_DEVICE = "this engine runs on one device"
 
 
 class _Fixed(NamedTuple):
-    """An option without a choice: the values that ask for what is done anyway, and what to do instead of another."""
+    """A fixed option: the values that ask for what is done anyway, and the advice for any other value."""
 
     allowed: tuple[Any, ...]
     otherwise: str
 
 
-# None stands for the default everywhere, and is allowed.
+# None means the default of every option, and is allowed.
 _FIXED: dict[str, _Fixed] = {
     "convert": _Fixed(("auto", "none"), "this backend only generates"),
     "config_format": _Fixed(("auto", "hf"), "checkpoints are in the format of transformers"),
@@ -41,7 +41,7 @@ _FIXED: dict[str, _Fixed] = {
         (True,), "prompts are always computed in chunks of what max_num_batched_tokens leaves; raise it"
     ),
     "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
-    "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records what became of them"),
+    "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records their steps"),
     "enable_lora": _Fixed((False,), "adapters are not served; merge the adapter into the checkpoint"),
     "enable_prompt_embeds": _Fixed((False,), "prompts are text or token ids"),
     "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
@@ -56,7 +56,7 @@ _FIXED: dict[str, _Fixed] = {
     ),
 }
 
-# Options of a mechanism that this engine does not have, so that no value changes anything.
+# Options of mechanisms that this engine does not have: no value has an effect.
 _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
     "distributed_executor_backend",
@@ -69,10 +69,10 @@ _WITHOUT_EFFECT = {
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options under this engine's names and in its spelling, without those that change nothing.
+    """The same options under this engine's names and in its spelling, without options that have no effect.
 
     Raises:
-        ValueError: an option asks for something that the engine does not do, or is there under two names.
+        ValueError: an option asks for something that the engine does not do, or is given under two names.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -95,7 +95,7 @@ def _check_fixed(key: str, value: Any) -> None:
 
 
 def _parsed(value: Any) -> Any:
-    """A number or boolean that is written as a string; anything else as it is."""
+    """The number or boolean that a string contains; any other value unchanged."""
     try:
         return json.loads(value.lower()) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""`inflight generate`.  Exit status: 0 success, 1 the server refused or failed, 2 no server or wrong usage."""
+"""`inflight generate`.  Exit status: 0 success, 1 the server refuses or fails, 2 no server or wrong usage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Triton's gRPC or HTTP address; several, separated by commas: the next one continues what is cut off.",
+            help="Triton's gRPC or HTTP address, or several with commas: the next continues a broken stream.",
             show_default="127.0.0.1:8001",
         ),
     ] = None,
@@ -46,7 +46,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     stream: _Stream = True,
     json_: _Json = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds the request may take.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Maximum seconds for the request.")] = None,
 ) -> None:
     """Generate text on a running server.  Ctrl-C cancels the request."""
     text = _standard_input() if prompt == "-" else prompt

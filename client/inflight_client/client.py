@@ -1,4 +1,4 @@
-"""The two clients.  They have the same methods; those of `AsyncClient` are awaited."""
+"""The two clients.  They have the same methods; `AsyncClient`'s are awaited."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class _BaseClient:
     ) -> None:
         """Connects on the first call.
 
-        With several servers, each attempt goes to the first that did not fail lately (`Endpoints`), and a stream that
-        is interrupted is continued on the next: its result equals that of a stream that was not.  The servers must
-        serve the same checkpoint in the same way.
+        With several servers, each attempt goes to the first one that has not failed recently (`Endpoints`), and an
+        interrupted stream is continued on the next one: its result equals that of an uninterrupted stream.  The
+        servers must serve the same checkpoint in the same way.
 
         Args:
             url: `host:port`; None means 127.0.0.1 and Triton's default port for the protocol.  Several servers are
                 separated by commas, or a list, the preferred one first.
             protocol: "grpc" (port 8001) or "http" (port 8000), of all servers.
             model: default model.
-            timeout: default limit for a request in seconds; None for no limit.
+            timeout: default limit for a request in seconds; None: no limit.
             retries: what to do while a server is unavailable; None means `RetryPolicy()`.
-            routing: chooses among the servers that did not fail lately; None for the first of them.
+            routing: chooses among the servers that have not failed recently; None: the first of them.
             options: headers and TLS, see `ConnectionOptions`.
 
         Raises:
@@ -92,7 +92,7 @@ def _not_ready(timeout: float, reason: str) -> DeadlineExceededError:
 class Client(_BaseClient):
     """Blocking client: `with Client("host:8001", model="demo") as client: ...`.
 
-    Threads may share it; requests are independent of each other and are cancelled one by one.
+    Threads can share it; requests are independent of each other and are cancelled individually.
     """
 
     def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
@@ -131,7 +131,7 @@ class Client(_BaseClient):
         """Send a request and wait for the complete answer; arguments as in `stream`.
 
         Raises:
-            InflightError: the request failed; `partial` has what arrived before.
+            InflightError: the request failed; `partial` has the output that arrived before.
         """
         stream = self.stream(prompt, messages=messages, input_ids=input_ids, **options)
         with stream:
@@ -168,10 +168,10 @@ class Client(_BaseClient):
         return self._servers.first(lambda server: server.model_metadata(model or self.model))
 
     def repository_index(self) -> list[dict[str, Any]]:
-        """The models of the server's repository: `name`, and where known `version`, `state` and `reason`.
+        """The models of the server's repository: `name`, and `version`, `state` and `reason` if known.
 
         Raises:
-            InflightError: no server answers, or it wants a key for this.
+            InflightError: no server answers, or it requires a key for this.
         """
         return self._servers.first(lambda server: server.repository_index())
 
@@ -186,7 +186,7 @@ class Client(_BaseClient):
             name: value of the request parameter `control`, see docs/wire-contract.md.
             model: None for the client's.
             timeout: seconds to wait for the answer.
-            admin_key: what `inflight serve` printed at its start; None for a server without one.
+            admin_key: the key that `inflight serve` printed at its start; None for a server without one.
 
         Raises:
             InflightError: no server answers, or it refuses.
@@ -208,9 +208,9 @@ class Client(_BaseClient):
 
         Args:
             prompt, messages: one of them, as in `stream`.
-            add_special_tokens: those that the tokenizer puts around a text; None: as a request for text does, which
-                is True for a prompt and False for messages, whose template has its own.
-            return_token_strs: add "token_strs", the tokens as the vocabulary has them.
+            add_special_tokens: add the special tokens that the tokenizer puts around a text; None: as in a request for
+                text: True for a prompt, and False for messages, because the template adds its own.
+            return_token_strs: add "token_strs", the vocabulary's entries.
             model: None for the client's.
             timeout: seconds to wait for the answer.
             chat: options of the chat template, see `ChatOptions`.

@@ -14,7 +14,7 @@ __all__ = ["Connection", "ConnectionOptions", "Protocol"]
 Protocol = Literal["grpc", "http"]
 
 _DEFAULT_URLS: dict[str, str] = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
-# URL schemes in front of host:port, and whether they mean TLS.
+# URL schemes before host:port, and whether they mean TLS.
 _SCHEMES: dict[str, dict[str, bool]] = {
     "grpc": {"grpc": False, "grpcs": True},
     "http": {"http": False, "https": True},
@@ -32,11 +32,11 @@ class ConnectionOptions(TypedDict, total=False):
         private_key, certificate_chain: PEM files of the client certificate.
         connect_timeout: seconds for health and metadata calls, and to establish an HTTP connection.
     For gRPC only:
-        creds: `grpc.ChannelCredentials` in place of the three files.
+        creds: `grpc.ChannelCredentials` instead of the three files.
         keepalive_options: `tritonclient.grpc.KeepAliveOptions`.
-        channel_args: complete channel arguments, in place of all that this client would set.
+        channel_args: all channel arguments; this client then sets none of its own.
     For HTTP only:
-        ssl_context: `ssl.SSLContext` in place of the three files.
+        ssl_context: `ssl.SSLContext` instead of the three files.
     """
 
     headers: Mapping[str, str]
@@ -113,7 +113,7 @@ class Connection:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is this machine, in which case the environment's proxies do not apply."""
+        """Whether the server is on this machine; if so, the environment's proxies do not apply."""
         host = self.address.partition("/")[0].rpartition(":")[0].strip("[]")
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -123,7 +123,7 @@ class Connection:
     # -- gRPC -----------------------------------------------------------------------------
 
     def grpc_headers(self) -> dict[str, str]:
-        """Headers as gRPC metadata, whose keys must be lower case."""
+        """Headers as gRPC metadata; its keys must be lower case."""
         return {name.lower(): value for name, value in self.headers.items()}
 
     def grpc_client_options(self) -> dict[str, Any]:
@@ -139,9 +139,8 @@ class Connection:
         }
 
     def _channel_args(self) -> list[tuple[str, Any]]:
-        """tritonclient's arguments, plus three: by default gRPC waits up to two minutes between connection
-        attempts, far longer than a server takes to restart, and shares the TCP connection with every
-        client of the process.
+        """tritonclient's arguments, and three more: by default, gRPC waits up to two minutes between connection
+        attempts, far longer than a server needs to restart, and all clients of a process share one TCP connection.
         """
         args: list[tuple[str, Any]] = [
             ("grpc.max_send_message_length", _INT32_MAX),

@@ -1,4 +1,4 @@
-"""What has arrived of a request, and the request for the rest of it.  No I/O."""
+"""The output of a request that has arrived, and the request for the rest.  No I/O."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _seeds = random.SystemRandom()
 
 
 class Continuation:
-    """Follows the responses of one request so that another server can go on behind them.
+    """Follows the responses of one request so that another server can continue it.
 
-    For that the request must stream, and have a seed and the token ids of its output: `request` has them, whether
-    its caller asked for them or not, and `take` hides what the caller did not ask for.
+    The request must stream, and have a seed and the token ids of its output: `request` asks for these even if the
+    caller does not, and `take` hides what the caller did not ask for.
 
     Args:
-        request: as its caller made it.
-        wanted: make the request continuable, if it can be.
+        request: the caller's request.
+        wanted: make the request continuable, if possible.
 
     Attributes:
-        request: what to send first.
-        possible: an interrupted stream can be continued.
-        received: any response arrived.
+        request: the request to send first.
+        possible: whether an interrupted stream can be continued.
+        received: whether any response has arrived.
     """
 
     def __init__(self, request: GenerationRequest, wanted: bool) -> None:
@@ -43,19 +43,19 @@ class Continuation:
 
     @property
     def complete(self) -> bool:
-        """Every sequence has told how it ended: nothing more will come."""
+        """Every sequence has reported its finish reason: no more output will arrive."""
         return all(self._ended)
 
     def take(self, columns: Columns, chunk: StreamChunk) -> None:
         """A response arrived."""
         self.received = True
         if self.possible and "token_ids" not in columns:
-            self.possible = False  # a server that does not speak the whole wire contract
+            self.possible = False  # a server that does not implement the whole wire contract
         if self.possible:
             self._keep(columns, chunk)
         for delta in chunk.choices:
             if self._ended[delta.index]:
-                delta.finish_reason = None  # it was told; servers repeat it while other sequences go on
+                delta.finish_reason = None  # reported before; servers repeat it while other sequences continue
             elif delta.finish_reason is not None:
                 self._ended[delta.index] = True
             if self._hides_ids:
@@ -73,7 +73,7 @@ class Continuation:
                 self._sums[delta.index] += logprob
 
     def rest(self) -> GenerationRequest:
-        """The request for what has not arrived."""
+        """The request for the output that has not arrived."""
         if not self._any_tokens:
             return self.request
         sampling = {key: value for key, value in self.request.sampling.items() if key != "prompt_logprobs"}
@@ -81,7 +81,7 @@ class Continuation:
         return dataclasses.replace(
             self.request,
             sampling=sampling,
-            # At least one id: what has ended may be sent with its tokens, too.
+            # At least one id is needed; ended sequences can be sent with their tokens, too.
             resume_token_ids=open_ids if any(open_ids) else [ids and list(ids) for ids in self._token_ids],
             resume_cumulative_logprob=list(self._sums) if self.request.return_cumulative_logprob else None,
         )
@@ -90,13 +90,13 @@ class Continuation:
 def _continuable(request: GenerationRequest) -> GenerationRequest:
     sampling = request.sampling
     has_seed = any(sampling.get(name) not in (None, -1, "-1") for name in ("seed", "random_seed"))
-    if not has_seed and request.resume_token_ids is None:  # output that was begun elsewhere has the seed of there
+    if not has_seed and request.resume_token_ids is None:  # a resumed request keeps the seed of its beginning
         sampling = {**sampling, "seed": _seeds.getrandbits(63)}
         sampling.pop("random_seed", None)
     return dataclasses.replace(
         request,
         sampling=sampling,
         return_token_ids=True,
-        # The sums that the server sends are rounded; these are not.
+        # The server's sums are rounded; the sums of single log probabilities are not.
         return_log_probs=request.return_cumulative_logprob,
     )

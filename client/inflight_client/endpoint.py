@@ -1,4 +1,4 @@
-"""Finds out which protocol a server speaks at an address, so that either of its ports will do."""
+"""Finds out which protocol a server speaks at an address, so that users can give either port."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def find_endpoint(url: str, timeout: float = 5.0) -> tuple[Protocol, str]:
 
     Args:
         url: `host:port` of Triton's HTTP or gRPC service, with or without a scheme.  `https` and `grpcs`
-            ask for TLS; beyond that the scheme does not matter.
+            select TLS; otherwise the scheme has no effect.
         timeout: seconds to wait for an answer by each protocol.
 
     Returns:
-        The protocol, and the URL with the scheme that a client for it takes.
+        The protocol, and the URL with the scheme that a client for this protocol expects.
 
     Raises:
         ValueError: `url` is not an address.
@@ -48,7 +48,7 @@ def find_endpoint(url: str, timeout: float = 5.0) -> tuple[Protocol, str]:
 
 
 def find_endpoints(url: str, timeout: float = 5.0) -> tuple[Protocol, list[str]]:
-    """As `find_endpoint`, of several addresses separated by commas: the first that answers decides the protocol.
+    """As `find_endpoint`, for several addresses separated by commas: the first one that answers decides the protocol.
 
     Raises:
         ValueError: one of them is not an address.

@@ -1,4 +1,4 @@
-"""Several servers for one client: which of them gets the next attempt.  No I/O."""
+"""Chooses the server for the next attempt of a client with several servers.  No I/O."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ class Routing(Protocol):
         """Index of the server for an attempt; called by one thread at a time.
 
         Args:
-            request: what is sent.
-            loads: the servers to choose from, and the sequences that this client has in flight at each.
+            request: the request to send.
+            loads: index of each server to choose from -> sequences that this client has in flight there.
         """
 
 
 class Endpoints:
-    """The servers in the order of preference, and which of them failed lately.
+    """The servers in order of preference, and their recent failures.
 
-    The first that did not fail lately is chosen, or the one that `routing` names among those.  One that failed rests
-    for a second, twice as long after each failure in a row, at most 30 s, and as long as it asked for; an answer ends
-    that.  If all rest, the one is chosen whose rest ends first.  Threads may share it.
+    The first server that is not resting is chosen, or one of these by `routing`.  A server rests for a second after a
+    failure, twice as long after each further failure in a row, at most 30 s, and at least as long as it asks for.  An
+    answer ends the rest.  If all servers rest, the one with the shortest remaining rest is chosen.  Threads can share
+    the object.
 
     Args:
         count: number of servers, at least 1.
         clock: seconds now.
-        routing: None for the order of preference.
+        routing: None: the order of preference.
     """
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic, routing: Routing | None = None) -> None:
@@ -66,12 +67,12 @@ class Endpoints:
         return len(self._failures)
 
     def choose(self) -> int:
-        """Index of the preferred server, for what any of them can answer."""
+        """Index of the preferred server, for calls that any server can answer."""
         with self._lock:
             return self._rested()[0]
 
     def begin(self, request: GenerationRequest) -> int:
-        """Index of the server for an attempt, which is in flight from now until `end`."""
+        """Index of the server for an attempt, which counts as in flight until `end`."""
         with self._lock:
             rested = self._rested()
             index = rested[0]
@@ -86,14 +87,14 @@ class Endpoints:
             self._in_flight[index] -= request.n
 
     def _rested(self) -> list[int]:
-        """The servers that did not fail lately; if all did, the one whose rest ends first."""
+        """The servers that are not resting; if all are, the one with the shortest remaining rest."""
         now = self._clock()
         rests = [max(0.0, until - now) for until in self._rests_until]
         shortest = min(rests)
         return [rests.index(shortest)] if shortest else [index for index, rest in enumerate(rests) if not rest]
 
     def failed(self, index: int, retry_after: float | None = None) -> None:
-        """An attempt failed there; the server asked not to be tried again for `retry_after` seconds."""
+        """An attempt failed there; the server asked for no new attempt within `retry_after` seconds."""
         with self._lock:
             rest = min(_LONGEST_REST, _FIRST_REST * 2 ** min(self._failures[index], 16))
             self._failures[index] += 1
@@ -102,12 +103,12 @@ class Endpoints:
             self._rests_until[index] = now + max(rest, retry_after or 0.0)
 
     def answered(self, index: int) -> None:
-        """It is well."""
+        """The server answered: its rest ends."""
         if self._failures[index]:
             with self._lock:
                 self._failures[index], self._rests_until[index], self._asked_until[index] = 0, 0.0, 0.0
 
     def asked_wait(self) -> float:
-        """Seconds until there is a server that has not asked to be left alone."""
+        """Seconds until at least one server accepts a new attempt, according to the servers' hints."""
         with self._lock:
             return max(0.0, min(self._asked_until) - self._clock())

@@ -1,7 +1,7 @@
 """The exceptions of a failed request, and how a server's message selects one of them.
 
-Triton drops the error code of every response on a gRPC stream, and over HTTP of every response but
-the first: only the message is left.  `triton_grpc_error: true` would bring gRPC codes, but with it
+Triton drops the error codes of responses on a gRPC stream, and over HTTP those of all responses after
+the first: only the message remains.  `triton_grpc_error: true` would add gRPC codes, but with it
 tritonserver 24.10 loses responses queued before the error and can abort when several streams fail at
 once.  This client therefore reads the message instead (`code_of_message`).
 """
@@ -35,7 +35,7 @@ class InflightError(Exception):
         message: the server's message.
         code: name of the gRPC status, such as "UNAVAILABLE".
         request_id: the failed request; "" if there was none.
-        partial: what arrived before the error; None if nothing did.
+        partial: the output that arrived before the error; None if there was none.
     """
 
     code = "UNKNOWN"
@@ -58,7 +58,7 @@ class UnavailableError(InflightError):
     """The server cannot accept the request now: full queue, model loading, engine restarting, draining.
 
     Attributes:
-        retry_after: seconds after which the server asks to be tried again; None if it does not say.
+        retry_after: seconds after which the server allows another attempt; None if it does not say.
     """
 
     code = "UNAVAILABLE"
@@ -73,7 +73,7 @@ class ServerUnreachableError(UnavailableError):
 
 
 class DeadlineExceededError(InflightError):
-    """The request's timeout expired; `partial` has what arrived before."""
+    """The request's timeout expired; `partial` has the output that arrived before."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -134,11 +134,11 @@ def code_of_message(message: str, default: str = "UNKNOWN") -> str:
 
 
 def retry_after(message: str) -> float | None:
-    """Seconds after which the server that says this asks to be tried again; None if it does not say."""
+    """Seconds after which another attempt can succeed, according to the message; None if it does not say."""
     found = _RETRY_AFTER.search(message)
     return float(found[1]) if found else None
 
 
 def error_for(code: str, message: str) -> InflightError:
-    """The exception for a status name; `ServerError` for codes that have no class."""
+    """The exception for a status name; `ServerError` for other codes."""
     return _CLASSES.get(code, ServerError)(message, code=code)

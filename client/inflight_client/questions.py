@@ -1,4 +1,4 @@
-"""What a client asks of a model besides text: requests with the parameter `control`.  No I/O."""
+"""Questions about a model: requests with the parameter `control`.  No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Question", "control_question", "detokenize_question", "json_answer",
 
 @dataclass(frozen=True)
 class Question:
-    """A request that gets one text as its answer.
+    """A request with one text as its answer.
 
     Attributes:
         parameters: request parameters.
@@ -30,12 +30,12 @@ class Question:
 
 
 def control_question(name: str, admin_key: str | None = None) -> Question:
-    """The question `name`; the key goes along if there is one."""
+    """The question `name`, with the admin key if there is one."""
     return Question({"control": name} if admin_key is None else {"control": name, "admin_key": admin_key})
 
 
 def model_question() -> Question:
-    """For the facts about a model."""
+    """Asks for facts about the model."""
     return control_question("model")
 
 
@@ -46,7 +46,7 @@ def tokenize_question(
     add_special_tokens: bool | None,
     return_token_strs: bool,
 ) -> Question:
-    """For the tokens of a text or chat.
+    """Asks for the tokens of a text or chat.
 
     Raises:
         ValueError, TypeError: as `GenerationRequest.build`.
@@ -64,7 +64,7 @@ def tokenize_question(
 
 
 def detokenize_question(token_ids: Sequence[int] | np.ndarray) -> Question:
-    """For the text of token ids.
+    """Asks for the text of token ids.
 
     Raises:
         ValueError, TypeError: not integers, or out of the range of INT64.
@@ -76,7 +76,7 @@ def json_answer(text: str) -> dict[str, Any]:
     """The answer as a dict.
 
     Raises:
-        ServerError: it is no JSON object: the server is not Inflight's.
+        ServerError: it is no JSON object: the model is not one of Inflight's.
     """
     try:
         answer = json.loads(text)

@@ -41,8 +41,8 @@ class ChatOptions(TypedDict, total=False):
         tools: as in OpenAI's API: the template describes them to the model.
         chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
         add_generation_prompt: end the prompt where the assistant's answer begins; True unless the next is set.
-        continue_final_message: go on with the last message instead of answering it.  A string names the field of the
-            message to go on with, such as "reasoning_content".
+        continue_final_message: continue the last message instead of answering it.  A string names the field of the
+            message to continue, such as "reasoning_content".
     """
 
     tools: Sequence[Mapping[str, Any]]
@@ -52,8 +52,8 @@ class ChatOptions(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling parameters under vLLM's names.  The server validates them, and its defaults apply to those that are not
-    given (`max_tokens` 16, temperature 1)."""
+    """Sampling parameters under vLLM's names.  The server validates them and applies its defaults to missing ones
+    (`max_tokens` 16, temperature 1)."""
 
     max_tokens: int
     min_tokens: int
@@ -86,24 +86,24 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
     Attributes:
         max_tokens ... structured_outputs: see `SamplingOptions`.
         tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see `ChatOptions`.
-        json_schema: what the text is JSON of: a schema as a dict or JSON text, a pydantic model or a dataclass.  Short
-            for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
+        json_schema: the schema of the output, which is then JSON: a dict or JSON text, a pydantic model or a dataclass.
+            Short for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.
         model: overrides the client's.
         request_id: appears in the server's traces; generated if not given.
         request_priority: lower values are served first.
         tenant: the account that the request is charged to.
         cache_salt: restricts prefix cache hits to requests with the same salt.
-        routing_key: tells requests apart that begin alike, for a client with `routing`: the name of a conversation
-            keeps it on one server.  It is not sent.
-        timeout: seconds, after which the server ends the stream with a deadline error and retries
-            stop.  None removes the client's default.
+        routing_key: distinguishes requests with equal beginnings, for a client with `routing`: the name of a
+            conversation keeps it on one server.  It is not sent.
+        timeout: seconds after which the server ends the stream with a deadline error, and retries stop.  None removes
+            the client's default.
         one_response: return the whole output in one response: fewer messages, but no TTFT.
         return_token_ids: False saves bytes if only text is needed.
         return_cumulative_logprob: makes the server compute log probabilities for every token.
         return_num_cached_tokens: makes `Usage.cached_tokens` known.
-        resume_token_ids: output that an earlier request with the same options and seed has brought: the answer is
-            what comes after it.  For n > 1 one list per sequence, None for one that has ended.
+        resume_token_ids: output of an earlier request with the same options and seed: the answer continues it.  For
+            n > 1 one list per sequence, None for a sequence that has ended.
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
     """
 
@@ -133,9 +133,9 @@ class GenerationRequest:
     """A request with exactly one of `prompt`, `messages` and `input_ids`.
 
     Attributes:
-        chat: options of the chat template, which go with `messages`.
+        chat: options of the chat template, for `messages`.
         sampling: the JSON object of `sampling_parameters`.
-        timeout: seconds until the deadline, counted from the first attempt; None for no deadline.
+        timeout: seconds until the deadline, counted from the first attempt; None: no deadline.
         stream: whether text is sent as it is generated, rather than in one response at the end.
         return_log_probs: ask for the log probability of each token, as a number.
         resume_token_ids: one list per sequence, None for one that has ended.
@@ -233,7 +233,7 @@ class GenerationRequest:
 
 
 def check_one_prompt(prompts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless one is given, and is what it may be (else TypeError)."""
+    """Raise ValueError unless exactly one is given, TypeError if it has the wrong type."""
     given = [name for name, value in prompts.items() if value is not None]
     if len(given) != 1:
         names = list(prompts)
@@ -249,8 +249,8 @@ def chat_of(options: Mapping[str, Any], messages: Any) -> dict[str, Any]:
     """The options of the chat template that are set.
 
     Raises:
-        ValueError: there are some, and no messages.
-        TypeError: an unknown one.
+        ValueError: there are options, but no messages.
+        TypeError: an unknown option.
     """
     chat = {name: _plain(value) for name, value in options.items() if value is not None}
     for name in chat.keys() - set(_CHAT):
@@ -261,7 +261,7 @@ def chat_of(options: Mapping[str, Any], messages: Any) -> dict[str, Any]:
 
 
 def checked_ids(name: str, token_ids: Sequence[int] | np.ndarray) -> list[int]:
-    """Token ids as a list; raises TypeError or ValueError for what is no INT64."""
+    """Token ids as a list; raises TypeError or ValueError for values that are no INT64."""
     ids = [operator.index(token_id) for token_id in token_ids]
     _check_integers(name, ids, 64)
     return ids
@@ -274,7 +274,7 @@ def messages_json(messages: Sequence[Message], chat: Mapping[str, Any]) -> str:
 
 
 def _resumed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`resume_token_ids` as a list per sequence, and the sums as floats; those that are given."""
+    """The given resume options: `resume_token_ids` as a list per sequence, and the sums as floats."""
     found: dict[str, Any] = {}
     if (given := options.get("resume_token_ids")) is not None:
         entries = list(given)
@@ -311,7 +311,7 @@ def _check_integers(name: str, values: Sequence[Any], bits: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a sampling value to what JSON can hold: numpy scalars and arrays, tuples, sets."""
+    """Convert numpy scalars and arrays, tuples and sets in a sampling value to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

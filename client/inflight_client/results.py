@@ -35,7 +35,7 @@ TokenLogprobs = dict[int, Logprob] | None
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What a response adds to one of the n sequences.
+    """New output of one of the n sequences in a response.
 
     Attributes:
         index: which of the n.
@@ -63,7 +63,7 @@ class StreamChunk:
     Attributes:
         choices: one delta for each of the n sequences.
         num_input_tokens: tokens of the prompt.
-        num_cached_tokens: those of them that came from the prefix cache, if requested.
+        num_cached_tokens: prompt tokens from the prefix cache, if requested.
         prompt_logprobs: one entry per prompt token, on the first chunk, if requested.
         elapsed: seconds since the request was first sent.
     """
@@ -105,7 +105,7 @@ class Usage:
     """Tokens of the prompt (None if unknown) and of all sequences.
 
     Attributes:
-        cached_tokens: those of the prompt that came from the prefix cache; None unless requested.
+        cached_tokens: prompt tokens from the prefix cache; None unless requested.
     """
 
     input_tokens: int | None
@@ -119,8 +119,8 @@ class Timings:
 
     Attributes:
         ttft: from sending the request to the first new token; None if there was none.
-        itl: gaps between responses with new tokens.  A server that coalesces responses puts several
-            tokens into one, so there may be fewer gaps than tokens.
+        itl: gaps between responses with new tokens.  A server that coalesces responses sends several tokens in
+            one, so there can be fewer gaps than tokens.
         tpot: mean time per output token after the first, over the longest sequence; None below two
             tokens.
         total: from sending the request to its end.
@@ -170,12 +170,12 @@ class GenerationResult:
         return self.choices[0].logprobs
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
+        """The result as plain JSON values."""
         return dataclasses.asdict(self)
 
 
 class _Sequence:
-    """What has arrived of one sequence; texts are joined when somebody asks, since there may be many."""
+    """The output of one sequence so far; its many texts are joined on demand."""
 
     __slots__ = ("_choice", "_texts")
 
@@ -200,7 +200,7 @@ class _Sequence:
             choice.cumulative_logprob = delta.cumulative_logprob
 
     def choice(self) -> Choice:
-        """A copy: more may arrive."""
+        """A copy of the sequence so far."""
         self._texts = ["".join(self._texts)]
         return dataclasses.replace(self._choice, text=self._texts[0], token_ids=list(self._choice.token_ids))
 
@@ -227,7 +227,7 @@ class ResultBuilder:
             is_new = is_new or bool(delta.num_tokens or delta.text)
         if chunk.num_input_tokens is not None:
             self.num_input_tokens = chunk.num_input_tokens
-        if self.num_cached_tokens is None:  # of a request that is continued elsewhere, what counted at first
+        if self.num_cached_tokens is None:  # for a request that another server continues, the first server's count
             self.num_cached_tokens = chunk.num_cached_tokens
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = chunk.prompt_logprobs

@@ -1,4 +1,4 @@
-"""When a request is sent again: while none of its output has arrived, or for the rest of it."""
+"""Decides when a request is sent again: before any output has arrived, or for the rest of it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["RetryPolicy"]
 class RetryPolicy:
     """Exponential backoff with jitter for a server that reports UNAVAILABLE or cannot be reached.
 
-    Before the k-th retry (from 0) the client waits between `(1 - jitter) * d` and `d` seconds,
-    where `d = min(max_delay, initial_delay * multiplier**k)`, and as long as the server asks for if there is no
-    other.
+    Before the k-th retry (from 0) the client waits between `(1 - jitter) * d` and `d` seconds, where
+    `d = min(max_delay, initial_delay * multiplier**k)`.  If there is no other server, it waits at least as long as the
+    server asks for.
 
-    A stream that was interrupted (the connection broke, the server reports UNAVAILABLE, or nothing comes) is continued
-    behind what has arrived: nothing is lost or repeated.
+    An interrupted stream (the connection broke, the server reports UNAVAILABLE, or no response arrives) is continued
+    after the output that has arrived: nothing is lost or repeated.
 
     Attributes:
         max_attempts: attempts per request, including the first; 1 never retries.
-        resume_attempts: the same once output has arrived that can be continued; None for `max_attempts`.
+        resume_attempts: as `max_attempts`, once output that can be continued has arrived; None: `max_attempts`.
         initial_delay, max_delay: seconds.
         multiplier: growth of the delay, >= 1.
         jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
         total_timeout: no attempt starts more than this many seconds after the first; None for no limit.
-        max_refusals: how often servers may refuse a request with UNAVAILABLE before any of its output; None for no
-            limit but `max_attempts`.
+        max_refusals: maximum number of refusals with UNAVAILABLE before the first output; None: limited only by
+            `max_attempts`.
         max_retry_after: seconds; a server that asks for more ends the request.
         resume: continue interrupted streams; None: if the client has several servers.
-        stall_timeout: seconds without a response after which a stream that is to be continued counts as
-            interrupted; before its first output only if its server does not call the model ready.  None: never.
+        stall_timeout: seconds without a response after which a stream that can be continued counts as interrupted;
+            before its first output, only if the server does not report the model as ready.  None: never.
     """
 
     max_attempts: int = 4
@@ -73,7 +73,7 @@ class RetryPolicy:
         resumed = self.resume_attempts if received else None
         if failures >= (resumed or self.max_attempts):
             return None
-        # The cap keeps multiplier**k within the range of floats.
+        # The limit keeps multiplier**k within the range of floats.
         growth = self.multiplier ** min(failures - 1, 64)
         longest = min(self.max_delay, self.initial_delay * growth)
         delay = longest * (1 - self.jitter * random.random())

@@ -9,14 +9,14 @@ from typing import Any
 __all__ = ["json_schema_of", "json_types", "json_types_of"]
 
 _TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
-_MAX_PARTS = 256  # of a schema, which may refer to itself
+_MAX_PARTS = 256  # of a schema; it can refer to itself
 
 
 def json_schema_of(described: Any) -> Any:
-    """The schema of a pydantic model or dataclass; a mapping or JSON text is one already.
+    """The schema of a pydantic model or dataclass; a mapping or JSON text is returned unchanged.
 
     Raises:
-        TypeError: none of these, or a dataclass without pydantic, which reads its types.
+        TypeError: none of these, or a dataclass while pydantic, which reads its types, is missing.
     """
     if isinstance(described, (Mapping, str)):
         return described
@@ -35,8 +35,8 @@ def json_types(schema: Any, root: Any) -> set[str]:
     """The JSON types of the values that a schema allows; strings if it does not say.
 
     Args:
-        schema: a JSON Schema, or anything else, which says nothing.
-        root: the schema in which references are looked up.
+        schema: a JSON Schema; any other value restricts nothing.
+        root: the schema in which references are resolved.
     """
     found: set[str] = set()
     parts = [schema]
@@ -78,7 +78,7 @@ def _own_types(schema: Any) -> set[str]:
 
 
 def _alternatives(schema: Any, root: Any) -> list[Any] | None:
-    """The schemas of which a value fits one; None if this schema says itself what fits."""
+    """The alternatives of a schema; None if it describes the values itself."""
     if not isinstance(schema, Mapping) or "type" in schema:
         return None
     if isinstance(reference := schema.get("$ref"), str):
@@ -90,7 +90,7 @@ def _alternatives(schema: Any, root: Any) -> list[Any] | None:
 
 
 def _resolved(reference: str, root: Any) -> Any:
-    """What a reference within the schema points at; None if it points nowhere."""
+    """The target of a reference within the schema; None if there is none."""
     found = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""The servers of a client: one transport for each, opened when it is first needed."""
+"""The servers of a client: one transport for each, opened on first use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Async = AsyncGrpcTransport | AsyncHttpTransport
 
 
 class _BaseServers:
-    """What both kinds share.
+    """The common part of both kinds.
 
     Args:
         connections: the preferred one first.
-        routing: which of them gets a request; None for the order of preference.
+        routing: chooses the server of a request; None: the order of preference.
 
     Attributes:
-        endpoints: which of them is next.
+        endpoints: chooses the next server.
     """
 
     def __init__(self, connections: Sequence[Connection], routing: Routing | None = None) -> None:
@@ -47,7 +47,7 @@ class _BaseServers:
         return self._connections[index].address
 
     def order(self) -> list[int]:
-        """All of them, the one for the next attempt first.
+        """The indices of all servers, the one for the next attempt first.
 
         Raises:
             RuntimeError: they are closed.
@@ -64,7 +64,7 @@ class _BaseServers:
 
 @contextlib.contextmanager
 def _kept(failures: list[InflightError]) -> Iterator[None]:
-    """Keep an error that another server may not give."""
+    """Catch an error that another server may not have, and append it to `failures`."""
     try:
         yield
     except InflightError as error:
@@ -74,12 +74,12 @@ def _kept(failures: list[InflightError]) -> Iterator[None]:
 
 
 def _most_telling(failures: list[InflightError]) -> InflightError:
-    """The first of a server that could be reached."""
+    """The first error of a server that could be reached, else the last one."""
     return next((error for error in failures if not isinstance(error, ServerUnreachableError)), failures[-1])
 
 
 class BlockingServers(_BaseServers):
-    """Threads may share them.
+    """For blocking clients; thread-safe.
 
     Args:
         stall_timeout: of the client's `RetryPolicy`.
@@ -107,15 +107,15 @@ class BlockingServers(_BaseServers):
         return self._transport(index).open(request, timeout)
 
     def watch(self, stream: Stream) -> None:
-        """Look now and then whether the stream waits for a response in vain."""
+        """Check periodically whether the stream has stalled."""
         if self._stalls is not None:
             self._stalls.watch(stream)
 
     def first(self, call: Callable[[_Blocking], _T]) -> _T:
-        """The answer of the first server that is there, and has what is asked for: one that ends has no models.
+        """The answer of the first server that is reachable and has the model (a stopping server has none).
 
         Raises:
-            InflightError: why none does; `ServerUnreachableError` if none can be reached.
+            InflightError: no server answers; `ServerUnreachableError` if none can be reached.
         """
         failures: list[InflightError] = []
         for index in self.order():
@@ -141,7 +141,7 @@ class BlockingServers(_BaseServers):
         return None if ready else f"model {model!r} is not ready"
 
     def is_ready(self, index: int, model: str) -> bool:
-        """Whether the server says that it serves the model."""
+        """Whether the server reports that it serves the model."""
         try:
             return self._transport(index).model_ready(model)
         except (InflightError, RuntimeError):  # it cannot be reached, or the client is closed
@@ -156,7 +156,7 @@ class BlockingServers(_BaseServers):
 
 
 class AsyncServers(_BaseServers):
-    """For one event loop; they may be created before it runs."""
+    """For one event loop; can be created before it runs."""
 
     def _transport(self, index: int) -> _Async:
         self._check_open()

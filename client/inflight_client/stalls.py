@@ -1,4 +1,4 @@
-"""Finds the streams of a blocking client that wait for a response in vain."""
+"""Finds streams of a blocking client that have stalled: a response is overdue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class _Waiting(Protocol):
 
 
 class Stalls:
-    """A thread that looks at the open streams of one client while there are any.  It keeps none of them alive.
+    """A thread that checks the open streams of one client while there are any.  It holds only weak references.
 
     Args:
-        seconds: after which a stream has stalled.
+        seconds: time without a response after which a stream has stalled.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,6 +49,6 @@ class Stalls:
                 if not streams:
                     self._runs = False
                     return
-            ready: dict[int, bool] = {}  # by server: asked at most once in a round
+            ready: dict[int, bool] = {}  # by server, so each is asked at most once per round
             while streams:
                 streams.pop().check_stall(time.monotonic(), ready)

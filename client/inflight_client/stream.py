@@ -1,4 +1,4 @@
-"""A request as its caller sees it: an iterator over chunks that retries, measures and cancels."""
+"""The caller's view of a request: an iterator over chunks that retries, measures and cancels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _AsyncCall(Protocol):
 
 
 class Servers(Protocol):
-    """Where attempts go: transports by index, and which of them is next."""
+    """Transports by index, and the choice of the next one."""
 
     endpoints: Endpoints
 
@@ -45,18 +45,18 @@ class Servers(Protocol):
     def address(self, index: int) -> str: ...
 
     def is_ready(self, index: int, model: str) -> Any:
-        """Whether the server says that it serves the model; awaited by an `AsyncStream`.  Raises nothing."""
+        """Whether the server reports that it serves the model; an `AsyncStream` awaits it.  Raises nothing."""
 
     def watch(self, stream: Stream) -> None:
-        """Call `stream.check_stall` now and then while it lives."""
+        """Call `stream.check_stall` periodically while it lives."""
 
 
 class _Exchange:
-    """What the blocking and the asyncio stream share: attempts, times, and the result so far.
+    """The common part of the blocking and the asyncio stream: attempts, times, and the result so far.
 
     Attributes:
         request: as it was sent first.
-        resumptions: how often the stream was interrupted behind its first output, and continued.
+        resumptions: how often the stream was interrupted after its first output, and continued.
     """
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Any) -> None:
@@ -70,7 +70,7 @@ class _Exchange:
         self._refusals = 0
         self.resumptions = 0
         self._index = 0
-        self._in_flight: list[int] = []  # the server that counts this attempt; whoever pops it says that it is over
+        self._in_flight: list[int] = []  # the server that counts this attempt; the thread that pops it reports the end
         self._answered = False
         self._ended = False
         self._cancelled = False
@@ -86,12 +86,12 @@ class _Exchange:
         return self.request.request_id
 
     def result(self) -> GenerationResult:
-        """What has arrived so far; the complete answer once the stream has ended."""
+        """The output so far; the complete answer once the stream has ended."""
         total = self._elapsed() if self._total is None else self._total
         return self._builder.build(self.request_id, self.request.model, self._attempts, total)
 
     def cancel(self) -> None:
-        """Cancel the request on the server; reading on raises `RequestCancelledError`.
+        """Cancel the request on the server; further reading raises `RequestCancelledError`.
 
         Safe to call repeatedly, from any thread (`AsyncStream`: from its event loop), and after the end.
         """
@@ -118,7 +118,7 @@ class _Exchange:
         except BaseException:
             self._leave()
             raise
-        if self._cancelled:  # while the call was opening
+        if self._cancelled:  # by another thread, while the call was opening
             self._call.cancel()
 
     def _leave(self) -> None:
@@ -143,18 +143,18 @@ class _Exchange:
         return chunk
 
     def _check_end(self) -> None:
-        """The call has ended; raise if the output has not."""
+        """The call has ended: raise an error if the output is not complete."""
         if self._continuation.possible and not self._continuation.complete and not self._cancelled:
             raise ServerUnreachableError(f"{self._servers.address(self._index)} ended the stream before its output")
         self._end()
 
     def _stalled(self, call: Any) -> None:
-        """Nothing came for too long: whoever reads gets an error."""
+        """A response is overdue: cancel the call, so that the reader gets an error."""
         self._stalled_call = call
         call.cancel()
 
     def _delay_after(self, error: InflightError) -> float | None:
-        """Seconds until the next attempt; None if the output is complete.  Raises the error if there is none."""
+        """Seconds until the next attempt; None if the output is complete.  Raises the error if no attempt is left."""
         if self._stalled_call is self._call and isinstance(error, RequestCancelledError):
             address, seconds = self._servers.address(self._index), self._policy.stall_timeout
             error = ServerUnreachableError(f"{address} has sent nothing for {seconds:g} s")
@@ -199,8 +199,8 @@ class _Exchange:
 class Stream(_Exchange, Iterator[StreamChunk]):
     """Iterator over the chunks of a request that was sent already.  Use `with` or `close()` to leave it early.
 
-    Iterating raises an `InflightError` if the request fails.  `cancel()` may be called from another
-    thread; everything else belongs to one thread.
+    Iterating raises an `InflightError` if the request fails.  Other threads can call `cancel()`;
+    everything else belongs to one thread.
     """
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Servers) -> None:
@@ -243,14 +243,14 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         return None
 
     def check_stall(self, now: float, ready: dict[int, bool]) -> None:
-        """Another thread looks whether a response is overdue; `ready` remembers what servers say of themselves."""
+        """Check whether a response is overdue; called by another thread.  `ready` caches the servers' own reports."""
         since, call, index, limit = self._waiting_since, self._call, self._index, self._stall_timeout
         if self._ended or since is None or limit is None or now - since < limit:
             return
         if not self._continuation.received:
             if index not in ready:
                 ready[index] = self._servers.is_ready(index, self.request.model)
-            if ready[index]:  # the request may wait in a queue
+            if ready[index]:  # the request can be waiting in a queue
                 self._waiting_since = None if self._waiting_since is None else time.monotonic()
                 return
         self._stalled(call)
@@ -275,7 +275,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
 
 
 def _look_again(reference: weakref.ref[AsyncStream]) -> None:
-    """A timer's callback, which keeps no stream alive."""
+    """A timer's callback; it holds only a weak reference to the stream."""
     stream = reference()
     if stream is not None:
         stream.check_stall(time.monotonic())
@@ -286,7 +286,9 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Servers) -> None:
         self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None  # one a stream: one a response costs more than the response
+        self._timer: asyncio.TimerHandle | None = (
+            None  # one per stream: a timer per response would cost more than the response
+        )
         self._check: asyncio.Task[None] | None = None
         super().__init__(request, policy, servers)
 
@@ -330,7 +332,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
             self._timer = asyncio.get_running_loop().call_later(seconds, _look_again, weakref.ref(self))
 
     def check_stall(self, now: float) -> None:
-        """See whether a response is overdue, and look again when the next may be."""
+        """Check whether a response is overdue, and set the timer for the next check."""
         since, limit = self._waiting_since, self._stall_timeout
         if self._ended or limit is None:
             return
@@ -342,7 +344,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
 
     async def _overdue(self, call: _AsyncCall, since: float | None) -> None:
         may_wait = False
-        if not self._continuation.received:  # the request may wait in a queue
+        if not self._continuation.received:  # the request can be waiting in a queue
             may_wait = await self._servers.is_ready(self._index, self.request.model)
         if not self._ended and self._call is call and self._waiting_since == since:
             self._waiting_since = time.monotonic() if may_wait else None

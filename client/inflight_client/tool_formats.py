@@ -1,4 +1,4 @@
-"""Parts of structural tags, and the formats of calls whose arguments are not one JSON object."""
+"""Parts of structural tags, and the formats of calls with arguments other than one JSON object."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ANY_NAME = "[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 
 
 def tag(begin: str, content: Part, end: str = "") -> Part:
-    """Some content between two texts."""
+    """Content between two texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def json_value(schema: Any) -> Part:
-    """JSON of a schema."""
+    """JSON that matches a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -37,7 +37,7 @@ def some(calls: Sequence[Part], separator: str, parallel: bool) -> Part:
 
 
 def qwen3_coder_calls(functions: Mapping[str, Any], must: bool, parallel: bool) -> Part:
-    """Calls whose arguments are bare values on lines of their own; strings are any text, or one of an enum's."""
+    """Calls with bare argument values on lines of their own; a string is any text, or a value of the enum."""
     mark = "<tool_call>"
     calls = [
         tag(f"{mark}\n<function={name}>\n", _parameters(schema), "</function>\n</tool_call>")
@@ -52,7 +52,7 @@ def pythonic_calls(functions: Mapping[str, Any], must: bool, parallel: bool) -> 
     """A list of Python calls, required arguments first.
 
     Raises:
-        ValueError: Python has no such names.
+        ValueError: an argument's name is no identifier in Python.
     """
     for name, schema in functions.items():
         for argument in _properties(schema):
@@ -114,7 +114,7 @@ def _takes_any(schema: Any) -> bool:
 
 
 def _with_definitions(schema: Any, root: Any) -> Any:
-    """A property's schema that stands alone: references begin at its own root."""
+    """A property's schema with the definitions of its root, so that references resolve."""
     if not isinstance(schema, Mapping) or not isinstance(root, Mapping):
         return schema
     return {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}

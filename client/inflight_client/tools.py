@@ -1,6 +1,6 @@
-"""What an answer may be that calls tools: free text, then calls whose arguments validate.
+"""Constrains answers with tool calls: free text, then calls with valid arguments.
 
-The result goes into `structured_outputs`.  Formats are those that models were trained to write:
+The result is a value for `structured_outputs`.  Models were trained to write these formats:
 
     hermes (Qwen, too)   <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
     llama3               {"name": "f", "parameters": {...}}
@@ -29,19 +29,19 @@ def tool_calls(
     choice: str = "auto",
     parallel: bool = True,
 ) -> dict[str, Any]:
-    """Keys of `structured_outputs` for an answer that may call some of `tools`.
+    """Keys of `structured_outputs` for an answer that can call some of `tools`.
 
     Args:
         tools: as in OpenAI's API: `{"type": "function", "function": {"name", "parameters"}}`, or the inner object
             alone.  No `parameters` means no arguments.
-        format: how the model writes calls.
-        choice: "auto": text, calls, or both; "required": at least one call and no text; or the name of the one tool
-            that must be called.
-        parallel: whether there may be several calls.
+        format: the format of the model's calls.
+        choice: "auto": text, calls, or both; "required": at least one call and no text; or the name of the tool that
+            must be called.
+        parallel: allow several calls.
 
     Raises:
-        ValueError: no tools, a tool without a name, two of one name, a choice or format that is not known, or a name
-            that the format cannot write.
+        ValueError: no tools, a tool without a name, two tools with one name, an unknown choice or format, or a name
+            that the format cannot express.
     """
     functions = _functions(tools)
     if choice not in ("auto", "required"):

@@ -1,9 +1,9 @@
 """gRPC: one bidirectional stream (one RPC) per request, many streams per channel.
 
-The streaming calls of `tritonclient` do not fit: its blocking client has one stream per client object,
-so a cancellation would hit every request of the client, and it leaks a thread for each cancelled
-stream; its asyncio client drops `enable_empty_final_response`.  Its channel, TLS handling and generated
-stub are used, although these are private attributes (`_channel`, `_client_stub`).
+The streaming calls of `tritonclient` are not usable: its blocking client has one stream per client object,
+so a cancellation would end every request of the client, and it leaks a thread for each cancelled
+stream; its asyncio client drops `enable_empty_final_response`.  This module uses its channel, TLS handling
+and generated stub, although these are private attributes (`_channel`, `_client_stub`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _rpc_error(error: grpc.RpcError, address: str, received: bool) -> InflightEr
 
 
 def _triton_error(error: InferenceServerException, address: str) -> InflightError:
-    """The error of a health or metadata call, whose status Triton sets itself."""
+    """The error of a health or metadata call; Triton itself sets its status."""
     code, message = str(error.status()).removeprefix("StatusCode."), error.message()
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and code_of_message(message) != "UNAVAILABLE":
         return ServerUnreachableError(f"cannot reach {address} by gRPC: {message}")
@@ -84,7 +84,7 @@ class _CallProgress:
 
 
 class GrpcCall(_CallProgress):
-    """Iterator over the outputs of a request.  `cancel` may be called from any thread."""
+    """Iterator over the outputs of a request.  Any thread can call `cancel`."""
 
     def __init__(self, call: Any, address: str) -> None:
         super().__init__(address)
@@ -196,7 +196,7 @@ class AsyncGrpcCall(_CallProgress):
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
-            if self._cancelled or self._closed.is_set():  # the call was cancelled, not the task that reads it
+            if self._cancelled or self._closed.is_set():  # the call was cancelled, not the reading task
                 raise RequestCancelledError("the request was cancelled by this client") from None
             raise
         if response is grpc.aio.EOF:
@@ -230,7 +230,7 @@ class AsyncGrpcCall(_CallProgress):
 
 
 class AsyncGrpcTransport:
-    """For one event loop, in which it must be created."""
+    """For one event loop; create it in that loop."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -238,7 +238,7 @@ class AsyncGrpcTransport:
         self._metadata = tuple(self._headers.items())
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
-        # On the wire a stream of one request is a single request; for grpc it is two tasks less.
+        # On the wire, a stream with one request equals a single request; grpc needs two tasks less for it.
         self._infer = self._client._channel.unary_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=ModelInferRequest.SerializeToString,

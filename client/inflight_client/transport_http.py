@@ -1,7 +1,7 @@
 """HTTP: `/generate_stream` with server-sent events, one connection per running request.
 
-There is one implementation, on asyncio.  The blocking client runs it in a thread of its own, because a
-blocking read could not be cancelled from another thread before its first byte.
+There is one implementation, on asyncio.  The blocking client runs it in a thread of its own, because
+another thread could not cancel a blocking read before its first byte.
 
     pump task --Columns | error | _END--> queue --> call.__next__
 """
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class _Session:
-    """The HTTP client of one event loop, in which it must be created."""
+    """The HTTP client of one event loop; create it in that loop."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -46,7 +46,7 @@ class _Session:
             headers=connection.headers,
             verify=connection.tls_context() if connection.ssl else False,
             trust_env=not connection.is_loopback,
-            # The next token may take long, and every running request needs a connection.
+            # The next token can take long, and every running request needs a connection.
             timeout=httpx2.Timeout(None, connect=connection.connect_timeout),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         )
@@ -80,11 +80,11 @@ class _Session:
             await asyncio.wait_for(forward(), None if timeout is None else timeout + _GRACE_SECONDS)
         except asyncio.TimeoutError:
             put(DeadlineExceededError(f"deadline exceeded: {self.address} did not end the request in time"))
-        except Exception as error:  # raised again where the outputs are read
+        except Exception as error:  # raised again by the reader of the outputs
             put(error)
 
     async def is_ok(self, path: str) -> bool:
-        """Whether a GET is answered with 200."""
+        """Whether the answer to a GET has status 200."""
         return (await self._request("GET", path, self._timeout)).status_code == 200
 
     async def json(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class AsyncHttpCall:
     """Async iterator over the outputs of a request."""
 
     def __init__(self, session: _Session, request: GenerationRequest, timeout: float | None) -> None:
-        # The task holds the queue but not this object, so dropping the object ends the task.
+        # The task references the queue but not this object, so dropping the object ends the task.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         put = self._queue.put_nowait
         self._task = asyncio.create_task(session.pump(request, timeout, put))
@@ -175,7 +175,7 @@ class AsyncHttpCall:
 
 
 class AsyncHttpTransport:
-    """For one event loop, in which it must be created."""
+    """For one event loop; create it in that loop."""
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
@@ -183,7 +183,7 @@ class AsyncHttpTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncHttpCall:
         """Send a request; `timeout` is the number of seconds it has left."""
-        asyncio.get_running_loop()  # raises before a coroutine exists that nobody would await
+        asyncio.get_running_loop()  # raises before the creation of a coroutine that would never be awaited
         return AsyncHttpCall(self._session, request, timeout)
 
     async def server_live(self) -> bool:
@@ -249,13 +249,13 @@ class _LoopThread:
 
 
 class HttpCall:
-    """Iterator over the outputs of a request.  `cancel` may be called from any thread."""
+    """Iterator over the outputs of a request.  Any thread can call `cancel`."""
 
     def __init__(
         self, session: _Session, thread: _LoopThread, request: GenerationRequest, timeout: float | None
     ) -> None:
         self._thread = thread  # keeps the loop running if the client is dropped
-        # As in `AsyncHttpCall`, the task must not hold this object.
+        # As in `AsyncHttpCall`, the task must not reference this object.
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         put = self._queue.put
         self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), thread.loop)

@@ -41,7 +41,7 @@ _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: 
 
 
 def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Input tensors as (name, Triton data type, value); lists where there may be several elements."""
+    """Input tensors as (name, Triton data type, value); lists where there can be several elements."""
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
@@ -52,7 +52,7 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     yield "exclude_input_in_output", "BOOL", True
     yield "sampling_parameters", "BYTES", json.dumps(request.sampling)
     yield "return_finish_reason", "BOOL", True
-    # The length of ids is known, unless the server cuts them.
+    # The number of ids is known, unless the server truncates them.
     if request.input_ids is None or request.sampling.get("truncate_prompt_tokens") is not None:
         yield "return_num_input_tokens", "BOOL", True
     if request.return_num_cached_tokens:
@@ -174,7 +174,7 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
 
 
 def _texts(raw: bytes) -> list[str]:
-    """Strings, each behind its length in four bytes."""
+    """Strings, each after its length in four bytes."""
     texts, place = [], 0
     while place < len(raw):
         start = place + 4
@@ -184,7 +184,7 @@ def _texts(raw: bytes) -> list[str]:
 
 
 def _numbers(code: str) -> Callable[[bytes], list[Any]]:
-    """A decoder of little-endian numbers; `code` as in the module `struct`.  A tenth of the time of numpy for one."""
+    """A decoder of little-endian numbers; `code` as in the module `struct`.  Ten times faster than numpy for one."""
     return lambda raw: memoryview(raw).cast(code).tolist()  # type: ignore[call-overload, no-any-return]
 
 
@@ -213,7 +213,7 @@ def http_columns(event: str) -> Columns:
 
 
 def http_error(status: int, body: str) -> InflightError:
-    """The error of a response with a status other than 200, whose body is JSON or a server-sent event."""
+    """The error of a response with a status other than 200; its body is JSON or a server-sent event."""
     try:
         message = str(json.loads(body.strip().removeprefix("data:"))["error"])
     except (ValueError, KeyError, TypeError):
@@ -246,7 +246,7 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
 
 
 def _only_delta(columns: Columns, text: str) -> ChoiceDelta:
-    """`_deltas` for one sequence, as most requests have: in a fifth of the time."""
+    """`_deltas` for one sequence, the usual case, in a fifth of the time."""
     ids = columns.get("token_ids")
     tokens = columns.get("num_output_tokens", _ZERO) if ids is None else columns.get("token_counts", (len(ids),))
     reasons = columns.get("finish_reason", _NONE)
@@ -299,7 +299,7 @@ def _inconsistent(columns: Columns) -> ServerError:
 
 
 def _split_ids(columns: Columns, count: int) -> list[list[int]]:
-    """Split `token_ids`, which holds the sequences one after another, by `token_counts`."""
+    """Split `token_ids`, the concatenated sequences, by `token_counts`."""
     ids: list[int] = columns.get("token_ids", [])
     counts: list[int] = columns.get("token_counts", [len(ids)] if count == 1 else [0] * count)
     if len(counts) != count or sum(counts) != len(ids):
@@ -312,11 +312,11 @@ def _split_ids(columns: Columns, count: int) -> list[list[int]]:
 
 
 def token_logprob_sums(columns: Columns, counts: list[int]) -> list[float]:
-    """Sums over the new tokens of each sequence, of which there are `counts`; zeros if they were not asked for."""
+    """Sums over the `counts` new tokens of each sequence; zeros if log probabilities were not requested."""
     table = columns.get("output_log_probs")
     if not table:
         return [0.0] * len(counts)
-    width = len(table) // len(counts)  # rows are filled up to the longest
+    width = len(table) // len(counts)  # rows are padded to the longest
     return [sum(table[row * width : row * width + count]) for row, count in enumerate(counts)]
 
 

@@ -16,7 +16,7 @@ __all__ = ["Start"]
 
 
 class Start(msgspec.Struct):
-    """What comes on stdin.  `parent`: process id with which this process ends."""
+    """The JSON on stdin.  `parent`: this process ends with the process of that id."""
 
     options: GatewayOptions
     server: ServerOptions

@@ -1,9 +1,8 @@
-"""Which server has the prefix of a prompt: consistent hashing with bounded loads.  Pure, no I/O.
+"""Assigns prompt prefixes to servers: consistent hashing with bounded loads.  Pure, no I/O.
 
 After Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018).  Servers and keys are points
 on a ring, and a key belongs to the next server on it: a server that leaves or joins moves only its own keys.  A server
-that has more than its share of the work is passed over, so a key that everybody asks for gets several servers, always
-in the same order.
+with more than its share of the work is skipped, so a popular key gets several servers, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from uhashring import HashRing
 
 __all__ = ["BoundedRing", "Choice", "Why", "key_of"]
 
-# home: the key's first server.  failover: that is away, so the next.  spilled: that is full, so a later one.
-# balanced: chosen by load alone.
+# home: the key's first server.  failover: the home is away, so the next one.  spilled: the home is full, so a later
+# one.  balanced: chosen by load alone.
 Why = Literal["home", "failover", "spilled", "balanced"]
 
 
@@ -33,13 +32,13 @@ class BoundedRing:
     """Servers on a ring.
 
     Args:
-        names: of the servers, each once, such as `host:port`.  All who use the same names choose alike.
-        load_factor: a server is full with this multiple of the mean load, at least 1.  A small one balances, a large
-            one keeps prefixes together.
-        never_full: a server with fewer requests than this is not full, whatever the mean: a batch has room for them.
+        names: of the servers, each once, such as `host:port`.  Rings with the same names choose the same servers.
+        load_factor: a server is full with this multiple of the mean load, at least 1.  A small value balances the
+            load, a large one keeps prefixes together.
+        never_full: a server with fewer requests than this is never full: a batch has room for them.
 
     Raises:
-        ValueError: no names, one that comes twice, or a load factor below 1.
+        ValueError: no names, a duplicate name, or a load factor below 1.
     """
 
     def __init__(self, names: Sequence[str], load_factor: float = 1.25, never_full: int = 8) -> None:
@@ -57,20 +56,20 @@ class BoundedRing:
 
         Args:
             key: equal for requests with the same prefix.
-            loads: requests in flight at each server that is there, by index; at least one.
+            loads: index of each available server -> requests in flight; at least one entry.
         """
         home = self._index[self._ring.get_node(key)]
         limit = max(self._never_full, math.ceil(self._load_factor * (sum(loads.values()) + 1) / len(loads)))
         if loads.get(home, limit) < limit:
             return Choice(home, "home")
         there = (server for name in self._ring.iterate_nodes(key) if (server := self._index[name]) in loads)
-        # The mean is below the limit, so some server is.
+        # The mean is below the limit, so at least one server is.
         server = next(server for server in there if loads[server] < limit)
         return Choice(server, "spilled" if home in loads else "failover")
 
 
 def key_of(parts: Iterable[str]) -> str:
-    """A key for several texts in this order: equal only if all of them are."""
+    """A key for several texts in this order; keys are equal only if all texts are."""
     digest = blake2b(digest_size=16)
     for part in parts:
         text = part.encode("utf-8", "surrogatepass")
@@ -79,5 +78,5 @@ def key_of(parts: Iterable[str]) -> str:
 
 
 def _hash(key: str) -> int:
-    """A point on the ring; the library's own choice, MD5, is absent where FIPS rules."""
+    """A point on the ring; MD5, the library's default, is missing on systems with FIPS."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")

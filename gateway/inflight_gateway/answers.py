@@ -1,4 +1,4 @@
-"""One answer of a model, read as it comes: reasoning, then content and calls of tools."""
+"""Parses one answer of a model incrementally: reasoning, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Answer", "AnswerEvent", "AnswerParser", "Call", "Reasoning"]
 
 @dataclass(slots=True)
 class Reasoning:
-    """What the model thought."""
+    """A piece of the model's reasoning."""
 
     text: str
 
@@ -22,7 +22,7 @@ AnswerEvent = Reasoning | Event
 
 @dataclass(slots=True)
 class Call:
-    """A call of a tool; `arguments` is JSON text."""
+    """A tool call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -39,11 +39,11 @@ class Answer:
 
 
 class AnswerParser:
-    """Reads one answer, in pieces.
+    """Parses one answer in pieces.
 
     Args:
-        reasoning: for models that think, else None.
-        tools: where calls may be made, else None.
+        reasoning: splits off the reasoning; None for a model without reasoning.
+        tools: parses tool calls; None if none are allowed.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
@@ -69,7 +69,7 @@ class AnswerParser:
         return events
 
     def whole(self, text: str) -> Answer:
-        """The answer of a whole text; nothing else may have been fed."""
+        """The answer of a whole text; call it on a new parser."""
         answer = Answer()
         content: list[str] = []
         for event in [*self.feed(text), *self.finish()]:

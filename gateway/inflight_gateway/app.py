@@ -1,4 +1,4 @@
-"""The application: which path is answered by which function."""
+"""The application: maps paths to the functions that answer them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Endpoint:
     """A path, and the async function that answers it: one file for each.
 
     Attributes:
-        body: what a POST takes; None for a GET.
+        body: type of a POST's body; None for a GET.
     """
 
     path: str
@@ -83,8 +83,8 @@ def build_app(
 
     Args:
         options: of the operator.
-        gateway: takes the place of a new one, in tests.
-        on_stop: called at the very end.
+        gateway: replaces a new one, in tests.
+        on_stop: called last, at shutdown.
     """
     shared = gateway or Gateway(options)
 
@@ -111,7 +111,7 @@ def build_app(
 
 
 def _routes() -> list[Route]:
-    # A model's name may contain slashes.
+    # A model's name can contain slashes.
     routes = [
         Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
     ]
@@ -120,7 +120,7 @@ def _routes() -> list[Route]:
 
 
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
-    """CORS comes first: a browser must be able to read the refusal of a key, too."""
+    """CORS is the outermost one: a browser must be able to read the refusal of a key, too."""
     paths = [one.path for one in _ENDPOINTS]
     front = Middleware(
         Front,
@@ -147,7 +147,7 @@ async def _failed(http: Request, error: Exception) -> Response:
 
 
 async def _refused(http: Request, error: Exception) -> Response:
-    """Starlette's own errors: no such path, a method that a path does not have."""
+    """Starlette's own errors: an unknown path, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     path = http.url.path
     if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
@@ -160,7 +160,7 @@ async def _refused(http: Request, error: Exception) -> Response:
 
 async def _gone(http: Request, error: Exception) -> Response:
     http.scope["client_gone"] = True
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _broken(http: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""From a request's body and headers to the arguments of the client library."""
+"""A request's body and headers -> arguments of the client library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request_id_of(http: Request, body: SamplingBody) -> str:
     The answer's header `X-Request-Id` names it.
 
     Raises:
-        APIError: the body's has characters other than letters, digits and `. _ : ~ -`.
+        APIError: the body's id has characters other than letters, digits and `. _ : ~ -`.
     """
     found = body.request_id
     if found is None:

@@ -43,7 +43,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingBody(Body, kw_only=True):
-    """What completions and chats share.  None: not given, so the server's default applies."""
+    """The common keys of completions and chats.  None: not given, so the server's default applies."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -93,7 +93,7 @@ _SAME = (*(name for name in SamplingBody.__struct_fields__ if name in SamplingOp
 
 
 def sampling_options(body: SamplingBody) -> dict[str, Any]:
-    """What is given of `SamplingBody`, as options of `AsyncClient.stream`."""
+    """The given keys of `SamplingBody`, as options of `AsyncClient.stream`."""
     options = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.priority is not None:
         options["request_priority"] = body.priority
@@ -128,7 +128,7 @@ async def _collect(http: Request, limit: int) -> bytes:
 
 
 def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
-    """As `read_body`, of bytes."""
+    """As `read_body`, for bytes."""
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions) -> _Body
 
 
 def _check_size(value: Any, options: GatewayOptions) -> None:
-    """Raise unless depth and number of values are within the limits."""
+    """Raise an error unless depth and number of values are within the limits."""
     level, items = [value], 1
     for _ in range(options.max_body_depth + 1):
         if not level:
@@ -169,7 +169,7 @@ def _too_deep(limit: int) -> APIError:
 
 
 def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions) -> None:
-    """Refuse what is not supported, and what nobody knows; take what has no effect out of `value`."""
+    """Refuse unsupported and unknown keys, and remove keys without an effect from `value`."""
     fields = kind.__struct_fields__
     for key in [key for key in value if key not in fields]:
         if key in kind.UNSUPPORTED:

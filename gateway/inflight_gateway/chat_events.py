@@ -18,20 +18,20 @@ __all__ = ["ChatEvents", "finish_reason"]
 
 
 def finish_reason(reason: str | None, called: bool) -> str | None:
-    """OpenAI's: an answer that ended by itself and called a tool ended with `tool_calls`."""
+    """OpenAI's finish reason: `tool_calls` for an answer that stopped by itself and called a tool."""
     return "tool_calls" if called and reason == "stop" else reason
 
 
 class ChatEvents:
     """Encodes the stream of a chat.
 
-    A chunk with the role comes first for each choice, and one with the finish reason last.  What belongs to a token
-    besides its text (log probabilities, its id) comes with the next chunk of its choice, for its text may be held.
+    For each choice, the first chunk has the role, and the last one the finish reason.  The log probabilities and the id
+    of a token are sent with the next chunk of its choice, because its text can be held back.
 
     Args:
-        head: what all chunks share.
+        head: the common keys of all chunks.
         body: the request.
-        plan: how its answers are read.
+        plan: how to parse its answers.
     """
 
     def __init__(self, head: dict[str, Any], body: ChatBody, plan: ChatPlan) -> None:
@@ -73,7 +73,7 @@ class ChatEvents:
         return b"".join(events)
 
     def _hold(self, choice: _Choice, delta: ChoiceDelta) -> None:
-        """Keep what comes with the tokens until something is sent."""
+        """Keep token ids and log probabilities until the next event is sent."""
         if self._body.return_token_ids:
             choice.token_ids += delta.token_ids
         if self._body.logprobs and delta.logprobs:

@@ -15,8 +15,8 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], t
     """An entry per token, each with the `top` most likely ones.
 
     Args:
-        token_ids: that were chosen.
-        logprobs: of candidates for each, the chosen one included.
+        token_ids: the chosen ones.
+        logprobs: candidates for each token, including the chosen one.
     """
     return [_entry(token_id, candidates or {}, top) for token_id, candidates in zip(token_ids, logprobs, strict=False)]
 

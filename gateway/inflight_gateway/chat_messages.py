@@ -1,4 +1,4 @@
-"""The messages of a chat, checked, in the form that chat templates take."""
+"""Checks the messages of a chat, and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def template_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: contents are strings, and arguments of calls are objects.
+    """Messages for a chat template: contents are strings, and the arguments of calls are objects.
 
-    A template knows no role developer, which is system there.  Keys without a meaning for a template are left out, so
-    that a client may send back whole answers.
+    The role developer becomes system, as templates do not know it.  Keys without a meaning for a template are omitted,
+    so that a client can send whole answers back.
 
     Raises:
         APIError: a message that is not of OpenAI's form, or has parts other than text; it says which.
@@ -31,7 +31,7 @@ def template_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content: a string, or parts of text, which stand on lines of their own.
+    """The text of a content: a string, or parts of text, joined by newlines.
 
     Raises:
         APIError: anything else; it says where.
@@ -105,7 +105,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(text: Any) -> Any:
-    """The object in a text of JSON.  What a model wrote that is none goes back as it was."""
+    """The object in a JSON text; any other text of a model is returned unchanged."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return {}
     if isinstance(text, str):

@@ -1,4 +1,4 @@
-"""From a chat request to what is asked of Triton, and to how the answers are read."""
+"""A chat request -> the request to Triton, and how to parse the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from inflight_gateway.upstream import ServedModel
 __all__ = ["ChatBody", "ChatPlan", "plan_chat"]
 
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_MAX_TOKENS = 2**31 - 1  # whatever the context leaves; the model ends a sequence there
+_MAX_TOKENS = 2**31 - 1  # as many as the context allows; the model ends a sequence there
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -50,7 +50,7 @@ class ChatBody(SamplingBody, kw_only=True):
         "separate_reasoning": (None, True),
         "stream_reasoning": (None, True),
     }
-    # They bill, store, cache or route elsewhere.  `verbosity` is a wish.
+    # These concern billing, storage, caching or routing at OpenAI.  `verbosity` is only a hint.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
@@ -82,15 +82,15 @@ class ChatBody(SamplingBody, kw_only=True):
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """A chat request, understood.
+    """An interpreted chat request.
 
     Attributes:
         arguments: of `AsyncClient.stream`, without a request id.
-        tools: how tools are used; None if none may be called.
-        tags: of the model's reasoning, if the answer may contain some.
+        tools: how tools are used; None if none can be called.
+        tags: around the model's reasoning, if the answer can contain some.
         opened: whether the answer begins within the tags.
-        show_reasoning: whether the caller gets it.
-        tag_ids: the tokens of `tags`, if each is one.
+        show_reasoning: whether the caller gets the reasoning.
+        tag_ids: the tokens of `tags`, if each tag is one token.
         prompt_token_ids: of the rendered chat, if the caller wants token ids.
     """
 
@@ -103,14 +103,14 @@ class ChatPlan:
     prompt_token_ids: list[int] | None = None
 
     def parser(self) -> AnswerParser:
-        """Reads one of the n answers."""
+        """A parser for one of the n answers."""
         return AnswerParser(
             None if self.tags is None else ReasoningParser(self.tags, self.opened),
             None if self.tools is None else self.tools.parser(),
         )
 
     def reasoning_tokens(self) -> ReasoningTokens | None:
-        """Counts those of all n answers; None where they cannot be told."""
+        """A counter of reasoning tokens in all n answers; None if they cannot be identified."""
         return None if self.tag_ids is None else ReasoningTokens(self.tag_ids, self.opened)
 
 
@@ -150,7 +150,7 @@ async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str,
 
 
 def _check(body: ChatBody) -> None:
-    """Raise for values that exclude each other."""
+    """Raise an error for values that exclude each other."""
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs are not part of a stream; leave out one of the two", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -167,7 +167,7 @@ def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:
 
 
 async def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tuple[tuple[str, str] | None, bool]:
-    """The tags that the answer may contain, and whether it begins within them."""
+    """The tags that the answer can contain, and whether it begins within them."""
     tags = reasoning_tags(gateway.options.reasoning_parser, model.info)
     if tags is None:
         return None, False
@@ -185,7 +185,7 @@ def _last_content(messages: Any) -> str:
 
 
 def _length(body: ChatBody, model: ServedModel) -> dict[str, Any]:
-    """`max_tokens`: without a limit, as in OpenAI's API, what the context leaves."""
+    """`max_tokens`; without one, as many as the context allows, as in OpenAI's API."""
     for name in ("max_completion_tokens", "max_tokens"):
         if (limit := getattr(body, name)) is not None:
             return {"max_tokens": limit}
@@ -204,7 +204,7 @@ def _logprobs(body: ChatBody) -> dict[str, Any]:
 
 
 def _template(body: ChatBody) -> dict[str, Any]:
-    """What the chat template gets."""
+    """The options for the chat template."""
     found: dict[str, Any] = {"messages": template_messages(body.messages)}
     if body.add_generation_prompt is not None:
         found["add_generation_prompt"] = body.add_generation_prompt
@@ -221,7 +221,7 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
 
 
 def _constraint(body: ChatBody, tools: ToolPlan | None) -> dict[str, Any] | None:
-    """What the answer must look like, reasoning aside."""
+    """The constraint on the answer, without its reasoning."""
     response = response_constraint(body.response_format)
     if body.structured_outputs is not None:
         if response is not None:

@@ -1,4 +1,4 @@
-"""The tools of a chat: which may be called, whether one must be, and what that means for the answer."""
+"""The tools of a chat: which ones can be called, whether one must be, and the resulting constraint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ToolPlan:
     Attributes:
         described: the tools, for the chat template.
         schemas: JSON Schemas of the arguments, by name.
-        format: how the model writes calls.
+        format: the format of the model's calls.
         required: whether the answer must be a call.
-        callable: the functions that may be called, by name.
-        mode: auto, required, or the name of the one that must be called.
-        parallel: whether there may be several calls.
+        callable: the functions that can be called, by name.
+        mode: auto, required, or the name of the function that must be called.
+        parallel: whether several calls are allowed.
     """
 
     described: list[Any]
@@ -42,7 +42,7 @@ class ToolPlan:
         return self.mode != "auto"
 
     def constraint(self) -> dict[str, Any] | None:
-        """What the answer must look like, as keys of `structured_outputs`; None: the model decides.
+        """The constraint on the answer, as keys of `structured_outputs`; None: no constraint.
 
         A call that must be made is constrained: the name is one of a tool, and the arguments validate.  Where the model
         decides whether to call, its calls are its own, except that there is at most one without `parallel`, that only
@@ -59,7 +59,7 @@ class ToolPlan:
         return self._keys("auto")
 
     def calls(self) -> dict[str, Any]:
-        """As `constraint`, of an answer that consists of calls."""
+        """As `constraint`, for an answer that consists of calls."""
         return self._keys(self.mode if self.required else "required")
 
     def _keys(self, choice: str) -> dict[str, Any]:
@@ -75,16 +75,16 @@ class ToolPlan:
             raise invalid(f"tools: {error}", "tools") from None
 
     def parser(self) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return new_parser(self.format, self.schemas)
 
 
 def plan_tools(tools: Any, choice: Any, parallel: bool | None, format: str | None) -> ToolPlan | None:
-    """The plan of a request; None if no tool may be called, in which case the template is told of none.
+    """The plan of a request; None if no tool can be called: then the template gets no tools.
 
     Args:
         tools, choice, parallel: `tools`, `tool_choice` and `parallel_tool_calls` of the request.
-        format: how the model writes calls; None if that is not known.
+        format: the format of the model's calls; None if unknown.
 
     Raises:
         APIError: they are not of OpenAI's form, or no format is known.
@@ -135,7 +135,7 @@ def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _choice(choice: Any, functions: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Mode (none, auto, required, or the name of a tool) and the names of the tools that may be called."""
+    """Mode (none, auto, required, or the name of a tool) and the names of the tools that can be called."""
     mode, allowed = choice, list(functions)
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")

@@ -19,16 +19,16 @@ __all__ = ["ChoiceBuilder", "CompletionEvents", "Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the choices of one prompt contain.
+    """The content of the choices of one prompt.
 
     Attributes:
-        n: how many there are.
-        echo: the prompt's text, to be repeated in front of the output; None: no echo.
+        n: number of choices.
+        echo: the prompt's text, to be repeated before the output; None: no echo.
         logprobs: candidates per token; None: no log probabilities.
-        prompt_logprobs: return those of the prompt by themselves, as vLLM does.
+        prompt_logprobs: return the prompt's log probabilities separately, as vLLM does.
         token_ids: return token ids.
-        prompt_token_ids: those of the prompt, if they are known.
-        hides_output: only the prompt is wanted.
+        prompt_token_ids: the prompt's, if known.
+        hides_output: return the prompt alone.
         continuous_usage: every event has the usage so far.
     """
 
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether chunks of a choice differ in nothing but their text."""
+        """Whether chunks of a choice differ only in their text."""
         return self.logprobs is None and not self.token_ids and not self.continuous_usage
 
 
 class ChoiceBuilder:
-    """Makes the `choices` entries of one choice.
+    """Creates the `choices` entries of one choice.
 
     Args:
         plan: of its prompt.
@@ -62,7 +62,7 @@ class ChoiceBuilder:
         self._started = False
 
     def whole(self, choice: Choice, prompt_rows: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
-        """The only entry of a choice that does not stream; without a finish reason the server means a plain end."""
+        """The only entry of a choice that does not stream; a missing finish reason means "stop"."""
         entry = self.entry(choice, prompt_rows)
         entry["finish_reason"] = entry["finish_reason"] or "stop"
         if self._plan.prompt_logprobs:
@@ -70,7 +70,7 @@ class ChoiceBuilder:
         return entry
 
     def entry(self, part: Choice | ChoiceDelta, prompt_rows: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
-        """The entry for new output; the first one begins with the prompt, if that is echoed."""
+        """The entry for new output; the first one begins with the prompt if it is echoed."""
         plan, text, rows, ids = self._plan, part.text, list(part.logprobs or ()), part.token_ids
         reason = part.finish_reason
         if plan.hides_output:
@@ -91,7 +91,7 @@ class ChoiceBuilder:
         return entry
 
     def has_news(self, delta: ChoiceDelta) -> bool:
-        """Whether a delta is worth an event."""
+        """Whether a delta needs an event."""
         plan = self._plan
         if plan.hides_output:
             return not self._started
@@ -101,7 +101,7 @@ class ChoiceBuilder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next entry differs in nothing but its text from the one before."""
+        """Whether the next entry differs from the previous one only in its text."""
         return self._plan.is_plain and self._started and not self._plan.hides_output
 
 
@@ -109,9 +109,9 @@ class CompletionEvents:
     """Encodes the stream of a request.
 
     Args:
-        head: what all chunks share.
-        include_usage: a last chunk has the usage.
-        plans: for each prompt.
+        head: the common keys of all chunks.
+        include_usage: add a last chunk with the usage.
+        plans: one for each prompt.
     """
 
     def __init__(self, head: dict[str, Any], include_usage: bool, plans: list[Plan]) -> None:
@@ -147,7 +147,7 @@ class CompletionEvents:
         return b"".join(events)
 
     def _fill(self, prompt: int, delta: ChoiceDelta) -> bytes:
-        """An event that differs from others of its choice in nothing but the text."""
+        """An event that differs from others of its choice only in its text."""
         key = prompt, delta.index
         template = self._templates.get(key)
         if template is None:

@@ -74,7 +74,7 @@ async def completions(http: Request) -> Response:
 
 
 def _check(body: CompletionBody) -> None:
-    """Raise for values that only this endpoint refuses."""
+    """Raise an error for values that only this endpoint refuses."""
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens: 0 came; at least 1 is expected, or 0 together with echo", "max_tokens")
     if body.logprobs is not None and body.logprobs < 0:
@@ -116,7 +116,7 @@ def _prompt(value: Any) -> dict[str, Any]:
 
 
 async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prompt: dict[str, Any]) -> Plan:
-    """What the choices of a prompt contain."""
+    """The content of the choices of a prompt."""
     ids: list[int] | None = prompt.get("input_ids")
     text: str | None = prompt.get("prompt") if body.echo else None
     if body.echo and ids is not None:

@@ -31,9 +31,9 @@ _TYPES = {
 }
 
 
-# Too much work at once, rather than a server that cannot work.
+# Refusals because of too much load; other ones mean that the server cannot work.
 _OVERLOADED = re.compile(r"queue\b.* is full|queue is too long|exceeds maximum queue size|wait to be tokenised")
-# The backend begins with the key at fault, by its own name for it.
+# The backend's messages begin with its name of the invalid key.
 _NAMED = re.compile(r"([a-z][a-z_]*)(?:=|: )")
 _PARAMS = {"input_ids": "prompt", "text_input": "prompt", "request_priority": "priority"}
 
@@ -43,10 +43,10 @@ class APIError(Exception):
 
     Args:
         status: HTTP status.
-        message: what came, what is allowed, how to fix it.
-        param: the body's key that is at fault.
-        code: a word that programs can compare.
-        type: by default from the status.
+        message: the value, what is allowed, how to fix it.
+        param: the invalid key of the body.
+        code: a word for programs.
+        type: default: derived from the status.
         retry_after: seconds; becomes the header `Retry-After`.
         headers: further headers of the response.
     """
@@ -87,19 +87,19 @@ def error_response(error: APIError) -> Response:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """The caller's mistake: 400."""
+    """An error of the caller: 400."""
     return APIError(400, message, param=param, code=code)
 
 
 def model_not_found(model: str, known: list[str]) -> APIError:
-    """404 that names the models there are."""
+    """404; the message lists the available models."""
     listed = ", ".join(known) or "none"
     message = f"The model {model!r} does not exist; models here: {listed}"
     return APIError(404, message, param="model", code="model_not_found")
 
 
 def api_error(error: BaseException) -> APIError:
-    """An exception of the client library, or any other, as what the caller gets to see."""
+    """The caller's view of any exception, such as one of the client library."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InflightError):
@@ -108,7 +108,7 @@ def api_error(error: BaseException) -> APIError:
 
 
 def request_error(error: Exception) -> APIError:
-    """An exception of the client library's own checks of a request, besides those of `api_error`."""
+    """As `api_error`, and for the exceptions of the client library's own checks of a request."""
     return invalid(str(error)) if isinstance(error, (ValueError, TypeError)) else api_error(error)
 
 

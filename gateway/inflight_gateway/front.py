@@ -1,4 +1,4 @@
-"""What every request passes first: the API key, and the count of its answer."""
+"""Middleware for every request: checks the API key, and counts the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a
 
 
 class Keys:
-    """The API keys that are accepted; none accepts everybody.
+    """The accepted API keys; without any, every request is accepted.
 
     Comparing takes as long for a wrong key as for a right one.
     """
@@ -46,11 +46,11 @@ class Front:
     """ASGI middleware.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         keys: accepted API keys.
         metrics: count answers.
-        paths: those that have a label of their own in the metrics.
-        open_paths: answered without a key, too.
+        paths: paths with a label of their own in the metrics.
+        open_paths: further paths that need no key.
     """
 
     def __init__(

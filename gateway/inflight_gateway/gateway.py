@@ -1,4 +1,4 @@
-"""What all requests of a gateway process share."""
+"""The common state of all requests of a gateway process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gateway:
 
     Args:
         options: of the operator.
-        upstream: takes the place of a real one, in tests.
+        upstream: replaces a real one, in tests.
     """
 
     def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
@@ -38,7 +38,7 @@ class Gateway:
             await self.triton_metrics.close()
 
     def enter(self) -> None:
-        """A request begins to generate.
+        """A request starts to generate.
 
         Raises:
             APIError: 429, there are too many.
@@ -57,12 +57,12 @@ class Gateway:
         self.metrics.closed()
 
     def tenant(self, http: Request, user: str | None) -> str | None:
-        """Whom a request is accounted to: the tenant header, else the body's `user`."""
+        """The tenant of a request: the tenant header, else the body's `user`."""
         name = self.options.tenant_header
         return (http.headers.get(name) if name else None) or user or None
 
     def log_failure(self, error: Exception, shown: APIError) -> None:
-        """Log what the caller is not told: an exception that nobody expected."""
+        """Log an unexpected exception; the caller does not get its details."""
         if shown.code == "internal_error" and error is not shown:
             _log.error("a request failed", exc_info=error)
 

@@ -1,4 +1,4 @@
-"""One HTTP request's generation: its upstream streams, side by side, and the client that may hang up."""
+"""The generation of one HTTP request: its concurrent upstream streams, and a client that can disconnect."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ __all__ = [
     "stream_events",
 ]
 
-_MAX_WAITING = 256  # chunks that wait for a slow client; beyond that nothing is read from Triton
+_MAX_WAITING = 256  # chunks that wait for a slow client; with more, reading from Triton pauses
 
 Piece = tuple[int, StreamChunk]  # index of the prompt, and a chunk of its stream
 
 
 class ClientGone(Exception):
-    """The HTTP client hung up: nobody reads the answer."""
+    """The HTTP client disconnected: the answer is no longer needed."""
 
 
 class EventEncoder(Protocol):
-    """Turns chunks into the bytes of an event stream."""
+    """Converts chunks to the bytes of an event stream."""
 
     def begin(self) -> bytes:
-        """Events before the first chunk; may be empty."""
+        """Events before the first chunk; can be empty."""
 
     def chunk(self, prompt: int, chunk: StreamChunk) -> bytes:
-        """Events for one chunk of the stream of a prompt; may be empty."""
+        """Events for one chunk of a prompt's stream; can be empty."""
 
     def end(self) -> bytes:
-        """Events behind the last chunk, with what ends the stream (`[DONE]`)."""
+        """Events after the last chunk, including the end of the stream (`[DONE]`)."""
 
     def failed(self, error: APIError) -> bytes:
-        """Events for an error, with what ends the stream."""
+        """Events for an error, including the end of the stream."""
 
 
 class Generation:
     """The upstream requests of one HTTP request, one for each prompt; use it as an async context manager.
 
-    All are cancelled at Triton when one fails, when the HTTP client hangs up, and when the context is left early.
+    All are cancelled at Triton when one fails, when the HTTP client disconnects, and when the context is left early.
 
     Args:
         gateway: limits, metrics and the upstream.
-        http: the request, with its body read.
+        http: the request, after its body was read.
         requests: arguments of `AsyncClient.stream`, for each prompt.
 
     Raises:
@@ -103,7 +103,7 @@ class Generation:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what still runs.  Safe to repeat."""
+        """Cancel running requests.  Safe to repeat."""
         if not self._entered:
             return
         self._entered = False
@@ -119,29 +119,29 @@ class Generation:
             stream.cancel()
 
     async def first(self) -> None:
-        """Wait for the first chunk, but no longer than a stream may be silent.
+        """Wait for the first chunk, at most `keep_alive_seconds`.
 
         Raises:
             APIError: the request failed before any chunk, so it can still be answered with a status.
-            ClientGone: the client hung up.
+            ClientGone: the client disconnected.
         """
         if not self._waiting:
-            await self._news(self._gateway.options.keep_alive_seconds)
+            await self._wait_for_chunk(self._gateway.options.keep_alive_seconds)
         if not self._waiting:
             self._raise()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """All chunks that are there, again and again; an empty list when a keep-alive comment is due.
+        """Yield the chunks that have arrived; an empty list when a keep-alive comment is due.
 
         Raises:
             APIError: a request failed; all chunks before that were yielded.
-            ClientGone: the client hung up.
+            ClientGone: the client disconnected.
         """
         while True:
             if not self._waiting:
                 if self._running == 0 or self._error is not None or self._gone:
                     break
-                await self._news(self._gateway.options.keep_alive_seconds)
+                await self._wait_for_chunk(self._gateway.options.keep_alive_seconds)
             if self._gone:
                 break
             pieces, self._waiting = self._waiting, []
@@ -196,8 +196,8 @@ class Generation:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
-    async def _news(self, seconds: float) -> None:
-        """Wait until `_wake`, at most so long."""
+    async def _wait_for_chunk(self, seconds: float) -> None:
+        """Wait until `_wake`, at most `seconds`."""
         if self._waiting or self._running == 0 or self._error is not None or self._gone:
             return
         loop = asyncio.get_running_loop()
@@ -211,19 +211,19 @@ class Generation:
 
 
 class EventStream(Response):
-    """The response of a request that streams.  It closes the generation.
+    """The response of a streaming request.  It closes the generation.
 
     Args:
-        gateway: counts what is sent.
-        generation: entered, and past `first`.
-        encoder: makes the events.
+        gateway: counts the chunks that are sent.
+        generation: entered, after `first`.
+        encoder: creates the events.
     """
 
     def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # nginx would collect events
+        self.headers["x-accel-buffering"] = "no"  # nginx would buffer events
         self._gateway = gateway
         self._generation = generation
         self._encoder = encoder
@@ -233,7 +233,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._send_events(send)
-            except asyncio.CancelledError:  # the server cancels what outlasts its exit timeout
+            except asyncio.CancelledError:  # the server cancels requests after its exit timeout
                 await self._send_failure(send, APIError(503, "the gateway is shutting down", code="shutting_down"))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
@@ -298,5 +298,5 @@ async def complete(gateway: Gateway, http: Request, requests: Sequence[Mapping[s
 
 
 def failed_events(error: APIError) -> bytes:
-    """What ends the stream of a failed request: an event with OpenAI's error object, then `[DONE]`."""
+    """The end of a failed request's stream: an event with OpenAI's error object, then `[DONE]`."""
     return event(error.to_dict()) + DONE

@@ -13,10 +13,10 @@ _LOWEST = -9999.0  # JSON has no infinity; vLLM's floor
 
 
 class LegacyLogprobs:
-    """Makes the lists of one choice, chunk by chunk.
+    """Creates the lists of one choice, chunk by chunk.
 
     Args:
-        top: how many candidates a token was asked to have.
+        top: requested number of candidates per token.
     """
 
     def __init__(self, top: int) -> None:
@@ -24,7 +24,7 @@ class LegacyLogprobs:
         self._offset = 0
 
     def add(self, rows: Sequence[TokenLogprobs], first_text: str = "") -> dict[str, Any]:
-        """The lists of the next tokens; `text_offset` counts on.
+        """The lists of the next tokens; `text_offset` continues.
 
         Args:
             rows: candidates of each token, itself first; None for the first token of a prompt.
@@ -56,7 +56,7 @@ class LegacyLogprobs:
 
 
 def first_token_text(rows: Sequence[TokenLogprobs], text: str) -> str:
-    """The text of a prompt's first token, which has no candidates: what the others leave of the prompt."""
+    """The text of a prompt's first token, which has no candidates: the prompt without the texts of the others."""
     rest = "".join(next(iter(row.values())).decoded_token or "" for row in rows if row)
     return text.removesuffix(rest) if text.endswith(rest) else ""
 

@@ -1,4 +1,4 @@
-"""What a gateway counts, as Prometheus reads it at `/metrics`.
+"""The gateway's metrics, for Prometheus at `/metrics`.
 
 With several worker processes each writes its numbers to files that all share (`prometheus_client.multiprocess`); any of
 them adds them up.
@@ -26,14 +26,14 @@ class Metrics:
     """The metrics of one process.
 
     Attributes:
-        open_requests: requests that generate now, in this process.
+        open_requests: requests that are generating, in this process.
     """
 
     def __init__(self) -> None:
         folder = os.environ.get(SHARED_FOLDER)
         self.registry = CollectorRegistry()
         self._shared = Path(folder) if folder else None
-        # What is written to files is read from there, not from a registry.
+        # Values in files are read from there, not from a registry.
         own = None if folder else self.registry
         if folder:
             MultiProcessCollector(self.registry, folder)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: what the gateway takes, from the types of the bodies themselves."""
+"""`/openapi.json` and `/docs`, generated from the types of the request bodies."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ERROR = {
 
 
 class ApiPages:
-    """Both pages, made once.
+    """Both pages, generated once.
 
     Args:
-        endpoints: (method, path) -> what it does, and its body if it takes one.
+        endpoints: (method, path) -> (summary, type of the body or None).
     """
 
     def __init__(self, endpoints: Mapping[tuple[str, str], tuple[str, type[Body] | None]]) -> None:

@@ -1,4 +1,4 @@
-"""What an operator decides about a gateway."""
+"""The operator's options of a gateway."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class GatewayOptions:
 
     Attributes:
         triton: gRPC addresses `host:port`, the preferred one first.  They serve the same checkpoints.
-        routing: which of them gets a request: the first that did not fail lately ("ordered"), each in turn
+        routing: chooses one of them for a request: the first that has not failed recently ("ordered"), each in turn
             ("round-robin"), the one with the fewest requests ("least-loaded"), or the one that has the prompt's prefix
             ("prefix").
-        routing_prefix_tokens: how much of a prompt "prefix" looks at; four characters of text stand for a token.
-        routing_load_factor: with "prefix" a Triton that has this multiple of the mean load is passed over.
-        models: names to list; empty for every text model in Triton's repository index.  Others can be asked for.
+        routing_prefix_tokens: tokens of a prompt that "prefix" uses; four characters of text count as a token.
+        routing_load_factor: "prefix" skips a Triton with this multiple of the mean load.
+        models: names to list; empty: all text models in Triton's repository index.  Requests can name others.
         headers: sent with every call to Triton, such as the key of its management endpoints.
-        api_keys: one of them must come as `Authorization: Bearer KEY`; empty lets everybody in.
-        cors_origins: origins whose pages may call the gateway from a browser; "*" for all; empty for none.
+        api_keys: requests must send one of them as `Authorization: Bearer KEY`; empty: no key is needed.
+        cors_origins: origins of pages that can call the gateway from a browser; "*": all; empty: none.
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
-        body_timeout: seconds that a request body may take to arrive.
+        body_timeout: maximum seconds for a request body to arrive.
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
         max_n: choices of one prompt.
-        max_open_requests: requests that generate at the same time, per process; more are refused with 429.
-        request_timeout: seconds that a request may take; None for no limit.
-        keep_alive_seconds: after so long without an event, a stream sends a comment.
+        max_open_requests: maximum number of generating requests per process; more are refused with 429.
+        request_timeout: maximum seconds for a request; None: no limit.
+        keep_alive_seconds: seconds without an event after which a stream sends a comment.
         lenient: ignore unknown keys in request bodies instead of refusing them.
-        tool_call_parser: format of tool calls in the model's text; "" to tell it by the chat template.
-        reasoning_parser: format of reasoning in the model's text; "" to tell it by the chat template.
-        triton_metrics: URL of Triton's metrics, which `/metrics` shows beside the gateway's own: endpoint pickers read
-            a replica's load on the port that they send requests to.  "" for none.
+        tool_call_parser: format of tool calls in the model's text; "": detected from the chat template.
+        reasoning_parser: format of reasoning in the model's text; "": detected from the chat template.
+        triton_metrics: URL of Triton's metrics, which `/metrics` adds to the gateway's own: endpoint pickers read a
+            replica's load on the port that they send requests to.  "": none.
         open_metrics: answer `/metrics` without a key.
-        system_fingerprint: overrides the one that names checkpoint and version.
+        system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
     triton: tuple[str, ...] = ("127.0.0.1:8001",)

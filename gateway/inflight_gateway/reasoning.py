@@ -1,4 +1,4 @@
-"""Splits an answer into what the model thought, between tags such as `<think>` and `</think>`, and the rest."""
+"""Splits an answer into the model's reasoning, between tags such as `<think>` and `</think>`, and the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _opened: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
 
 
 def check_reasoning_parser(parser: str) -> None:
-    """The operator's choice is a name in `FORMATS`, "none", or "" to tell it by the chat template.
+    """Check the operator's choice: a name in `FORMATS`, "none", or "" to detect it from the chat template.
 
     Raises:
         ValueError: it is none of these.
@@ -39,11 +39,11 @@ def check_reasoning_parser(parser: str) -> None:
 
 
 def reasoning_tags(parser: str, info: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The tags of a model's reasoning; None for a model that has none.
+    """The tags of a model's reasoning; None for a model without reasoning.
 
     Args:
         parser: the operator's choice: see `check_reasoning_parser`.
-        info: what the model says of itself: `reasoning_tags`.
+        info: facts about the model, with `reasoning_tags`.
     """
     if parser:
         return None if parser == "none" else FORMATS[parser]
@@ -58,7 +58,7 @@ async def reasoning_opened(
 ) -> bool:
     """Whether the prompt ends with `tag`, so that an answer begins with reasoning.
 
-    With `chat_template_kwargs`, which may turn thinking on or off, the model is asked to render a chat, once for each
+    With `chat_template_kwargs`, which can turn thinking on or off, the model is asked to render a chat, once for each
     choice.
     """
     usual = bool(model.info.get("reasoning_opened"))
@@ -73,7 +73,7 @@ async def reasoning_opened(
             answer = await upstream.tokenize(model, messages=chat, chat_template_kwargs=chosen)
             tail = await upstream.detokenize(model, answer["tokens"][-_TAIL_TOKENS:])
         except APIError:
-            return usual  # the request itself will say what is wrong
+            return usual  # the request itself will fail with a message
         if len(known) >= _MAX_KNOWN:
             known.clear()
         known[key] = tail.rstrip().endswith(tag)
@@ -81,13 +81,13 @@ async def reasoning_opened(
 
 
 class ReasoningParser:
-    """Reads one answer, in pieces.  Whitespace beside the tags is left out.
+    """Parses one answer in pieces.  Whitespace next to the tags is omitted.
 
     Only the beginning of an answer is reasoning: tags further on are text.  Reasoning that is never closed is the
     whole answer.
 
     Args:
-        tags: begin and end it.
+        tags: before and after the reasoning.
         opened: whether the prompt contained the first one.
     """
 
@@ -101,13 +101,13 @@ class ReasoningParser:
         self._run = self._parse()
 
     def feed(self, text: str) -> tuple[str, str]:
-        """More text of the answer; returns what is new of the reasoning and of the rest."""
+        """Add text of the answer; returns the new reasoning and the new rest."""
         self._scan.add(text)
         next(self._run)
         return self._take()
 
     def finish(self) -> tuple[str, str]:
-        """As `feed`, when the answer ended."""
+        """As `feed`, at the end of the answer."""
         self._scan.ended = True
         next(self._run, None)
         return self._take()
@@ -126,7 +126,7 @@ class ReasoningParser:
         yield from scan.rest(self._content.append)
 
     def _thought(self, text: str) -> None:
-        """Trailing whitespace waits until there is more: before the end it is nothing."""
+        """Hold trailing whitespace back until more text follows: at the end it is dropped."""
         shown = text.rstrip()
         if shown:
             self._reasoning += [*self._space, shown]

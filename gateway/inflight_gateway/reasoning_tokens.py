@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning."""
+"""Counts the reasoning tokens of answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEADING = 2  # tokens before the tag: whitespace
 
 
 def reasoning_token_ids(tags: tuple[str, str], info: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The tokens that the tags are; None if a tag is not one token, or the model does not say.
+    """The tokens of the tags; None if a tag is not one token, or the model does not say.
 
     Args:
-        info: what the model says of itself: `reasoning_tags` and `reasoning_token_ids`.
+        info: facts about the model, with `reasoning_tags` and `reasoning_token_ids`.
     """
     ids = info.get("reasoning_token_ids")
     if info.get("reasoning_tags") != list(tags) or not isinstance(ids, Sequence) or len(ids) != 2:
@@ -23,7 +23,7 @@ def reasoning_token_ids(tags: tuple[str, str], info: Mapping[str, Any]) -> tuple
 
 
 class ReasoningTokens:
-    """Counts them for all answers to a request, without the tags.
+    """Counts the reasoning tokens of all answers to a request, without the tags.
 
     Args:
         ids: tokens of the two tags.
@@ -41,7 +41,7 @@ class ReasoningTokens:
         self._thinking: dict[int, bool] = {}
 
     def add(self, index: int, token_ids: Sequence[int]) -> None:
-        """More of answer number `index`."""
+        """Add tokens of answer number `index`."""
         for token in token_ids:
             if token == self._begin and self._seen.get(index, 0) < _LEADING and index not in self._thinking:
                 self._thinking[index] = True

@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's `response_format`, calls of tools and reasoning, as one constraint.
+"""The constraint on an answer: OpenAI's `response_format`, tool calls and reasoning in one.
 
 The result are keys of `structured_outputs` (docs/structured-output.md), which the backend enforces.
 """
@@ -18,7 +18,7 @@ _SPACE = {"type": "regex", "pattern": r"[ \t\r\n]{0,4}"}
 
 
 def response_constraint(response_format: Any, param: str = "response_format") -> dict[str, Any] | None:
-    """The constraint of a `response_format`; None if any text will do.
+    """The constraint of a `response_format`; None if any text is allowed.
 
     Raises:
         APIError: not one of OpenAI's formats.
@@ -42,11 +42,11 @@ def response_constraint(response_format: Any, param: str = "response_format") ->
 
 
 def calls_or(calls: dict[str, Any], response: dict[str, Any] | None) -> dict[str, Any]:
-    """A constraint for calls of tools, or else for the response.
+    """A constraint for tool calls, or for the response.
 
     Args:
-        calls: of calls alone.
-        response: of an answer that calls nothing; None if that is not allowed.
+        calls: constraint on calls alone.
+        response: constraint on an answer without calls; None if that is not allowed.
 
     Raises:
         APIError: `response` is a grammar, which cannot be a part of something.
@@ -57,13 +57,13 @@ def calls_or(calls: dict[str, Any], response: dict[str, Any] | None) -> dict[str
 
 
 def behind_reasoning(constraint: dict[str, Any], tags: tuple[str, str], opened: bool) -> dict[str, Any]:
-    """The same constraint for what comes after the reasoning.
+    """The same constraint, applied after the reasoning.
 
     A grammar in GBNF, EBNF or Lark cannot be a part of something, so it constrains the whole answer, which then has no
     reasoning.
 
     Args:
-        tags: begin and end the reasoning.
+        tags: before and after the reasoning.
         opened: whether the prompt contained the first one, so that the answer must contain the second.
     """
     part = _part(constraint)
@@ -76,7 +76,7 @@ def behind_reasoning(constraint: dict[str, Any], tags: tuple[str, str], opened: 
 
 
 def _tagged(constraint: Mapping[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag, with the options that `constraint` has besides."""
+    """A structural tag, with the other options of `constraint`."""
     kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
     options = {key: value for key, value in constraint.items() if key not in kinds}
     return {**options, "structural_tag": json.dumps({"type": "structural_tag", "format": part})}
@@ -110,7 +110,7 @@ def _part(constraint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _decoded(text: str) -> Any:
-    """The JSON in a text; what is none is left for the backend to refuse."""
+    """The JSON in a text; other text is returned unchanged, and the backend refuses it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The output of a response: its items, and the events that tell of them as they grow."""
+"""The output of a response: its items, and the events about them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _Event = dict[str, Any]
 
 
 class ResponseItems:
-    """Grows items from the events of an answer: reasoning, messages and calls of functions, in the model's order.
+    """Builds items from the events of an answer: reasoning, messages and function calls, in the model's order.
 
     Its methods return events of OpenAI's types, without sequence numbers.
 
     Attributes:
-        items: so far; the last may be open.
+        items: so far; the last one can be open.
     """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open = ""  # type of the item that grows
+        self._open = ""  # type of the open item
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, event: AnswerEvent, logprobs: list[dict[str, Any]]) -> list[_Event]:
-        """What an event of the answer means; `logprobs` are those of its tokens, for a message's text."""
+        """Process an event of the answer; `logprobs` are those of its tokens, for a message's text."""
         if isinstance(event, CallStart):
             return [*self.close(), self._begin_call(event)]
         if isinstance(event, CallArguments):
@@ -42,7 +42,7 @@ class ResponseItems:
         return self.close()
 
     def finish(self, complete: bool) -> list[_Event]:
-        """The answer ended, by itself or cut off.  An answer without anything is an empty message."""
+        """The answer ended, complete or truncated.  An empty answer becomes an empty message."""
         found = [] if self.items else self._grow("message", "", [])
         return [*found, *self.close("completed" if complete else "incomplete")]
 
@@ -73,7 +73,7 @@ class ResponseItems:
         ]
 
     def _grow(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[_Event]:
-        """More text of a message or of reasoning."""
+        """Add text of a message or of reasoning."""
         found: list[_Event] = []
         if self._open != kind:
             found = [*self.close(), *self._begin(kind)]

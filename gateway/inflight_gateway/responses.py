@@ -1,4 +1,4 @@
-"""`/v1/responses`, without state: nothing is stored, and nothing stored can be referred to."""
+"""`/v1/responses`, without state: nothing is stored, and requests cannot refer to stored objects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def responses(http: Request) -> Response:
 
 
 def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:
-    """What is known of the response before it begins."""
+    """The keys of the response that are known before it begins."""
     tools = [tool for tool in body.tools or [] if isinstance(tool, dict)]
     reasoning = body.reasoning or {}
     return {
@@ -73,7 +73,7 @@ def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:
 
 
 class _Answer:
-    """The one answer of a response, read as it comes."""
+    """Parses the answer of a response incrementally."""
 
     def __init__(self, head: dict[str, Any], body: ResponsesBody, plan: ChatPlan) -> None:
         self._head = head
@@ -81,11 +81,11 @@ class _Answer:
         self._with_logprobs = "logprobs" in plan.arguments
         self._parser = plan.parser()
         self._items = ResponseItems()
-        self._held: list[dict[str, Any]] = []  # log probabilities of tokens whose text has not been shown
+        self._held: list[dict[str, Any]] = []  # log probabilities of tokens before their text is sent
         self._reason: str | None = None
 
     def grow(self, delta: ChoiceDelta | Choice) -> list[dict[str, Any]]:
-        """More of the answer, or all of it; returns OpenAI's events."""
+        """Add a part of the answer, or all of it; returns OpenAI's events."""
         if self._with_logprobs and delta.logprobs:
             self._held += chat_logprobs(delta.token_ids, delta.logprobs, self._top)
         found = self._parser.feed(delta.text) if delta.text else []
@@ -94,7 +94,7 @@ class _Answer:
             self._reason = delta.finish_reason
             found += [
                 one for one in self._parser.finish() if whole or not isinstance(one, CallEnd)
-            ]  # cut off: left open
+            ]  # truncated: they stay open
         events = []
         for event in found:
             events += self._items.add(event, self._held)
@@ -104,7 +104,7 @@ class _Answer:
         return events
 
     def response(self, usage: dict[str, Any] | None, error: APIError | None = None) -> dict[str, Any]:
-        """The response object, as it is by now; without usage it goes on."""
+        """The response object so far; without usage it is in progress."""
         status = "in_progress"
         if error is not None:
             status = "failed"
@@ -121,7 +121,7 @@ class _Answer:
 
 
 class _Events:
-    """Encodes the stream of a response: numbered events, of which the last has the whole response."""
+    """Encodes the stream of a response: numbered events; the last one contains the whole response."""
 
     def __init__(self, answer: _Answer, plan: ChatPlan) -> None:
         self._answer = answer
@@ -152,7 +152,7 @@ class _Events:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's other form of it.  Where tokens of reasoning cannot be told they count as none."""
+    """The usage in the form of this API; unknown numbers of reasoning tokens are 0."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -164,7 +164,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _code(error: APIError) -> str:
-    """The nearest of the codes that a response may have."""
+    """The most similar code that a response can have."""
     if error.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.status < 500 else "server_error"

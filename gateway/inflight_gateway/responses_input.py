@@ -1,4 +1,4 @@
-"""`/v1/responses` in the words of a chat: its input items as messages, its tools, its text format."""
+"""Converts `/v1/responses` to a chat: input items to messages, tools, text format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is returned 
 
 
 class ResponsesBody(SamplingBody, kw_only=True):
-    """A request for a response.  Nothing is kept, so each request brings the whole conversation in `input`."""
+    """A request for a response.  Nothing is stored, so each request contains the whole conversation in `input`."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "access_programs": (None,),
@@ -141,7 +141,7 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning item: what was thought, or else its summary."""
+    """The text of a reasoning item: the reasoning, or else its summary."""
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise _wrong(where, "a reasoning item with a list of contents is expected")
@@ -149,7 +149,7 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
 
 
 def _tools(tools: Any) -> Any:
-    """Tools of functions in the form of a chat; others as they are, which a chat refuses by name."""
+    """Function tools in the form of a chat; other tools unchanged: the chat refuses them by name."""
     if not isinstance(tools, list):
         return tools
     keys = ("name", "description", "parameters", "strict")

@@ -1,4 +1,4 @@
-"""Which of several Tritons a request goes to: what `--routing` names."""
+"""Chooses one of several Tritons for a request, by the policy of `--routing`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["POLICIES", "Policy", "Router", "prefix_key"]
 Policy = Literal["ordered", "round-robin", "least-loaded", "prefix"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-_TOKEN = 4  # characters, about
+_TOKEN = 4  # approximate characters per token
 _BLOCK = 16  # tokens: fewer are in no prefix cache
 
 
 class Router:
-    """Chooses for the client library (`inflight_client.Routing`), and tells what it chose.
+    """Chooses servers for the client library (`inflight_client.Routing`), and reports the choices.
 
     Args:
-        policy: other than "ordered", which is the library's own.
+        policy: any except "ordered", which the library implements.
         servers: their addresses.
-        prefix_tokens: how much of a prompt counts as its prefix.
+        prefix_tokens: number of a prompt's first tokens that count as its prefix.
         load_factor: see `BoundedRing`.
         chosen: called with an address and the reason.
 
     Raises:
-        ValueError: an address that comes twice.
+        ValueError: a duplicate address.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class Router:
         return self._next([server for server, load in loads.items() if load == smallest])
 
     def _next(self, servers: Sequence[int]) -> Choice:
-        """They take turns."""
+        """Each of the servers in turn."""
         self._last = min(servers, key=lambda server: (server <= self._last, server))
         return Choice(self._last, "balanced")
 
 
 def prefix_key(request: GenerationRequest, tokens: int) -> str | None:
-    """Equal for requests that can share KV blocks, and have the same `routing_key`.
+    """A key that is equal for requests that can share KV blocks and have the same `routing_key`.
 
-    Blocks are shared within a model, a tenant and a cache salt, by prompts that begin alike.
+    Prompts with equal beginnings share blocks within a model, a tenant and a cache salt.
 
     Args:
         request: of any kind.
-        tokens: so many of the prompt count.  Text is not tokenised: four characters stand for a token.
+        tokens: number of the prompt's first tokens that count.  Text is not tokenised: four characters count as one.
 
     Returns:
         None if the prompt is too short to fill a block.

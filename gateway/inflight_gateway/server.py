@@ -21,10 +21,10 @@ from inflight_gateway.options import GatewayOptions
 
 __all__ = ["ServerOptions", "end_with_parent", "run", "worker_app"]
 
-# How the options reach worker processes, which import their application by name.
+# Passes the options to worker processes, which import their application by name.
 _OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
 _PR_SET_PDEATHSIG = 1
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: one that is closed under a request is an error
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ServerOptions:
     """Where and how the gateway listens.
 
     Attributes:
-        host, port: of its address.
+        host, port: the address.
         workers: processes; each uses at most one core.
         ssl_keyfile, ssl_certfile: PEM files; both or none.
-        exit_timeout: seconds that open requests have to finish on SIGTERM.
+        exit_timeout: seconds for open requests to finish after SIGTERM.
         log_level: uvicorn's: "critical", "error", "warning", "info", "debug" or "trace".
         access_log: log a line for each request.
     """
@@ -78,7 +78,7 @@ def worker_app() -> Starlette:
     end_with_parent(parent)
 
     def clean_up() -> None:
-        if os.getppid() != parent:  # it was killed, and could not do this itself
+        if os.getppid() != parent:  # it was killed, and could not end this process itself
             shutil.rmtree(os.environ[SHARED_FOLDER], ignore_errors=True)
 
     return build_app(msgspec.json.decode(os.environ[_OPTIONS], type=GatewayOptions), on_stop=clean_up)

@@ -28,10 +28,10 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class EventTemplate:
-    """An event whose one string differs from chunk to chunk; all else is encoded once.
+    """An event with one string that differs from chunk to chunk; the rest is encoded once.
 
     Args:
-        make: returns the event's value with the given string in it, once.
+        make: returns the event's value, which contains the given string once.
     """
 
     def __init__(self, make: Callable[[str], Any]) -> None:

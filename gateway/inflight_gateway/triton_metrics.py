@@ -1,4 +1,4 @@
-"""What Triton's own `/metrics` says, for whoever reads a replica's load on the gateway's port."""
+"""Triton's own `/metrics`, for endpoint pickers that read a replica's load on the gateway's port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TritonMetrics:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        # Reading the certificates of authorities takes tens of milliseconds, which plain HTTP has no use for.
+        # Reading CA certificates takes tens of milliseconds, and plain HTTP does not need them.
         self._http = httpx2.AsyncClient(timeout=_SECONDS, trust_env=False, verify=url.startswith("https://"))
 
     async def text(self) -> bytes:

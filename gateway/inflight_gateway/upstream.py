@@ -1,4 +1,4 @@
-"""The Tritons behind a gateway: one client for all of them, and what they serve."""
+"""The Tritons behind a gateway: one client for all of them, and their models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from inflight_gateway.routing import Router
 
 __all__ = ["ServedModel", "Upstream", "text_inputs"]
 
-_LIST_SECONDS = 2.0  # for which the list of models is remembered
-_INFO_SECONDS = 30.0  # for which what a model says of itself is remembered
+_LIST_SECONDS = 2.0  # for which the list of models is cached
+_INFO_SECONDS = 30.0  # for which the facts about a model are cached
 
-# A model that has these takes text and answers with text: this contract's, and vllm_backend's own.
+# A model with these takes text and answers with text: models of this contract, and of vllm_backend.
 _REQUIRED_INPUTS = {"text_input", "stream", "sampling_parameters"}
 _REQUIRED_OUTPUTS = {"text_output"}
 _RESUMES = "resume_token_ids"  # only this project's backend has this input
@@ -32,7 +32,7 @@ class ServedModel:
     Attributes:
         name: Triton's.
         inputs, outputs: their names.
-        info: what the model says of itself, see `AsyncClient.model_info`; empty for other backends.
+        info: facts about the model, see `AsyncClient.model_info`; empty for other backends.
         since: when this process first saw it, in seconds since 1970.
     """
 
@@ -44,7 +44,7 @@ class ServedModel:
 
     @property
     def is_inflight(self) -> bool:
-        """Whether it speaks the whole wire contract."""
+        """Whether it implements the whole wire contract."""
         return _RESUMES in self.inputs
 
 
@@ -57,12 +57,12 @@ def text_inputs(metadata: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[
 
 
 class Upstream:
-    """All calls to Triton go through here.
+    """Makes all calls to Triton.
 
     Args:
         options: addresses, headers and limits.
-        client: takes the place of both clients, in tests.
-        routed: called with the address of the Triton that was chosen for an attempt, and the reason.
+        client: replaces both clients, in tests.
+        routed: called with the address of the Triton chosen for an attempt, and the reason.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Upstream:
     ) -> None:
         self._options = options
         self.client: AsyncClient = client or _client(options, True, routed)
-        # Other backends know nothing of resumption, nor of the outputs that it needs.
+        # Other backends do not support resumption, or the outputs that it needs.
         self._plain: AsyncClient = client or _client(options, False, routed)
         self._known: dict[str, tuple[float, ServedModel]] = {}
         self._since: dict[str, int] = {}
@@ -78,13 +78,13 @@ class Upstream:
         self._lock = asyncio.Lock()
 
     def stream(self, **arguments: Any) -> AsyncStream:
-        """Send a request; arguments as `AsyncClient.stream` takes them, with a `model` that was resolved."""
+        """Send a request; arguments as for `AsyncClient.stream`, with a resolved `model`."""
         known = self._known.get(arguments["model"])
         client = self.client if known is None or known[1].is_inflight else self._plain
         return client.stream(**arguments)
 
     async def resolve(self, name: str | None) -> ServedModel:
-        """The model of a request; None stands for the only one.
+        """The model of a request; None means the only one.
 
         Raises:
             APIError: 404 for a model that does not exist or takes no text, 400 if a name is needed, 503.
@@ -195,8 +195,8 @@ class Upstream:
 
 
 def _client(options: GatewayOptions, resume: bool, routed: Callable[[str, str], None]) -> AsyncClient:
-    # A server that cannot be reached may be restarting: new requests wait some seconds for it, open streams a minute.
-    # One that refuses a request means it: the caller gets its answer at once, unless another server takes it.
+    # An unreachable server may be restarting: new requests wait some seconds for it, open streams a minute.  A refusal
+    # is final: the caller gets it at once, unless another server accepts the request.
     retries = RetryPolicy(
         max_attempts=8,
         resume_attempts=40,

@@ -1,4 +1,4 @@
-"""Token counts of an answer, and what names the model that gave it."""
+"""Token counts of an answer, and the fingerprint of its model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UsageCounter:
 
     Args:
         prompts: number of prompts.
-        reasoning: counts the tokens of reasoning, where they can be told.
+        reasoning: counts the reasoning tokens, if they can be identified.
     """
 
     def __init__(self, prompts: int = 1, reasoning: ReasoningTokens | None = None) -> None:
@@ -83,7 +83,7 @@ def usage_of(
 
 
 def fingerprint_of(options: GatewayOptions, model: ServedModel) -> str | None:
-    """`system_fingerprint`: names the checkpoint and the version that serves it; None if the model does not say."""
+    """`system_fingerprint`: checkpoint and version of the backend; None if the model does not say."""
     if options.system_fingerprint:
         return options.system_fingerprint
     version, checkpoint = model.info.get("version"), model.info.get("checkpoint_id")

@@ -20,9 +20,9 @@ class RequestError(Exception):
 
     Attributes:
         code: name of the Triton error code.
-        message: what came, what is allowed, how to fix it; with the hint, if there is one.
-        retry_after: seconds after which another attempt may succeed; None: unknown.
-        ending: how the request ends, in the words of the metrics (`ENDINGS`), if the code does not tell.
+        message: the value, what is allowed, how to fix it; with the hint, if there is one.
+        retry_after: seconds after which another attempt can succeed; None: unknown.
+        ending: how the request ends (`metric_specs.ENDINGS`), if the code does not determine it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RequestError(Exception):
 
 
 def with_hint(message: str, seconds: float) -> str:
-    """The message with the time after which to try again: "...; retry in 2.5 s".
+    """The message with a hint when to try again: "...; retry in 2.5 s".
 
     Triton gives a backend no field for it, so clients read the number from the end of the message.
     """
@@ -48,18 +48,18 @@ def with_hint(message: str, seconds: float) -> str:
 
 
 def error_of(failed: RequestFailed) -> RequestError:
-    """The error of a request that the engine refused or gave up."""
+    """The error of a request that the engine refused or failed."""
     ending = "shed" if failed.shed else None
     return RequestError(failed.code, failed.message, failed.retry_after, ending)  # type: ignore[arg-type]
 
 
 def refusal_of(error: RequestError) -> str:
-    """How a request ends that is refused with this error, in the words of the metrics (`ENDINGS`)."""
+    """The ending (`metric_specs.ENDINGS`) of a request that is refused with this error."""
     by_code = {"INVALID_ARG": "invalid", "UNSUPPORTED": "invalid", "UNAVAILABLE": "refused", "CANCELLED": "cancelled"}
     return error.ending or by_code.get(error.code, "failed")
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: its `repr`, cut short if long."""
+    """A value for a message: its `repr`, truncated if long."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

@@ -29,17 +29,17 @@ __all__ = [
     "wants_metrics",
 ]
 
-# What `config.pbtxt` may declare a tensor as: any type of the same kind as the wire contract's.
+# `config.pbtxt` can declare a tensor with any type of the same kind as the wire contract's.
 _KINDS = {
     **{f"TYPE_{sign}INT{bits}": "an integer type" for sign in ("", "U") for bits in (8, 16, 32, 64)},
     **{f"TYPE_FP{bits}": "a floating-point type" for bits in (16, 32, 64)},
 }
 
-# Output -> its declared type and rank, where these are not the contract's.
+# Output -> its declared type and rank, if these differ from the contract's.
 OutputLayout = dict[str, tuple[Any, int]]
 
 
-# A response up to this size fits into shared memory that is nearly full (it grows by 1 MiB at a time).
+# A response up to this size fits into nearly full shared memory, which grows by 1 MiB at a time.
 _SMALL_BYTES = 64 * 1024
 
 
@@ -50,12 +50,12 @@ def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
 class TritonResponder:
     """A Triton response sender.  FINAL goes with the last response, or after it if that one is large.
 
-    A response with FINAL closes the sender even if the shared memory had no room for it.  No error
-    response can follow, and the client would wait forever (observed with Triton 24.10).
+    A response with FINAL closes the sender even if the shared memory has no room for it: no error
+    response can follow, and the client waits forever (observed with Triton 24.10).
 
     The server deletes a request's response factory when FINAL arrives, and reads the factory when it
     is asked whether the request is cancelled.  If the two overlap, the server dies of SIGSEGV
-    (Triton 24.10, `ProcessIsRequestCancelled`), so a lock keeps them apart.
+    (Triton 24.10, `ProcessIsRequestCancelled`); a lock prevents that.
     """
 
     def __init__(self, sender: Any, layout: OutputLayout | None = None) -> None:
@@ -65,7 +65,7 @@ class TritonResponder:
         self._finished = False
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
-        """Send the outputs; raises if Triton does not take them."""
+        """Send the outputs; raises if Triton does not accept them."""
         tensors = [pb_utils.Tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
         response = pb_utils.InferenceResponse(tensors)
         whole = final and _num_bytes(outputs) <= _SMALL_BYTES
@@ -110,7 +110,7 @@ def check_numpy() -> None:
         ConfigError: they do not.
     """
     sent = np.arange(1, 4)
-    # Through the stub's own DLPack capsule: it takes one of numpy 1 for its own, and crashes.
+    # Through the stub's own DLPack capsule: it mistakes one of numpy 1 for its own, and crashes.
     received = pb_utils.Tensor.from_dlpack("check", pb_utils.Tensor("check", sent)).as_numpy()
     if received.tolist() != sent.tolist():
         raise ConfigError(
@@ -130,10 +130,10 @@ def read_request(request: Any) -> WireRequest:
 
 
 def complete_config(config: Any) -> Any:
-    """Declare inputs, outputs, no Triton batching and the decoupled policy; keep what `config.pbtxt` declares.
+    """Declare inputs, outputs, no Triton batching and the decoupled policy; keep the declarations of `config.pbtxt`.
 
-    Declared types and dims decide, within the kind of the wire contract's type (`output_layout`): clients of
-    TensorRT-LLM send two dimensions, and a `seed` of UINT64.
+    Types and dims of `config.pbtxt` override the contract's within the same kind of type (`output_layout`): clients
+    of TensorRT-LLM send two dimensions, and a `seed` of UINT64.
 
     Raises:
         ConfigError: it declares an input or output with a data type of another kind than the wire contract's.
@@ -166,7 +166,7 @@ def _kind(data_type: str) -> str:
 
 
 def output_layout(model_config: dict[str, Any]) -> OutputLayout:
-    """How outputs are sent that `config.pbtxt` declares otherwise than the contract does."""
+    """Types and ranks of outputs that `config.pbtxt` declares differently from the contract."""
     contract = {spec.name: spec for spec in OUTPUTS}
     layout: OutputLayout = {}
     for tensor in model_config["output"]:
@@ -177,7 +177,7 @@ def output_layout(model_config: dict[str, Any]) -> OutputLayout:
 
 
 def _parameter(model_config: dict[str, Any], name: str) -> str:
-    """A parameter of `config.pbtxt` in lower case, "" if it is not there."""
+    """A parameter of `config.pbtxt` in lower case; "" if it is missing."""
     return model_config.get("parameters", {}).get(name, {}).get("string_value", "").lower()
 
 
@@ -193,20 +193,20 @@ def log(level: str, line: str) -> None:
 
 
 def _never_deleted(triton_object: Any) -> Any:
-    """Take a reference that nobody returns.
+    """Take a reference that is never released.
 
-    Triton's core gives two families of one name, and two metrics of one name and the same labels, the same
-    Prometheus object, and frees it with the first of them (24.10, and its main branch of today).  A model
-    that is loaded again under traffic has such a pair until its old instance is gone, and the next use ends
-    the server with SIGSEGV.  An object that outlives the interpreter is not deleted: what is left behind
-    is its name and labels in the server, once a load.
+    In Triton's core, two families with one name, and two metrics with one name and equal labels, share a Prometheus
+    object, which is freed with the first of them (24.10, and its main branch of today).  A model that is loaded
+    again under traffic has such a pair until its old instance is gone, and the next use ends the server with
+    SIGSEGV.  An object that outlives the interpreter is not deleted: each load leaves its names and labels behind
+    in the server.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
     return triton_object
 
 
 class _Metric:
-    """The calls of a Triton metric."""
+    """The methods of a Triton metric."""
 
     def __init__(self, metric: Any) -> None:
         self.increment = metric.increment

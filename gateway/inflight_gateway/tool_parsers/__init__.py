@@ -34,7 +34,7 @@ FORMATS: dict[str, type[TextParser]] = {
     "pythonic": PythonicParser,
     "qwen3_coder": Qwen3CoderParser,
 }
-# Names that vLLM's `--tool-call-parser` has for the same.
+# The names of vLLM's `--tool-call-parser` for the same formats.
 _VLLM = {
     "llama3_json": "llama3",
     "llama4_json": "llama3",
@@ -44,7 +44,7 @@ _VLLM = {
 
 
 def format_named(name: str) -> str:
-    """The format of a parser's name, ours or vLLM's.
+    """The format of a parser with this name, ours or vLLM's.
 
     Raises:
         ValueError: there is none.

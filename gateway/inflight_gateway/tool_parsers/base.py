@@ -1,4 +1,4 @@
-"""The Protocol of a tool parser, and what the parsers share."""
+"""The Protocol of a tool parser, and the common base of the parsers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_NAME = 256  # characters of a tool's name
 
 
 class ToolParser(Protocol):
-    """Finds the calls of tools in one answer.
+    """Finds the tool calls in one answer.
 
     The joined events of a text do not depend on how it was cut: content is a string, each call a name and a string of
     arguments.  Text that turns out to be no call is content, to the letter.  Nothing is ever taken back: once a call
@@ -29,13 +29,13 @@ class ToolParser(Protocol):
 
 
 class TextParser:
-    """A parser written as a generator that reads a scanner: subclasses define `_parse`.
+    """A parser as a generator that reads from a scanner: subclasses define `_parse`.
 
     Args:
         tools: JSON Schemas of the arguments, by name of the tool.
 
     Attributes:
-        MARKS: what begins calls in this format, where a model may have special tokens for it.
+        MARKS: beginnings of calls in this format, for which a model can have special tokens.
     """
 
     MARKS: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""What a parser makes of an answer: content, calls of tools, and pieces of their arguments."""
+"""The events of a parser: content, tool calls, and pieces of their arguments."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ Event = Content | CallStart | CallArguments | CallEnd
 
 
 def call_id() -> str:
-    """A new id, as OpenAI's look."""
+    """A new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """A new id of nine letters and digits, the only ones that Mistral's chat templates take back."""
+    """A new id of nine letters and digits, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class Output:
-    """Collects events.  Neighbours of one kind are merged, and whitespace beside a call is left out.
+    """Collects events.  Adjacent events of one kind are merged, and whitespace next to a call is omitted.
 
     Whitespace is held until it is known what follows.  It is content before other content and at the end of an
     answer that made no call right before it.
@@ -89,7 +89,7 @@ class Output:
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that began last."""
+        """Add arguments of the last call."""
         if text:
             self._add(CallArguments, text)
 
@@ -105,7 +105,7 @@ class Output:
         self._space = []
 
     def take(self) -> list[Event]:
-        """The events since the last call of this."""
+        """The events since the last call of this method."""
         self._seal()
         events, self._events = self._events, []
         return events

@@ -13,7 +13,7 @@ _OPENING, _CLOSING = Marks(_OPEN), Marks(_CLOSE)
 
 
 class HermesParser(TextParser):
-    """Calls between marks.  Any name is passed on: the client can tell the model that there is no such tool."""
+    """Calls between marks.  Unknown names are passed on: the client can tell the model that the tool does not exist."""
 
     MARKS = (_OPEN,)
 
@@ -23,7 +23,7 @@ class HermesParser(TextParser):
             yield from self._calls()
 
     def _calls(self) -> Wait[None]:
-        """What is between the marks: one call, or several that the model wrote one after the other."""
+        """The text between the marks: one call, or several in a row."""
         scan, out = self._scan, self._out
         while (yield from scan.skip_space()) == "{":
             outcome = yield from read_call(scan, out, lambda name: True)

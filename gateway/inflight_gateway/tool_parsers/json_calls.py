@@ -1,4 +1,4 @@
-"""Calls that are JSON objects: `{"name": "f", "arguments": {...}}`."""
+"""Calls in the form of JSON objects: `{"name": "f", "arguments": {...}}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class Outcome(Enum):
-    """How the reading of a call ended."""
+    """The result of reading a call."""
 
     CALL = "a whole call"
     BROKEN = "the text ended in a call, or what follows is not JSON"
@@ -30,8 +30,8 @@ def read_call(
     It is a call as soon as there are a name and the beginning of its arguments, in any order.
 
     Args:
-        accepts: whether there may be a tool of that name.
-        needs_arguments: whether an object without arguments is no call, rather than one with none.
+        accepts: whether a tool can have that name.
+        needs_arguments: an object without arguments is no call; else it is a call without arguments.
     """
     name: str | None = None
     early: list[str] | None = None  # arguments that came before the name
@@ -99,4 +99,4 @@ def _begin(scan: Scanner, out: Output, name: str, arguments: str) -> bool:
 
 
 def _nothing(text: str) -> None:
-    """What is read belongs to nobody."""
+    """Discards the text that is read."""

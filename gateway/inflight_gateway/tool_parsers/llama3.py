@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": "f", "parameters": {...}}`, several separated by `; `, behind `<|python_tag|>` or not."""
+"""Llama 3: `{"name": "f", "parameters": {...}}`, several separated by `; `, optionally after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TAGS = Marks(_TAG)
 
 
 class Llama3Parser(TextParser):
-    """Calls at the beginning of the answer, or behind the tag.
+    """Calls at the beginning of the answer, or after the tag.
 
-    An answer may be JSON that calls nothing, so only an object with the name of a tool and parameters is a call.
+    An answer can be JSON without being a call, so only an object with the name of a tool and parameters is a call.
     """
 
     MARKS = (_TAG,)

@@ -20,7 +20,7 @@ _CALL_ID = re.compile(r"\w*")
 
 
 class MistralParser(TextParser):
-    """Calls behind the mark: a list of objects, or a name and its arguments, with the mark before each."""
+    """Calls after the mark: a list of objects, or a name and its arguments, with the mark before each."""
 
     MARKS = (_MARK, _ID, _ARGS)
 

@@ -10,7 +10,7 @@ from inflight_gateway.tool_parsers.typed_values import json_text, parsed_json
 
 __all__ = ["literal_json"]
 
-# What a literal consists of.  Nothing else reaches Python's parser, which long or deep expressions can exhaust.
+# The tokens of a literal.  Only these reach Python's parser, which long or deep expressions can exhaust.
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
     r'|(?P<long>"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""' + r"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*''')"

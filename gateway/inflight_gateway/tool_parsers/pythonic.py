@@ -130,7 +130,7 @@ class PythonicParser(TextParser):
                 pieces.append(following)
                 scan.at += 1
             elif scan.at + 1 == len(scan.text) and not scan.ended:
-                yield  # a backslash, whose character is to come
+                yield  # a backslash: wait for the escaped character
 
     def _read(self, name: str, number: int, source: str) -> str | None:
         """`"key": value` as JSON; None if the argument is no literal, or has no name."""

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[^<>\n]*")
 
 
 class Qwen3CoderParser(TextParser):
-    """Calls with bare values, which become JSON of the types in the tool's schema.  `<tool_call>` may be missing."""
+    """Calls with bare values, which become JSON of the types in the tool's schema.  `<tool_call>` can be missing."""
 
     MARKS = (_OPEN,)
 
@@ -84,7 +84,7 @@ class Qwen3CoderParser(TextParser):
         self._out.arguments(json_text(text)[1:-1])
 
     def _name(self) -> Wait[str | None]:
-        """A name and the `>` behind it."""
+        """A name and the `>` after it."""
         name = yield from self._scan.run(_NAME, MAX_NAME)
         if name and (yield from self._scan.accept(">")):
             return name.strip() or None
@@ -92,4 +92,4 @@ class Qwen3CoderParser(TextParser):
 
 
 def _nothing(text: str) -> None:
-    """What is read belongs to nobody."""
+    """Discards the text that is read."""

@@ -1,7 +1,7 @@
-"""Reads text that comes in pieces.
+"""Reads text that arrives in pieces.
 
-A parser is a generator that yields whenever it needs more text, so that it reads like a parser of a whole text.  Every
-character is looked at a bounded number of times, however the text is cut: what is left unread while more is awaited is
+A parser is a generator that yields whenever it needs more text, so its code looks like a parser of a whole text.  Each
+character is read a bounded number of times, however the text is divided: the unread rest before the next piece is
 never longer than a mark.
 """
 
@@ -26,7 +26,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Marks:
-    """Texts to look for, of which none begins another."""
+    """Texts to search for; none is the beginning of another."""
 
     def __init__(self, *marks: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, marks)))
@@ -35,7 +35,7 @@ class Marks:
         self._longest = max(map(len, marks))
 
     def held(self, text: str, start: int) -> int:
-        """Where the end of `text` may begin a mark, at `start` or later; its length if nowhere."""
+        """The position, at `start` or later, where the end of `text` can begin a mark; its length if there is none."""
         for found in self._first.finditer(text, max(start, len(text) - self._longest + 1)):
             if any(mark.startswith(text[found.start() :]) for mark in self._marks):
                 return found.start()
@@ -66,16 +66,16 @@ class Scanner:
         self.text, self.at = self.text[self.at :] + text, 0
 
     def keep(self, *before: str) -> None:
-        """Keep what is read from here on, behind `before`, in case that it must be taken back."""
+        """Keep the text that is read from here on; `kept` returns it after `before`."""
         self._kept, self._kept_from = list(before), self.at
 
     def kept(self) -> str:
-        """What was read since `keep`, which ends."""
+        """End `keep`, and return its `before` and the text that was read since."""
         pieces, self._kept = self._kept or [], None
         return "".join(pieces) + self.text[self._kept_from : self.at]
 
     def drop(self) -> None:
-        """What was kept is not needed."""
+        """End `keep`, and discard the text."""
         self._kept = None
 
     def peek(self) -> Wait[str]:
@@ -144,9 +144,9 @@ class Scanner:
             yield
 
     def json_value(self, piece: Piece) -> Wait[bool]:
-        """Read a JSON value, of which only strings and brackets are checked; whether it is whole.
+        """Read a JSON value, checking only strings and brackets; returns whether it is complete.
 
-        Stops before what does not belong to it.
+        Stops before text that does not belong to it.
         """
         first = yield from self.skip_space()
         if first == '"':

@@ -1,4 +1,4 @@
-"""The bridge on stand-ins for Triton's objects (with the real ones: tests/e2e)."""
+"""The bridge with fakes of Triton's objects (tests/e2e uses the real ones)."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_outputs_are_sent_in_the_declared_type_and_rank(bridge):
     }
 
 
-def test_a_metric_and_its_family_outlive_everybody_who_holds_them(bridge):
+def test_a_metric_and_its_family_are_never_deleted(bridge):
     """Deleting one of two that Triton made of the same name and labels leaves the other one dangling."""
     deleted = []
 

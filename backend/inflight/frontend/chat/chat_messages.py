@@ -1,4 +1,4 @@
-"""What a client sends as `messages`: a list of messages, or an object with the list and options for the template."""
+"""Reads the input `messages`: a list of messages, or an object with the list and options for the template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Chat", "ChatTemplateError", "read_chat"]
 
 _ROLES_NOTE = 'a list of objects such as {"role": "user", "content": "..."}'
 _KEYS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-# What chat_template_kwargs may not set: the keys themselves, and what says which template renders.
+# Names that chat_template_kwargs must not set: the keys themselves, and arguments that select the template.
 _RESERVED = {*_KEYS, "conversation", "chat_template", "tokenize"}
 
 
@@ -21,14 +21,14 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """What a template renders.
+    """A chat for a template to render.
 
     Attributes:
         messages: at least one, each with a role.
         tools: as in OpenAI's API; None if there are none.
         add_generation_prompt: end where the assistant's answer begins.
-        continued: field of the last message that the answer goes on from; None: the answer is a new message.
-        variables: further ones for the template.
+        continued: field of the last message that the answer continues; None: the answer is a new message.
+        variables: further variables of the template.
     """
 
     messages: list[dict[str, Any]]
@@ -42,7 +42,7 @@ def read_chat(text: bytes) -> Chat:
     """Check the JSON of a chat.
 
     Raises:
-        ChatTemplateError: it is neither of the two forms; the message says what came and what is allowed.
+        ChatTemplateError: it has neither form; the message quotes the value and says what is allowed.
     """
     try:
         found = json.loads(text)

@@ -1,4 +1,4 @@
-"""The checkpoint's chat template: where it is found, and who renders it.  No torch, no Triton."""
+"""Finds the checkpoint's chat template, and has it rendered.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.hub import checkpoint_file
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
 _SECONDS = 2.0
-_WITH_TOOLS = "tool_use"  # the name of a template for chats with tools, beside the default one
+_WITH_TOOLS = "tool_use"  # the name of a template for chats with tools, in addition to the default one
 
 
 class ChatTemplate:
@@ -21,14 +21,14 @@ class ChatTemplate:
 
     Args:
         text: Jinja source; None if the checkpoint has no template.
-        special_tokens: names such as `bos_token` that templates may use.
+        special_tokens: names such as `bos_token` that templates can use.
         problem: why there is no template.
-        required: whether a template that cannot be used is an error at `check`, or only for who sends messages.
-        seconds: CPU time that rendering may take.
+        required: an unusable template is an error at `check`; else only requests with messages fail.
+        seconds: CPU time that rendering can take.
         text_with_tools: Jinja source for chats with tools; None: `text` renders them, too.
 
     Attributes:
-        text: of the template that renders chats with tools; None without one.
+        text: source of the template for chats with tools; None without one.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ChatTemplate:
             self.close()
 
     def render(self, chat: str) -> str:
-        """Prompt text that ends where the assistant's answer begins, or goes on; special tokens are spelt out.
+        """Prompt text up to where the assistant's answer begins or continues; special tokens are spelt out.
 
         Args:
             chat: JSON list of messages, or an object with them and options (`read_chat`).
@@ -117,7 +117,7 @@ class ChatTemplate:
 
 
 def _found(source: str, setting: Any, revision: str | None) -> tuple[Any, Any]:
-    """The template, and the one for chats with tools (None: it is the same): files, or the tokenizer's `setting`."""
+    """The template, and the one for chats with tools (None: the same one), from files or the tokenizer's `setting`."""
     path = checkpoint_file(source, "chat_template.jinja", revision)
     if path is not None:
         tools_path = checkpoint_file(source, f"additional_chat_templates/{_WITH_TOOLS}.jinja", revision)

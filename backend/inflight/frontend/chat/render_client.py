@@ -1,7 +1,7 @@
 """The parent's handle of the process that renders chat templates.  No torch, no Triton.
 
-A template is a program, and clients choose its input: what it does must cost neither the stub's thread nor its
-memory.  In a process of its own the kernel bounds both, and the stub's thread has less to do than if it rendered.
+A template is a program, and clients choose its input: it must not block the stub's thread or fill its memory.  The
+kernel limits the time and the memory of a separate process, and the stub's thread has less work.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["RenderClient"]
 
 _START_SECONDS = 60.0  # for Python to start, on a machine that has other things to do
 _EXIT_SECONDS = 2.0
-_SPARE_SECONDS = 20.0  # that a call may wait for a core, beyond the time that it may use one
+_SPARE_SECONDS = 20.0  # that a call can wait for a core, in addition to its CPU time
 _ATTEMPTS = 2
 _HIDDEN = "INFLIGHT_ADMIN_KEY"
 
 
 class RenderClient:
-    """Starts the process, asks it, and starts another one when it is gone.  Threads may share it; they take turns.
+    """Starts the process, sends it chats, and starts another one when it is gone.  Threads that share it take turns.
 
     Args:
         text: Jinja source.
-        special_tokens: names such as `bos_token` that the template may use.
+        special_tokens: names such as `bos_token` that the template can use.
         seconds: CPU time of a call.
-        size: bytes of memory that it may use.
-        text_with_tools: what renders chats with tools; None: `text` does.
+        size: bytes of memory that it can use.
+        text_with_tools: Jinja source for chats with tools; None: `text` renders them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RenderClient:
         self._is_compiled = self._closed = False
 
     def start(self) -> None:
-        """Start the process and leave it to itself."""
+        """Start the process, and do not wait for it."""
         with self._turn:
             self._start()
 
@@ -94,7 +94,7 @@ class RenderClient:
         raise ChatTemplateError("the process that renders the chat template was killed; try again")
 
     def close(self) -> None:
-        """End the process, and whatever it is doing."""
+        """End the process at once, even while it renders."""
         self._closed = True
         popen = self._popen
         if popen is not None:
@@ -108,7 +108,7 @@ class RenderClient:
         if self._closed:
             raise ChatTemplateError("the model is being unloaded")
         ours, theirs = socket.socketpair()
-        # Where a process that was stopped takes nothing from the pipe, a send must end all the same.
+        # A send must end even if the process is stopped and reads nothing.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._patience), 0))
         with theirs:
             self._popen = subprocess.Popen(
@@ -119,11 +119,11 @@ class RenderClient:
             )
         self._connection = Connection(ours.detach())
         self._is_compiled = False
-        with contextlib.suppress(OSError):  # it died at once: whoever asks will notice
+        with contextlib.suppress(OSError):  # it died at once: the next call will notice
             self._connection.send_bytes(self._settings)
 
     def _compiled(self) -> None:
-        """Have a process that has compiled the template."""
+        """Wait until a process has compiled the template."""
         for _ in range(_ATTEMPTS):
             if self._popen is None:
                 self._start()
@@ -137,10 +137,10 @@ class RenderClient:
         raise ChatTemplateError("the process that renders the chat template cannot be started")
 
     def _ask(self, frame: bytes | None, patience: float) -> bytes | None:
-        """The answer, waiting `patience` seconds for it; None if the process is gone, and a new one may be asked.
+        """Wait `patience` seconds for the answer; None if the process is gone, and a new one can be asked.
 
         Raises:
-            ChatTemplateError: it used up its time.
+            ChatTemplateError: it took too long.
         """
         assert self._connection is not None
         asked = time.monotonic()
@@ -162,7 +162,7 @@ class RenderClient:
         return answer[1:]
 
     def _end(self) -> int | None:
-        """End what is left of the process; its exit status, None if there was none."""
+        """End the process, if there is one; returns its exit status, or None."""
         popen, self._popen = self._popen, None
         if popen is None or self._connection is None:
             return None

@@ -1,7 +1,7 @@
-"""The process that renders chat templates: `template_process` starts it and says what it may use.
+"""The process that renders chat templates: `render_client.py` starts it and sets its limits.
 
-Its limits are the kernel's, which count in C code, too: `{{ "a" * 10**10 }}` and `{{ 9 ** 9 ** 9 }}` are one
-instruction for Python.
+The kernel enforces the limits, so they apply inside C code, too: for Python, `{{ "a" * 10**10 }}` and
+`{{ 9 ** 9 ** 9 }}` are one instruction each.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from inflight.frontend.chat.renderer import TemplateRenderer
 __all__ = ["ERROR", "MAX_TEXT_BYTES", "TEXT", "main"]
 
 TEXT, ERROR = b"t", b"e"  # first byte of an answer
-MAX_TEXT_BYTES = 64 * 2**20  # far beyond any context
+MAX_TEXT_BYTES = 64 * 2**20  # far more than any context
 
 
 class _TooSlowError(BaseException):
-    """Not an `Exception`, which Jinja's generated code and filters may catch."""
+    """Not an `Exception`: Jinja's generated code and filters catch these."""
 
 
 def _too_slow(signum: int, frame: FrameType | None) -> None:
@@ -32,13 +32,13 @@ def _too_slow(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Answer each frame with one; the first is the template.  Ends when the pipe closes."""
+    """Answer each frame with one; the first frame is the template.  Returns when the pipe closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to the whole group
     signal.signal(signal.SIGPROF, _too_slow)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGVTALRM})  # whatever the parent's thread does
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGVTALRM})  # the parent's thread may block them
     try:
         settings = json.loads(connection.recv_bytes())
         _limit_memory(settings["bytes"])
@@ -55,18 +55,18 @@ def main() -> None:
             chat = connection.recv_bytes()
             connection.send_bytes(limits.run(lambda: made[0].render(chat)))  # noqa: B023 - it runs now
     except (EOFError, OSError):
-        pass  # the stub is gone, or does not want us any more
+        pass  # the stub is gone, or has closed the pipe
 
 
 class _Limits:
-    """What one call may use: seconds of CPU time and bytes of memory."""
+    """The limits of one call: seconds of CPU time and bytes of memory."""
 
     def __init__(self, seconds: float, size: int) -> None:
         self._seconds = seconds
         self._size = size
 
     def run(self, call: Callable[[], bytes]) -> bytes:
-        """The answer: what `call` returns, or why it returned nothing."""
+        """The answer: the result of `call`, or an error."""
         try:
             try:
                 self._arm(self._seconds)
@@ -85,7 +85,7 @@ class _Limits:
 
     @staticmethod
     def _arm(seconds: float) -> None:
-        """A second of CPU time raises here; two seconds without return, in C code, end the process."""
+        """After `seconds` of CPU time an exception is raised; after twice as many (in C code) the process ends."""
         signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -1,8 +1,8 @@
-"""Chat messages -> prompt text, in the process that may take as long as it is allowed to.
+"""Chat messages -> prompt text, in a process with limits of its own.
 
 Renders like transformers' `apply_chat_template`: the same sandbox, options, filters and globals
 (https://huggingface.co/docs/transformers/chat_templating).  A template is a program that came with the checkpoint:
-it may loop, or build a string of any size.  Nothing here bounds that; `template_process` does.
+it can loop, or build a string of any size.  Nothing here limits that; `render_worker.py` does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from inflight.frontend.chat.chat_messages import Chat, ChatTemplateError, read_c
 
 __all__ = ["ChatTemplateError", "TemplateRenderer"]
 
-# Names under which messages carry a model's reasoning.  Templates read the first; gpt-oss's read the second.
+# Keys of a message that contain a model's reasoning.  Templates read the first; gpt-oss's read the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; here it is just its body."""
+    """`{% generation %}...{% endgeneration %}` marks training targets; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's API
 
@@ -66,8 +66,8 @@ class TemplateRenderer:
 
     Args:
         text: Jinja source.
-        special_tokens: names such as `bos_token` that templates may use.
-        text_with_tools: what renders chats with tools; None: `text` does.
+        special_tokens: names such as `bos_token` that templates can use.
+        text_with_tools: Jinja source for chats with tools; None: `text` renders them.
 
     Raises:
         ChatTemplateError: a text is not valid Jinja.
@@ -79,20 +79,20 @@ class TemplateRenderer:
         self._template_with_tools = self._template if text_with_tools is None else _compiled(text_with_tools)
 
     def render(self, chat: bytes) -> bytes:
-        """UTF-8 text that ends where the assistant's answer begins, or goes on; special tokens are spelt out.
+        """UTF-8 text up to where the assistant's answer begins or continues; special tokens are spelt out.
 
         Args:
             chat: JSON, see `read_chat`.
 
         Raises:
-            ChatTemplateError: it is none of a chat, or the template rejects it.
+            ChatTemplateError: it is not a chat, or the template rejects it.
         """
         read = read_chat(chat)
         messages = [_as_templates_read(message) for message in read.messages]
         mark = _Mark(messages[-1], read.continued) if read.continued is not None else None
         try:
             text = self._render(read, messages)
-        except Exception as error:  # whatever a template can raise
+        except Exception as error:  # a template can raise anything
             if isinstance(error, MemoryError):
                 raise
             raise ChatTemplateError(f"the chat template rejected the messages: {error}") from None
@@ -127,21 +127,21 @@ def _compiled(text: str) -> jinja2.Template:
 
 
 def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Without null values, which many templates would print, and with the reasoning under each of its names."""
+    """The message without null values, which many templates would print, and with the reasoning under every name."""
     read = {key: value for key, value in message.items() if value is not None}
     reasoning = next((read[name] for name in _REASONING if name in read), None)
     return read if reasoning is None else {"thinking": reasoning, **read, "reasoning_content": reasoning}
 
 
 class _Mark:
-    """Finds where a message ends in the prompt: it is rendered with a text behind it that occurs nowhere else.
+    """Finds the end of a message in the prompt: a unique mark is appended to its text before rendering.
 
     Args:
-        message: gets the mark.
-        field: of it, which has the text to go on with.
+        message: the message; it is changed.
+        field: the field with the text to continue.
 
     Raises:
-        ChatTemplateError: it has none.
+        ChatTemplateError: the field has no text.
     """
 
     def __init__(self, message: dict[str, Any], field: str) -> None:
@@ -160,7 +160,7 @@ class _Mark:
         return f"{text}{self._mark} "  # the space shows whether the template trims
 
     def _mark_blocks(self, message: dict[str, Any], field: str, blocks: list[Any]) -> str | None:
-        """The text of the last block that has one, which gets the mark."""
+        """Append the mark to the last block with a text, and return that text."""
         for number in range(len(blocks) - 1, -1, -1):
             block = blocks[number]
             if isinstance(block, dict) and isinstance(block.get("text"), str):

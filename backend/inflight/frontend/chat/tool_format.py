@@ -1,4 +1,4 @@
-"""What a chat template says of its model: how it writes calls of tools, and between which tags it reasons."""
+"""Properties of a model that its chat template reveals: the format of tool calls, and the tags around reasoning."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</s
 
 
 def tool_format(template: str) -> str | None:
-    """The form of its calls, None if it is none of these:
+    """The format of its tool calls; None if it is none of these:
 
     hermes        <tool_call> {"name": ..., "arguments": {...}} </tool_call>
     qwen3_coder   <tool_call> <function=name> <parameter=key> value </parameter> </function> </tool_call>
-    llama3        {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>
+    llama3        {"name": ..., "parameters": {...}}, optionally after <|python_tag|>
     mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}]
     mistral_args  [TOOL_CALLS]name[ARGS]{...}
     pythonic      [name(key=value), ...]
@@ -32,5 +32,5 @@ def tool_format(template: str) -> str | None:
 
 
 def reasoning_tags(template: str) -> tuple[str, str] | None:
-    """What opens and closes the model's reasoning; None if the template knows of none."""
+    """The tags that open and close the model's reasoning; None if the template has none."""
     return next((pair for pair in _TAGS if pair[1] in template), None)

@@ -12,7 +12,7 @@ __all__ = ["num_sharing", "placement"]
 
 
 def num_sharing(model_config: dict[str, Any], kind: str, device_id: int) -> int:
-    """Instances of a model that run on the same device as this one, itself included: they share an engine process.
+    """Number of instances of a model on this one's device, including itself: they share an engine process.
 
     Args:
         model_config: as Triton completes it.

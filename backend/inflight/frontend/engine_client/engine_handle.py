@@ -1,4 +1,4 @@
-"""What the supervisor needs of an engine process, whoever owns it.  No torch, no Triton."""
+"""The supervisor's interface to an engine process, its own or a shared one.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class EngineHandle(Protocol):
         """The next message.  Raises EOFError or OSError if the process is gone."""
 
     def watch_turns(self, told: Callable[[bool], None]) -> None:
-        """Tell, now and whenever it changes, whether requests may be sent: after a death, each frontend that shares
-        the engine process has its turn to find out which of its requests may be run again."""
+        """Call `told`, now and after every change, with whether this frontend can send requests: after a death, the
+        frontends that share the engine process take turns to find out which of their requests can run again."""
 
     def end_turn(self) -> None:
-        """Every request that may have caused a death has run again, or there was none."""
+        """Every request that may have caused the death has run again, or there was none."""
 
     def kill(self, reason: str) -> None:
-        """End it at once, even if it is stopped or hangs; `exit_text` will say the reason."""
+        """End it at once, even if it is stopped or hangs; `exit_text` then returns the reason."""
 
     def exit_text(self) -> str:
-        """How it ended, in a few words.  Blocks until that is known."""
+        """How it ended, in a few words.  Blocks until it has ended."""
 
     def stop(self, polite: bool = True) -> None:
-        """Need it no longer.  Safe to repeat."""
+        """It is no longer needed.  Safe to repeat."""
 
     def close(self) -> None:
         """Close the pipe of a process that has ended."""

@@ -1,6 +1,6 @@
-"""The parent's handle of the engine process: start it, talk to it, learn how it ended, stop it.
+"""The parent's handle of the engine process: start it, exchange messages, learn how it ended, stop it.
 
-What runs in that process is `inflight.worker`.
+The process runs `inflight.worker`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineStartError(RuntimeError):
 
     Attributes:
         fatal: a restart cannot help.
-        lost: it had been up, for another frontend, before this one could use it.
+        lost: the process had been up for another frontend, and died before this one could use it.
     """
 
     def __init__(self, message: str, fatal: bool = False, lost: bool = False) -> None:
@@ -112,7 +112,7 @@ class EngineProcess:
 
     Attributes:
         failure: what the engine process reported before it exited, or why it was killed.
-        heartbeat: in which it shows that it is alive, and what it runs.
+        heartbeat: shows that it is alive, and what it runs.
 
     Raises:
         EngineStartError: the program cannot be run.
@@ -144,7 +144,7 @@ class EngineProcess:
             os.close(page)
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
-        self._sending = threading.Lock()  # a closed descriptor's number may be reused
+        self._sending = threading.Lock()  # a closed descriptor's number can be reused
         self.failure: EngineFailed | None = None
         with contextlib.suppress(OSError):  # it died at once: `wait_ready` reports how
             self.send(encode(config))
@@ -198,12 +198,12 @@ class EngineProcess:
         return message
 
     def kill(self, reason: str) -> None:
-        """End it at once, even if it is stopped or hangs; `exit_text` will say the reason."""
+        """End it at once, even if it is stopped or hangs; `exit_text` then returns the reason."""
         self.failure = self.failure or EngineFailed(reason)
         self._popen.kill()
 
     def exit_text(self) -> str:
-        """How it ended, in a few words; a process that closed its pipe but still runs is killed."""
+        """How it ended, in a few words.  A process that has closed its pipe but still runs is killed."""
         try:
             status = self._popen.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -215,20 +215,20 @@ class EngineProcess:
         return exit_words(status)
 
     def watch_turns(self, told: Callable[[bool], None]) -> None:
-        """It has one frontend, whose turn it always is."""
+        """It has one frontend, which always has the turn."""
         told(True)
 
     def end_turn(self) -> None:
-        """Of no effect: see `watch_turns`."""
+        """No effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
         """End it: close our side of the pipe, then SIGKILL.  Safe to repeat.
 
-        Half-closing the socket tells the engine to exit.  Unlike a `Shutdown` message it neither blocks
-        on an engine that reads nothing nor needs the writer thread, which it also wakes up.
+        Half-closing the socket tells the engine to exit.  Unlike a `Shutdown` message, it does not block on an
+        engine that reads nothing, and it wakes the writer thread up.
 
         Args:
-            polite: give it time to exit by itself; useless while it is loading, when it reads nothing.
+            polite: give it time to exit by itself; no use while it is loading, when it reads nothing.
         """
         if polite and self._popen.poll() is None:
             with contextlib.suppress(OSError):
@@ -247,13 +247,13 @@ class EngineProcess:
 
 
 class EngineLauncher:
-    """Starts one engine process after another, and keeps a spare one that has only the checkpoint to load.
+    """Starts one engine process after another, and keeps a spare one that only has to load the checkpoint.
 
     Threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
 
     Args:
         command, env: see `EngineProcess`.
-        launch: starts a process in place of this object, which then keeps no spare one.
+        launch: starts a process instead; there is no spare one then.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class EngineLauncher:
         with self._lock:
             if not self._config.spare_engine or self._spare is not None or self._launch is not None or self._closed:
                 return
-            with contextlib.suppress(EngineStartError):  # `launch` will say so, if it comes to that
+            with contextlib.suppress(EngineStartError):  # `launch` will raise it, if a process is needed
                 self._spare = EngineProcess(self._config, self._command, self._env, spare=True)
 
     def close(self) -> None:

@@ -17,15 +17,15 @@ __all__ = ["PendingQuestions"]
 class PendingQuestions:
     """Each question is queued, then sent, then answered; it is forgotten when its future is done.
 
-    Any thread may call anything.  Futures are resolved in the calling thread, outside of the lock;
-    cancelling one withdraws its question.
+    Any thread can call any method.  Futures are resolved in the calling thread, outside of the lock;
+    cancelling a future withdraws its question.
     """
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards the two below
         self._open: dict[int, Future[Any]] = {}
-        self._queued: dict[int, bytes] = {}  # frames of those that the engine has not been sent
+        self._queued: dict[int, bytes] = {}  # frames that were not sent yet
 
     @property
     def num_queued(self) -> int:
@@ -54,7 +54,7 @@ class PendingQuestions:
             return self._queued.pop(next(iter(self._queued))) if self._queued else None
 
     def resolve(self, answer: Answer) -> None:
-        """Take an answer of the engine; one that nobody waits for is ignored."""
+        """Resolve the future of an answered question; withdrawn questions are ignored."""
         with self._lock:
             future = self._open.pop(answer.question_id, None)
         if future is None or not future.set_running_or_notify_cancel():
@@ -66,15 +66,15 @@ class PendingQuestions:
             future.set_exception(RequestError(code, message))  # type: ignore[arg-type]
 
     def fail_sent(self, error: RequestError) -> None:
-        """The engine died before it answered these; queued ones wait for the next engine."""
+        """The engine died: fail the questions that it was sent; queued ones wait for the next engine."""
         self._fail(error, lambda question_id: question_id not in self._queued)
 
     def fail_all(self, error: RequestError) -> None:
-        """No engine will answer."""
+        """Fail all questions: no engine will answer."""
         self._fail(error, lambda question_id: True)
 
     def _fail(self, error: RequestError, concerns: Callable[[int], bool]) -> None:
-        with self._lock:  # who takes a future out of the table resolves it
+        with self._lock:  # the thread that removes a future resolves it
             futures = [self._open.pop(question_id) for question_id in list(self._open) if concerns(question_id)]
         for future in futures:
             if future.set_running_or_notify_cancel():

@@ -1,13 +1,13 @@
-"""Which requests an engine process is given after the one before it died, and which are given up.  Pure Python.
+"""Decides which requests of an engine process that died the next one gets, and which fail.  Pure Python.
 
-A request may be what kills the engine, and replaying it would then kill every engine.  So after a death
-those that ran are *suspects*: they are replayed group by group, and a group is followed by the next one
-once each of its members got past the point where it was.  If the engine dies before that, the group is
-halved.  A suspect that is left alone runs alone, and fails once it has died more often than `max_replays`
-without getting any further.
+A request can be the cause of a death, and its replay would then kill every engine.  So after a death the
+requests that ran are *suspects*.  They are replayed group by group; the next group follows when each member
+of the group has got past the point where it was.  If the engine dies before that, the group is halved.
+A suspect that is left alone runs alone, and fails after more than `max_replays` deaths in a row without a
+new token.
 
-A request that kills the engine whenever it comes to a certain token is so found after about
-log2(suspects) + 2 deaths, and no other request fails.  Group testing by halving is Hwang's (JASA 67, 1972).
+So a request that kills the engine at a certain token is found after about log2(suspects) + 2 deaths, and no
+other request fails.  Group testing by halving is Hwang's (JASA 67, 1972).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class PoisonSearch:
     """The requests of a frontend that must be replayed, by id.
 
     Args:
-        max_replays: deaths in a row that a request may be the only possible cause of; with 0 whatever ran when an
-            engine died is given up.
+        max_replays: deaths in a row that a request can be the only possible cause of before it fails; with 0 every
+            request that ran when an engine died fails.
     """
 
     def __init__(self, max_replays: int) -> None:
         self._max_replays = max_replays
-        self._deaths: Counter[int] = Counter()  # in a row, of those that may have caused them
+        self._deaths: Counter[int] = Counter()  # in a row; request id -> deaths that it may have caused
         self._points: dict[int, set[int]] = {}  # a suspect's sequences that ran when the engine died
-        self._groups: deque[list[int]] = deque()  # wait until the probe has passed
-        self._probe: dict[int, set[int]] = {}  # in the engine: the sequences that got no token there yet
+        self._groups: deque[list[int]] = deque()  # wait for the end of the probe
+        self._probe: dict[int, set[int]] = {}  # the group in the engine: sequences without a token so far
         self._is_alone = False  # the probe was begun with one request
-        self._others: list[int] = []  # no suspects, and in no engine
+        self._others: list[int] = []  # neither suspects nor in an engine
 
     @property
     def active(self) -> bool:
-        """Whether `due` has, or will have, requests to give."""
+        """Whether `due` returns requests, now or later."""
         return bool(self._probe or self._groups or self._others)
 
     @property
@@ -50,10 +50,10 @@ class PoisonSearch:
 
         Args:
             had: the requests in it.
-            ran: those that may have killed it, and which of their sequences.
+            ran: the requests that may have killed it, with their sequences that ran.
 
         Returns:
-            The requests to give up, and the deaths in a row that each has seen without a token between them.
+            The requests that fail, and the deaths in a row without a token that each may have caused.
         """
         self._points.update({request_id: set(indices) for request_id, indices in ran.items()})
         self._deaths.update(ran.keys())
@@ -63,7 +63,7 @@ class PoisonSearch:
         suspects = [request_id for request_id in ran if request_id not in guilty]
         probed = [request_id for request_id in suspects if request_id in self._probe]
         bystanders = [request_id for request_id in suspects if request_id not in self._probe]
-        late = [request_id for request_id in self._probe if request_id not in ran]  # did not run yet
+        late = [request_id for request_id in self._probe if request_id not in ran]  # had not run yet
         front, back = ([*_halves(probed), late], [bystanders]) if self._probe else (_halves(bystanders), [])
         self._probe.clear()
         self._groups = deque(group for group in (*front, *self._groups, *back) if group)
@@ -77,7 +77,7 @@ class PoisonSearch:
         return {request_id: count for request_id, count in deaths.items() if count > self._max_replays}
 
     def due(self) -> list[int]:
-        """The requests to give to the engine now; call it after every change."""
+        """The requests to send to the engine now; call it after every change."""
         found: list[int] = []
         if not self._probe and self._groups:
             found = self._groups.popleft()
@@ -93,12 +93,12 @@ class PoisonSearch:
         missing = self._probe.get(request_id)
         if missing is not None:
             missing.discard(index)
-            if not missing:  # it got past the point, whatever it was
+            if not missing:  # it got past the point where it was
                 del self._probe[request_id]
                 self._acquit(request_id)
 
     def ended(self, request_id: int) -> None:
-        """A request ended, however: nothing is to be replayed of it."""
+        """A request ended, for any reason: it is not replayed."""
         if self.active:
             self._forget(request_id)
 

@@ -1,4 +1,4 @@
-"""Gives the requests of an engine process that died to the next one.  No torch, no Triton."""
+"""Sends the requests of an engine process that died to the next one.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -8,36 +8,48 @@ from typing import Protocol
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.engine_client.poison_search import PoisonSearch
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["Replay", "Resubmitter"]
 
 
 class Resubmitter(Protocol):
-    """The supervisor, as far as replays need it."""
+    """The part of the supervisor that replays need."""
 
     def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
-        """Hand over requests that an engine process died with; `hold_new`: new ones wait until the next call.
+        """Send requests of an engine process that died.
 
-        `settled`: no more of them will follow, and those that may be the cause have got past it.
+        Args:
+            hold_new: new requests wait until the next call.
+            settled: no more of them will follow, and all suspects have got past the point of the death.
         """
 
 
+class _Stream(Protocol):
+    """The part of `RequestState` that replays need."""
+
+    request_id: int
+    dropped: bool
+
+    @property
+    def unfinished(self) -> list[int]: ...
+    def rest(self) -> AddRequest | None: ...
+
+
 class Replay:
-    """What the sender thread does when an engine process dies, and until all that it had runs again.
+    """Replays the requests of an engine process that died, until all of them run again.  Used by the sender thread.
 
     Args:
-        engine: takes what is replayed.
+        engine: sends the replayed requests.
         streams: the open streams by id; owned by the sender thread.
-        fail: ends a stream with an error of a kind of `metric_specs.ENDINGS`.
-        count: takes the number of requests that are given to another engine.
+        fail: ends a stream with an error; the last argument is one of `metric_specs.ENDINGS`.
+        count: counts requests that are sent to another engine.
         max_replays: see `PoisonSearch`.
     """
 
     def __init__(
         self,
         engine: Resubmitter,
-        streams: Mapping[int, RequestState],
+        streams: Mapping[int, _Stream],
         fail: Callable[[int, RequestError, str], None],
         count: Callable[[int], None],
         max_replays: int,
@@ -50,17 +62,17 @@ class Replay:
         self._poison_search = PoisonSearch(max_replays)
 
     def engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
-        """An engine died; every delta that it had sent has been taken.
+        """An engine died; every delta that it had sent has been processed.
 
         Args:
             request_ids: the requests in it.
-            ran: the sequences that ran, by request, none where that is not known; empty if nobody knows anything.
+            ran: request id -> its sequences that ran, empty if unknown; no entries if nothing is known.
             cause: how it ended.
         """
         streams = [self._streams[request_id] for request_id in sorted(request_ids) if request_id in self._streams]
         suspects = {}
         for stream in streams:
-            if not ran:  # nobody knows: it may have been any
+            if not ran:  # unknown: any of them may have run
                 suspects[stream.request_id] = _running(stream, set())
             elif stream.request_id in ran:
                 suspects[stream.request_id] = _running(stream, ran[stream.request_id])
@@ -76,7 +88,7 @@ class Replay:
         self.submit_due()
 
     def took(self, message: StepMessage) -> None:
-        """Tokens came; call it for every step."""
+        """A step has returned; call it for every step."""
         if not self._poison_search.active:
             return
         for delta in message.deltas:
@@ -85,7 +97,7 @@ class Replay:
         self.submit_due()
 
     def again(self, request: AddRequest) -> None:
-        """Give a request to the engine that has dropped it since, for another reason than a death."""
+        """Send a request again that the engine dropped for another reason than a death."""
         self._engine.resubmit([request], self._poison_search.holds_new, settled=not self._poison_search.active)
 
     def ended(self, request_id: int) -> None:
@@ -100,7 +112,7 @@ class Replay:
             for request_id in due:
                 stream = self._streams.get(request_id)
                 request = stream.rest() if stream is not None and not stream.dropped else None
-                if request is None:  # its end is on the way
+                if request is None:  # its end is queued
                     self._poison_search.ended(request_id)
                 else:
                     requests.append(request)
@@ -108,7 +120,7 @@ class Replay:
         self._engine.resubmit(requests, self._poison_search.holds_new, settled=not self._poison_search.active)
 
 
-def _running(stream: RequestState, indices: set[int]) -> set[int]:
-    """Those of its sequences that have not ended since; without any, the one that is the first to run."""
+def _running(stream: _Stream, indices: set[int]) -> set[int]:
+    """Its sequences in `indices` that have not ended; if `indices` is empty, the first one that would run."""
     unfinished = stream.unfinished
     return indices.intersection(unfinished) if indices else set(unfinished[:1])

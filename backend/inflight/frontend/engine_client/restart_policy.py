@@ -1,4 +1,4 @@
-"""When the next engine process is started, and when requests are refused instead.  No torch, no Triton."""
+"""Decides when the next engine process is started, and when requests are refused instead.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class RestartPolicy:
     """How to treat engine processes that die or do not start.
 
     Attributes:
-        first_delay, longest_delay: seconds.  The first restart comes at once, the second after `first_delay`, and the
-            delay doubles up to the longest, as long as nothing is learnt: the process did not start, or died idle.
+        first_delay, longest_delay: seconds.  The first restart is immediate, the second follows after `first_delay`,
+            and the delay doubles up to the longest while deaths say nothing about any request: the process did not
+            start, or died idle.
         healthy_seconds: an idle process that lived this long resets the delay.
         refuse_after: failed starts, or idle deaths, in a row after which requests are refused.
-        give_up_after: deaths in a row under requests, without a token from any of them, after which these fail. More
-            than it takes to find the one of 1,000 that is the cause.
+        give_up_after: deaths in a row under requests, without a token from any of them, after which these fail.  More
+            deaths than the search for one cause among 1,000 requests takes.
     """
 
     first_delay: float = 0.1
@@ -32,13 +33,13 @@ class RestartPolicy:
 
 
 class RestartHistory:
-    """What became of the engine processes so far."""
+    """Counts failed starts and deaths of engine processes in a row, and applies the policy."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.failed_starts = 0  # in a row
-        self._barren = 0  # deaths and failed starts in a row that teach nothing about any request
-        self._fruitless = 0  # deaths in a row under requests, none of which got a token
+        self._barren = 0  # failed starts and idle deaths in a row
+        self._fruitless = 0  # deaths in a row under requests, without a token
 
     @property
     def delay(self) -> float:
@@ -54,7 +55,7 @@ class RestartHistory:
         self.failed_starts = 0
 
     def died(self, *, had_requests: bool, had_tokens: bool, lived: float) -> None:
-        """A process died after `lived` seconds, with requests in it or not, and with tokens of any or not."""
+        """A process died after `lived` seconds."""
         if had_tokens:
             self._fruitless = 0
         if had_requests:
@@ -64,11 +65,11 @@ class RestartHistory:
             self._barren = 1 if had_tokens or lived >= self.policy.healthy_seconds else self._barren + 1
 
     def refusal(self, cause: str, fatal: bool = False) -> str | None:
-        """Why requests are refused until an engine is up; None if they may wait for it.
+        """Why requests are refused until an engine is up; None if they can wait for it.
 
         Args:
             cause: of the latest death or failed start.
-            fatal: the process says that no other can start either.
+            fatal: the process reported that no other one can start either.
         """
         if self.failed_starts:
             if not fatal and self.failed_starts < self.policy.refuse_after:

@@ -1,4 +1,4 @@
-"""Requests and aborts on their way to the engine process, and which requests it has.  No torch, no Triton."""
+"""Requests and aborts that wait to be sent to the engine process, and the ids that it has.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SendBuffer:
         add ----> new ------------+
         resubmit -> replayed -----+--> next_frame, then in the engine --> ended or aborted
                                                   |
-                     engine_down: given to whoever decides what is resubmitted; new ones wait until then
+                     engine_down: returned to the supervisor; new ones wait until `resubmit`
 
     Attributes:
-        num_new: sequences of requests that no engine has been sent.
+        num_new: sequences of requests that no engine was sent.
         in_engine: ids of the requests that the engine has.
-        paused: no request is sent.
+        paused: requests wait; aborts are sent.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SendBuffer:
         self.num_new += request.params.n
 
     def resubmit(self, requests: Iterable[AddRequest], hold_new: bool) -> None:
-        """Queue requests of an engine that died, ahead of all new ones; `hold_new`: these wait until the next call."""
+        """Queue requests ahead of all new ones; `hold_new`: new ones wait until the next call."""
         for request in requests:
             self._replayed[request.request_id] = encode(request)
         self._holds_new = hold_new
@@ -66,7 +66,7 @@ class SendBuffer:
             self._aborts.append(encode(AbortRequest(request_id, index)))
 
     def next_frame(self) -> bytes | None:
-        """The frame to send next.  Aborts go first: they free what requests need."""
+        """The frame to send next.  Aborts first: they free memory that requests need."""
         if self._aborts:
             return self._aborts.popleft()
         if self.paused:
@@ -82,10 +82,10 @@ class SendBuffer:
         return frame
 
     def engine_down(self) -> set[int]:
-        """The engine is gone.  Nothing but questions is sent to the next one until `resubmit`.
+        """The engine is gone.  Only questions are sent to the next one until `resubmit`.
 
         Returns:
-            The requests that it had, or was about to be sent again; while paused, the latter wait for the next one.
+            The requests that it had, and the queued replayed ones; while paused, the latter stay queued.
         """
         victims, self.in_engine = self.in_engine, set()
         if not self.paused:
@@ -96,7 +96,7 @@ class SendBuffer:
         return victims
 
     def clear(self) -> list[int]:
-        """Drop the requests that wait, and return their ids."""
+        """Drop the queued requests, and return their ids."""
         waiting = [*self._replayed, *self._new]
         self._replayed.clear()
         self._new.clear()

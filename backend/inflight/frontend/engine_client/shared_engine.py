@@ -1,12 +1,12 @@
 """The stubs of a model that share one engine process, as one of them sees it.  No torch, no Triton.
 
-They meet at an abstract Unix socket, whose name says what they share: the server process, the model and its
-version, and the engine's configuration.  A stub that finds nobody there starts the daemon
+They meet at an abstract Unix socket.  Its name identifies what they share: the server process, the model and its
+version, and the engine's configuration.  A stub that finds no listener starts the daemon
 (`frontend/engine_client/shared_engine_daemon.py`), which owns the engine process.  Abstract sockets leave no file
 behind; both sides check the user id of the other.
 
-A model that is loaded again meets the stubs of the load before, which still finish their requests.  The keeper
-takes each instance name once, and nobody once a stub has left: whoever is refused goes on to the next name.
+When a model is loaded again, the stubs of the previous load are still finishing their requests.  The daemon accepts
+each instance name once, and no stub after one has left; a refused stub tries the next socket name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
-from inflight.frontend.engine_client import shared_engine_daemon as keeper
+from inflight.frontend.engine_client import shared_engine_daemon as daemon
 from inflight.frontend.engine_client.device_placement import num_sharing
 from inflight.frontend.engine_client.engine_process import (
     TIED_TO_PARENT,
@@ -45,7 +45,7 @@ from inflight.frontend.engine_client.engine_process import (
 
 __all__ = ["EngineGroup", "SharedEngine", "find_group", "group_name"]
 
-_NAMES = 16  # loads of one model that may be under way at a time
+_NAMES = 16  # loads of one model that can overlap
 _JOIN_SECONDS = 30.0
 _REPLY_SECONDS = 5.0
 _END_SECONDS = 5.0
@@ -55,13 +55,13 @@ _MAX_TRIES = 50
 
 
 def group_name(config: EngineConfig, env: Mapping[str, str], *identity: str) -> str:
-    """What the stubs of one server have in common that may share an engine process.
+    """A name that the stubs with the same server, model and configuration have in common.
 
     Args:
         identity: the model's folder, name and version.
     """
     server = os.getppid()
-    with contextlib.suppress(OSError):  # a process id may be used again
+    with contextlib.suppress(OSError):  # a process id can be reused
         stat = Path(f"/proc/{server}/stat").read_text()
         identity = (*identity, stat.rpartition(")")[2].split()[19])
     parts = [str(server), *identity, encode(config).hex(), json.dumps(sorted(env.items()))]
@@ -89,7 +89,7 @@ def find_group(
 
 
 class _Ended(NamedTuple):
-    """How an engine process ended: its exit status, its last message, and why the keeper killed it, if so."""
+    """How an engine process ended: its exit status, its last message, and why the daemon killed it, if so."""
 
     status: int
     failure: EngineFailed | None
@@ -103,14 +103,14 @@ class _Ended(NamedTuple):
 
 
 class EngineGroup:
-    """This stub's membership; starts engine processes, or joins those that others have started.
+    """This stub's membership in a group; starts engine processes, or joins running ones.
 
     Args:
         command: of the engine process, as `engine_command` returns it.
         env: environment variables for it, added to this process's.
         name: as `group_name` returns it.
         instance: Triton's name of this model instance.
-        turn_seconds: that a stub has after a death to try its requests again while the others wait.
+        turn_seconds: seconds that a stub has after a death to try its requests again while the others wait.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class EngineGroup:
         self._name, self._instance = name, instance
         self._told: Callable[[str], None] = lambda text: None
         self._number: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # the keeper, if it is our child
+        self._process: subprocess.Popen[bytes] | None = None  # the daemon, if it is our child
         self._changed = threading.Condition()  # guards all below
-        self._keeper: socket.socket | None = None
+        self._daemon: socket.socket | None = None
         self._grant: tuple[int, int, socket.socket, Heartbeat] | str | None = None
         self._turn = True  # at the engine process that was granted last
         self._on_turn: Callable[[bool], None] = lambda ours: None
@@ -137,7 +137,7 @@ class EngineGroup:
 
     @property
     def number(self) -> int:
-        """Of this stub in the group, from 0, once it has joined; it has it for life."""
+        """Number of this stub in the group, from 0, once it has joined; it never changes."""
         return self._number or 0
 
     # -- any thread ------------------------------------------------------------------------
@@ -152,36 +152,36 @@ class EngineGroup:
             raise EngineStartError(
                 f"cannot start the engine process: {self._command[0]!r} not found; fix python_executable in model.json"
             )
-        if self._keeper is None:
+        if self._daemon is None:
             self._join()
         self._send({"op": "engine"})
         with self._changed:
-            self._changed.wait_for(lambda: self._grant is not None or self._keeper is None, _JOIN_SECONDS)
+            self._changed.wait_for(lambda: self._grant is not None or self._daemon is None, _JOIN_SECONDS)
             grant, self._grant = self._grant, None
         if isinstance(grant, tuple):
             return SharedEngine(self, *grant)
-        raise EngineStartError(grant or "the process that keeps the engine process died or hangs")
+        raise EngineStartError(grant or "the process that owns the engine process died or hangs")
 
     def hear(self, told: Callable[[str], None]) -> None:
-        """Set who takes what other stubs tell from now on, in a thread that must not block."""
+        """Call `told` with the messages of other stubs from now on, in a thread that must not block."""
         self._told = told
 
     def tell(self, text: str) -> None:
-        """Tell the other stubs of the group something; who does not run is not told."""
+        """Send a message to the other running stubs of the group."""
         self._send({"op": "tell", "text": text})
 
     def leave(self) -> None:
-        """Stop to use the engine process; if no other stub does, return when it has ended.  Safe to repeat."""
+        """Stop using the engine process; if no other stub uses it, return when it has ended.  Safe to repeat."""
         self._send({"op": "leave"})
         with self._changed:
-            self._changed.wait_for(lambda: self._keeper is None, _LEAVE_SECONDS)
+            self._changed.wait_for(lambda: self._daemon is None, _LEAVE_SECONDS)
         if self._process is not None:
-            # It is our child: it must be waited for if this was the last stub.
+            # It is our child: wait for it if this was the last stub.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
 
     def kill(self, engine: int, reason: str) -> None:
-        """Kill the engine process of that number, for all stubs; one that has ended stays what it is."""
+        """Kill the engine process with that number, for all stubs; no effect if it has ended."""
         self._send({"op": "kill", "engine": engine, "reason": reason})
 
     def end_turn(self, engine: int) -> None:
@@ -195,27 +195,29 @@ class EngineGroup:
             told(self._turn)
 
     def wait_ended(self, engine: int, seconds: float) -> _Ended | None:
-        """How the engine process of that number ended; None if it still runs."""
+        """How the engine process with that number ended; None if it still runs."""
         with self._changed:
-            self._changed.wait_for(lambda: engine in self._ended or self._keeper is None, seconds)
-            if engine not in self._ended and self._keeper is None:
-                return _Ended(0, EngineFailed("the process that keeps the engine process died"), None)
+            self._changed.wait_for(lambda: engine in self._ended or self._daemon is None, seconds)
+            if engine not in self._ended and self._daemon is None:
+                return _Ended(0, EngineFailed("the process that owns the engine process died"), None)
             return self._ended.get(engine)
 
     def _send(self, packet: dict[str, Any]) -> None:
         with self._changed:
-            if self._keeper is not None:
+            if self._daemon is not None:
                 with contextlib.suppress(OSError):  # it died: the reader notices
-                    self._keeper.send(json.dumps(packet).encode(), socket.MSG_NOSIGNAL)
+                    self._daemon.send(json.dumps(packet).encode(), socket.MSG_NOSIGNAL)
 
     # -- joining ---------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Become a member of the first group of our name that takes us, or of a new one."""
+        """Become a member of the first group with our name that accepts us, or of a new one."""
         deadline = time.monotonic() + _JOIN_SECONDS
         tries = Counter[int]()
         while time.monotonic() < deadline:
-            taken = {index for index in tries if tries[index] > _MAX_TRIES}  # somebody has the name, and nothing else
+            taken = {
+                index for index in tries if tries[index] > _MAX_TRIES
+            }  # the name is in use, but there is no listener
             for index in range(_NAMES):
                 end = self._connect(index)
                 if end is not None and self._is_member(end):
@@ -223,13 +225,13 @@ class EngineGroup:
                 if end is not None:
                     taken.add(index)
             free = next((index for index in range(_NAMES) if index not in taken), None)
-            if free is not None and (end := self._found(free)) is not None:
+            if free is not None and (end := self._start_daemon(free)) is not None:
                 if self._is_member(end):
                     return
-                raise EngineStartError("the process that keeps the engine process could not be started")
+                raise EngineStartError("the process that owns the engine process could not be started")
             if free is not None:
                 tries[free] += 1
-            time.sleep(_RETRY_SECONDS)  # somebody else is founding it
+            time.sleep(_RETRY_SECONDS)  # another stub is starting the daemon
         raise EngineStartError(f"{_NAMES} loads of this model are under way, and none takes this instance")
 
     def _address(self, index: int) -> str:
@@ -246,13 +248,13 @@ class EngineGroup:
         return end
 
     def _is_member(self, end: socket.socket) -> bool:
-        """Whether the keeper at the other end takes us; `end` is closed if not."""
+        """Whether the daemon at the other end accepts us; `end` is closed if not."""
         packet = {"op": "join", "instance": self._instance, "number": self._number}
         try:
-            if keeper.peer_uid(end) != os.geteuid():
+            if daemon.peer_uid(end) != os.geteuid():
                 raise OSError("another user's")
             end.send(json.dumps(packet).encode(), socket.MSG_NOSIGNAL)
-            reply = json.loads(end.recv(keeper.MAX_PACKET) or b"{}")
+            reply = json.loads(end.recv(daemon.MAX_PACKET) or b"{}")
         except OSError:
             reply = {}
         if reply.get("op") != "joined":
@@ -261,12 +263,12 @@ class EngineGroup:
         end.settimeout(None)
         self._number = reply["number"]
         with self._changed:
-            self._keeper, self._ended = end, {}
+            self._daemon, self._ended = end, {}
         threading.Thread(target=self._listen, args=(end,), name="shared-engine", daemon=True).start()
         return True
 
-    def _found(self, index: int) -> socket.socket | None:
-        """Start a keeper; None if somebody else is about to."""
+    def _start_daemon(self, index: int) -> socket.socket | None:
+        """Start a daemon; None if another stub is starting one."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(self._address(index))
@@ -288,7 +290,7 @@ class EngineGroup:
                 options = ["--listen", str(listener.fileno()), "--member", str(theirs.fileno())]
                 try:
                     self._process = subprocess.Popen(
-                        [interpreter(), "-I", "-S", keeper.__file__, *options],
+                        [interpreter(), "-I", "-S", daemon.__file__, *options],
                         pass_fds=[listener.fileno(), theirs.fileno()],
                         stdin=subprocess.PIPE,
                         env={**os.environ, **self._env},
@@ -301,13 +303,13 @@ class EngineGroup:
             orders_pipe.write(json.dumps(orders).encode())
         return ours
 
-    # -- the thread that hears the keeper --------------------------------------------------
+    # -- the thread that reads from the daemon ---------------------------------------------
 
     def _listen(self, end: socket.socket) -> None:
         with end:
             while True:
                 try:
-                    data, descriptors, _, _ = socket.recv_fds(end, keeper.MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
+                    data, descriptors, _, _ = socket.recv_fds(end, daemon.MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
                 except OSError:
                     data = b""
                 if not data:
@@ -320,7 +322,7 @@ class EngineGroup:
                     self._take(packet, descriptors)
                     self._changed.notify_all()
             with self._changed:
-                self._keeper = None
+                self._daemon = None
                 self._changed.notify_all()
 
     def _take(self, packet: dict[str, Any], descriptors: Sequence[int]) -> None:
@@ -343,20 +345,20 @@ class EngineGroup:
 
 
 class SharedEngine:
-    """One engine process that several stubs use, from this one's start to its exit: as `EngineProcess`.
+    """An engine process that several stubs use, with the interface of `EngineProcess`.
 
     Args:
         number: of the engine process in its group.
         pid: its process id.
         pipe: to it, for this stub alone.
-        heartbeat: in which it shows that it is alive, and what it runs.
+        heartbeat: shows that it is alive, and what it runs.
     """
 
     def __init__(self, group: EngineGroup, number: int, pid: int, pipe: socket.socket, heartbeat: Heartbeat) -> None:
         self._group, self._number, self.pid, self.heartbeat = group, number, pid, heartbeat
         self._socket = pipe
         self._connection = Connection(os.dup(pipe.fileno()))
-        self._sending = threading.Lock()  # a closed descriptor's number may be reused
+        self._sending = threading.Lock()  # a closed descriptor's number can be reused
         self._stopped = False
 
     def wait_ready(self, timeout: float) -> EngineReady:
@@ -395,15 +397,15 @@ class SharedEngine:
             raise EOFError from None
 
     def watch_turns(self, told: Callable[[bool], None]) -> None:
-        """Tell, now and whenever it changes, whether this frontend may send requests; `told` must not block."""
+        """Call `told`, now and after every change, with whether this frontend can send requests; it must not block."""
         self._group.watch_turns(told)
 
     def end_turn(self) -> None:
-        """This frontend's requests are harmless: the next one may find out about its own."""
+        """This frontend's requests are harmless: the next frontend can test its own."""
         self._group.end_turn(self._number)
 
     def exit_text(self) -> str:
-        """How it ended, in a few words; or that it goes on for the other stubs."""
+        """How it ended, in a few words; or that it continues for the other stubs."""
         if self._stopped:
             return "it is no longer needed"
         ended = self._group.wait_ended(self._number, _END_SECONDS)
@@ -414,10 +416,10 @@ class SharedEngine:
         self._group.kill(self._number, reason)
 
     def stop(self, polite: bool = True) -> None:
-        """Leave it to the others; without any, it ends.  Safe to repeat.
+        """Leave it to the other stubs; it ends with the last one.  Safe to repeat.
 
         Args:
-            polite: of no effect: the keeper knows whether it is loading.
+            polite: no effect: the daemon knows whether it is loading.
         """
         self._stopped = True
         with contextlib.suppress(OSError):

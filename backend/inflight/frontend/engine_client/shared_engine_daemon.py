@@ -1,10 +1,10 @@
-"""The keeper: a small process that owns the engine process which several stubs share.  Only the standard library.
+"""The daemon: a small process that owns the engine process of several stubs.  Only the standard library.
 
-    stub ─join, engine, settled, kill, tell──▶ keeper ──▶ starts, reaps and ends the engine process
-    stub ◀─joined, engine + pipe, turn, ended─ keeper        (PR_SET_PDEATHSIG: it never outlives the keeper)
+    stub ─join, engine, settled, kill, tell──▶ daemon ──▶ starts, reaps and ends the engine process
+    stub ◀─joined, engine + pipe, turn, ended─ daemon        (PR_SET_PDEATHSIG: it never outlives the daemon)
 
-The first stub starts the keeper, which then belongs to none of them.  It ends the engine process, and then itself,
-when the last stub has left or died.  A stub that dies takes nothing along, and all learn how an engine process ended.
+The first stub starts the daemon, which depends on none of them.  It ends the engine process, and then itself, when the
+last stub has left or died.  The death of a stub affects no other, and all are told how an engine process ended.
 
 Packets are JSON on Unix sockets (SOCK_SEQPACKET); `frontend/engine_client/shared_engine.py` is the other side.
 """
@@ -29,13 +29,13 @@ from typing import Any
 __all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
 
 MAX_PACKET = 150_000
-_EXIT_SECONDS = 5.0  # that the engine process has after its pipe was closed
-_START_SECONDS = 30.0  # that the first stub has to join
+_EXIT_SECONDS = 5.0  # for the engine process to exit after its pipe was closed
+_START_SECONDS = 30.0  # for the first stub to join
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 def peer_uid(end: socket.socket) -> int:
-    """Of the process at the other end; of the one that listens, if `end` was connected to it."""
+    """User id of the process at the other end (of the listening process, if `end` was connected to it)."""
     _, uid, _ = struct.unpack("iII", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII")))
     return int(uid)
 
@@ -46,7 +46,7 @@ class _Member:
 
     Attributes:
         number: of this frontend at the engine; None until it has joined.
-        engine: the number of the engine process that it was given last, 0 for none.
+        engine: the number of the last engine process that it was given; 0: none.
     """
 
     end: socket.socket
@@ -54,7 +54,7 @@ class _Member:
     engine: int = 0
 
     def send(self, packet: dict[str, Any], *descriptors: int) -> bool:
-        """False if it is gone or has stopped to read."""
+        """Returns False if it is gone or has stopped reading."""
         try:
             socket.send_fds(self.end, [json.dumps(packet).encode()], descriptors, _SEND)
         except OSError:
@@ -68,10 +68,10 @@ class _Engine:
 
     Attributes:
         number: counts them, from 1.
-        heartbeat: descriptor of the memory in which it shows that it is alive.
-        loading: it has not said anything yet, and reads nothing.
-        last_words: its last frame, if that came whole.
-        killed: why the keeper killed it.
+        heartbeat: descriptor of its shared memory (`engine/heartbeat.py`).
+        loading: it has sent nothing yet, and reads nothing.
+        last_words: its last complete frame.
+        killed: why the daemon killed it.
     """
 
     number: int
@@ -84,7 +84,7 @@ class _Engine:
     _received: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Take what it sent (frames of `multiprocessing`); False at the end."""
+        """Read what it sent (frames of `multiprocessing`); False at the end."""
         try:
             data = self.pipe.recv(2**16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -112,10 +112,10 @@ class SharedEngineDaemon:
         listener: where further stubs connect.
         first: the connection of the stub that started this process.
         command: of the engine process without `--shared --fd N`.
-        wrapper: a command that ties the one behind it to its parent, whose pid goes between them.
+        wrapper: a command that runs another one and ties it to a parent process: `wrapper PID command`.
         config: the engine's first frame.
-        heartbeat_bytes: of the memory in which it shows that it is alive (`engine/heartbeat.py`).
-        turn_seconds: that a stub has after a death to try its requests again, alone.
+        heartbeat_bytes: size of its shared memory (`engine/heartbeat.py`).
+        turn_seconds: seconds that a stub has after a death to try its requests again, alone.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class SharedEngineDaemon:
         self._heartbeat_bytes = heartbeat_bytes
         self._selector = selectors.DefaultSelector()
         self._members: list[_Member] = []
-        self._instances: set[str] = set()  # names of all that have ever joined
-        self._leaving: list[_Member] = []  # they wait for the end of the engine process
+        self._instances: set[str] = set()  # names of all members so far
+        self._leaving: list[_Member] = []  # members that wait for the end of the engine process
         self._engine: _Engine | None = None
         self._num_engines = 0
-        # After a death each member has its turn to try its requests again; the first of these has it now.
+        # After a death the members take turns to try their requests again; the first of these has the turn.
         self._unsettled: list[_Member] = []
         self._turn_seconds = turn_seconds
         self._turn_ends = 0.0  # `time.monotonic()` seconds, once the engine process is loaded
-        self._closed = False  # takes no more members
+        self._closed = False  # accepts no more members
         self._deadline = time.monotonic() + _START_SECONDS
         wakes, wake = socket.socketpair()
         wake.setblocking(False)
@@ -153,7 +153,7 @@ class SharedEngineDaemon:
         self._admit(first)
 
     def run(self) -> None:
-        """Returns when all has ended; the sockets of those that left last close with this process."""
+        """Returns when the engine process and all members are gone; the last sockets close with this process."""
         while self._members or self._engine is not None:
             if not self._members:
                 self._end_engine()
@@ -166,7 +166,7 @@ class SharedEngineDaemon:
             return self._turn_timeout()
         left = self._deadline - time.monotonic()
         if left <= 0:
-            for member in list(self._members):  # nobody has ever joined
+            for member in list(self._members):  # no stub has ever joined
                 self._drop(member)
         return max(0.05, left)
 
@@ -174,7 +174,7 @@ class SharedEngineDaemon:
         if not self._unsettled or self._engine is None or self._engine.loading:
             return None
         left = self._turn_ends - time.monotonic()
-        if left <= 0:  # it has been stopped, or its requests take too long
+        if left <= 0:  # the stub is stopped, or its requests take too long
             self._settle(self._unsettled[0])
             return 0.0
         return left
@@ -225,8 +225,8 @@ class SharedEngineDaemon:
                 member.end.close()
 
     def _join(self, member: _Member, instance: str, number: int | None) -> None:
-        """A stub joins once: one of the same name belongs to another load of the model.  So does one that comes
-        when others have left."""
+        """Accept a stub, or refuse one of another load of the model: its instance name has joined before, or other
+        stubs have left already."""
         taken = {other.number for other in self._members}
         if number is None:
             number = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -235,7 +235,7 @@ class SharedEngineDaemon:
             return self._drop(member)
         self._instances.add(instance)
         member.number = number
-        self._send(member, {"op": "joined", "number": number, "keeper": os.getpid()})
+        self._send(member, {"op": "joined", "number": number, "daemon": os.getpid()})
 
     def _send(self, member: _Member, packet: dict[str, Any], *descriptors: int) -> None:
         if not member.send(packet, *descriptors):
@@ -256,7 +256,7 @@ class SharedEngineDaemon:
     # -- the engine process ----------------------------------------------------------------
 
     def _give_engine(self, member: _Member) -> None:
-        """A pipe to the engine process, which is started if there is none."""
+        """Send a pipe to the engine process, which is started if there is none."""
         if self._engine is None:
             try:
                 self._start()
@@ -268,7 +268,7 @@ class SharedEngineDaemon:
         with theirs, pipe:
             assert member.number is not None
             member.engine = engine.number
-            with contextlib.suppress(OSError):  # it died: the stub sees the end of its pipe, and is told why
+            with contextlib.suppress(OSError):  # it died: the stub sees the end of its pipe, and gets the reason
                 socket.send_fds(engine.pipe, [member.number.to_bytes(4, "big")], [pipe.fileno()])
             packet = {
                 "op": "engine",
@@ -294,7 +294,7 @@ class SharedEngineDaemon:
         self._num_engines += 1
         self._engine = _Engine(self._num_engines, process, ours, heartbeat)
         self._selector.register(ours, selectors.EVENT_READ, self._listen)
-        with contextlib.suppress(OSError):  # it died at once, and `_reap` says how
+        with contextlib.suppress(OSError):  # it died at once: `_reap` reports how
             ours.sendall(struct.pack("!i", len(self._config)) + self._config)
 
     def _listen(self) -> None:
@@ -308,7 +308,7 @@ class SharedEngineDaemon:
             self._turn_ends = time.monotonic() + self._turn_seconds
 
     def _reap(self) -> None:
-        """Tell all that use the engine process how it ended, if it did."""
+        """If the engine process has ended, tell its users how."""
         with contextlib.suppress(BlockingIOError):
             self._sockets[0].recv(4096, socket.MSG_DONTWAIT)
         engine = self._engine
@@ -318,7 +318,7 @@ class SharedEngineDaemon:
             pass
         self._engine = None
         if not engine.loading:
-            # Whoever has the turn goes on with it: the others need not show again that their requests are harmless.
+            # The member with the turn keeps it; the other users of this process follow.
             users = [member for member in self._members if member.engine == engine.number]
             self._unsettled = self._unsettled[:1] + [user for user in users if user not in self._unsettled[:1]]
         if engine.pipe in self._selector.get_map():
@@ -341,7 +341,7 @@ class SharedEngineDaemon:
         return not self._unsettled or self._unsettled[0] is member
 
     def _settle(self, member: _Member) -> None:
-        """A member's requests are harmless, or it is gone: the next one has its turn, or all are free."""
+        """A member's requests are harmless, or it is gone: the turn passes to the next member, or all can send."""
         if member not in self._unsettled:
             return
         self._unsettled.remove(member)
@@ -352,7 +352,7 @@ class SharedEngineDaemon:
                 self._send(other, packet)
 
     def _end_engine(self) -> None:
-        """Nobody is left: close the pipe, wait, kill."""
+        """No member is left: close the pipe, wait, kill."""
         self._closed = True
         engine = self._engine
         if engine is None:
@@ -369,11 +369,11 @@ def main() -> int:
     parser.add_argument("--listen", type=int, required=True, help="inherited socket on which it listens")
     parser.add_argument("--member", type=int, required=True, help="inherited connection of the first stub")
     args = parser.parse_args()
-    # It ends with its last stub, and with nothing else: Ctrl-C and a stop of the whole group are theirs to handle.
+    # It ends only with its last stub: the stubs handle Ctrl-C and a stop of the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # what is ignored would be ignored by the engine process, too
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the engine process
     orders = json.load(sys.stdin)
-    keeper = SharedEngineDaemon(
+    daemon = SharedEngineDaemon(
         socket.socket(fileno=args.listen),
         socket.socket(fileno=args.member),
         orders["command"],
@@ -382,9 +382,9 @@ def main() -> int:
         orders["heartbeat_bytes"],
         orders["turn_seconds"],
     )
-    keeper.run()
+    daemon.run()
     return 0
 
 
 if __name__ == "__main__":
-    os._exit(main())  # at once: who left last waits for it
+    os._exit(main())  # at once: the last stub waits for it

@@ -3,9 +3,9 @@
     start() -> STARTING -> UP -> (died) -> DOWN -> STARTING ... -> stop()
 
 Requests and questions are queued and written by a separate thread, so `submit` and `ask` never block.
-When the engine process dies, the receiver of its messages hands back what the next one is to go on with
-(`resubmit`); what is still queued, and what arrives meanwhile, waits behind it.  After several failed
-starts in a row requests fail and are refused until a start succeeds.
+When the engine process dies, the receiver of its messages returns the requests that the next one continues
+(`resubmit`); queued and new requests wait behind them.  After several failed starts in a row, requests fail
+and are refused until a start succeeds.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from inflight.frontend.errors import RequestError
 
 __all__ = ["EngineEvents", "Supervisor"]
 
-_SPARE_AFTER = 3.0  # seconds that an engine process was up: starting a spare one takes a core for some seconds
+_SPARE_AFTER = 3.0  # seconds of uptime before a spare process is started: that takes a core for some seconds
 _UNLOADING = "the model is being unloaded"
 
 
 class EngineEvents(Protocol):
-    """Receives what becomes of requests.  Called by the supervisor's thread; must not block."""
+    """Receives the outcomes of requests.  Called by the supervisor's thread; must not block."""
 
     def on_step(self, message: StepMessage) -> None: ...
     def on_request_failed(self, message: RequestFailed) -> None: ...
@@ -50,7 +50,7 @@ class EngineEvents(Protocol):
         """The engine died with these requests in it; `resubmit` must follow, from any thread.
 
         Args:
-            ran: the sequences that were running, by request; empty if that is not known.
+            ran: request id -> its running sequences; empty if unknown.
             cause: how it ended, in a few words.
         """
 
@@ -71,8 +71,8 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
-        launch: starts an engine process, or joins one that runs; None starts one with `command` and `env`,
-            and keeps a spare one.
+        launch: starts an engine process, or joins a running one; None: start one with `command` and `env`, and keep
+            a spare one.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Supervisor:
         self._config = config
         self._log = log
         self._launcher = EngineLauncher(config, command or engine_command(config), env or {}, launch)
-        self._ended = threading.Event()  # no process is left that the watch thread started
+        self._ended = threading.Event()  # set when every process that the watch thread started has ended
         self._watchdog = Watchdog(config.engine_timeout)
-        self._restarts = RestartHistory(restart or RestartPolicy())  # of the supervisor's thread
+        self._restarts = RestartHistory(restart or RestartPolicy())  # used by the supervisor's thread
         self._events: EngineEvents | None = None
         self._changed = threading.Condition()  # guards all below
         self._engine_process: EngineHandle | None = None
-        self._settled = True  # nothing that an engine process died with may be the cause of another death
+        self._settled = True  # no suspect of an earlier death is left
         self._up = False
         self._up_since = 0.0  # `time.monotonic()`
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
-        self._retry_after = 1.0  # seconds, of whoever is refused
+        self._retry_after = 1.0  # seconds; the hint of a refusal
         self._send_buffer = SendBuffer()
         self._questions = PendingQuestions()
         self._threads = [
@@ -115,7 +115,7 @@ class Supervisor:
         """Start the engine process and wait until it has loaded the model.
 
         Raises:
-            EngineStartError: with the engine's message; nothing is left running.
+            EngineStartError: with the engine's message; no process is left running.
         """
         self._threads[0].start()
         with self._changed:
@@ -147,11 +147,11 @@ class Supervisor:
             self._changed.notify_all()
 
     def resubmit(self, requests: Iterable[AddRequest], hold_new: bool = False, settled: bool = True) -> None:
-        """Queue requests that an engine process has died with, ahead of all others; limits do not count.
+        """Queue requests of an engine process that died, ahead of all others; limits do not apply.
 
         Args:
-            hold_new: new requests wait until this is called without it.
-            settled: those that may be the cause have run again, or there was none.
+            hold_new: new requests wait until a call without it.
+            settled: all suspects have run again, or there was none.
         """
         with self._changed:
             self._send_buffer.resubmit(requests, hold_new)
@@ -168,8 +168,8 @@ class Supervisor:
         withdraws the question.
 
         Returns:
-            The answer, or a RequestError: what the engine says, or UNAVAILABLE if it dies before it
-            answers, cannot be started or is being stopped, or if too much waits for it.
+            The answer, or a RequestError: the engine's own, or UNAVAILABLE if it dies before the answer, cannot be
+            started or is being stopped, or if too many requests wait for it.
         """
         with self._changed:
             try:
@@ -183,7 +183,7 @@ class Supervisor:
         return future
 
     def _check_open(self, count: int) -> None:
-        """Raise RequestError if no `count` sequences more may be queued.  Called with the lock held."""
+        """Raise RequestError unless `count` more sequences can be queued.  Called with the lock held."""
         if self._stopping:
             raise RequestError("UNAVAILABLE", _UNLOADING)
         if self._refusal is not None:
@@ -210,13 +210,13 @@ class Supervisor:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request that comes now would be served, perhaps by an engine that is being restarted."""
+        """Whether a new request would be served, perhaps by an engine that is being restarted."""
         with self._changed:
             return self._refusal is None and not self._stopping
 
     @property
     def refusal(self) -> str | None:
-        """Why requests are refused: the engine process cannot be restarted.  None while they are taken."""
+        """Why requests are refused: the engine process cannot be restarted.  None while they are accepted."""
         with self._changed:
             return self._refusal
 
@@ -235,7 +235,7 @@ class Supervisor:
             self._changed.notify_all()
         self._questions.fail_all(RequestError("UNAVAILABLE", _UNLOADING))
         if engine_process is not None:
-            engine_process.stop(polite=was_up)  # while it loads it reads no messages
+            engine_process.stop(polite=was_up)  # while it is loading, it reads no messages
         self._launcher.close()
         self._ended.set()
         for thread in self._threads:
@@ -293,7 +293,7 @@ class Supervisor:
             self._changed.notify_all()
 
     def _read(self, engine_process: EngineHandle) -> bool:
-        """Pass messages on until the pipe closes; whether any brought a token."""
+        """Pass messages on until the pipe closes; returns whether any of them contained a token."""
         had_tokens = False
         with self._changed:
             self._changed.wait_for(lambda: self._events is not None or self._stopping)
@@ -315,7 +315,7 @@ class Supervisor:
             return had_tokens
 
     def _bury(self, engine_process: EngineHandle, had_tokens: bool, lived: float) -> None:
-        """Hand over what died with the process."""
+        """Report the requests that died with the process."""
         with self._changed:
             self._up = False
             self._engine_process = None
@@ -326,11 +326,11 @@ class Supervisor:
         if stopping:
             return
         reason = f"the engine process died ({cause}); it is being restarted"
-        self._log("error", f"{reason}; {len(victims)} requests go on in the next one")
+        self._log("error", f"{reason}; {len(victims)} requests continue in the next one")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
         self._events.on_engine_down(victims, engine_process.heartbeat.ran(), cause)
-        # Else the cause is a request of another frontend, which finds it or ends them.
+        # Otherwise the cause is a request of another frontend, which finds it or fails its requests.
         if victims or (in_turn and not engine_process.heartbeat.num_live):
             self._restarts.died(had_requests=bool(victims), had_tokens=had_tokens, lived=lived)
             self._refuse(self._restarts.refusal(cause))
@@ -343,7 +343,7 @@ class Supervisor:
         self._refuse(self._restarts.refusal(str(error), error.fatal))
 
     def _refuse(self, refusal: str | None) -> None:
-        """End what waits, and refuse what comes until an engine is up; if there is a reason to."""
+        """If there is a `refusal`, fail queued requests and refuse new ones until an engine is up."""
         if refusal is None:
             return
         with self._changed:
@@ -377,11 +377,11 @@ class Supervisor:
                 if self._stopping:
                     return
                 engine_process, frame = self._engine_process, self._next_frame()
-            if engine_process is None or frame is None:  # the asker withdrew the question meanwhile
+            if engine_process is None or frame is None:  # the question was withdrawn meanwhile
                 continue
             try:
                 engine_process.send(frame)
-            except OSError:  # it died: the supervisor thread will notice, and have the request replayed
+            except OSError:  # it died: the supervisor's thread will notice, and the request is replayed
                 time.sleep(0.01)
 
     def _has_frames(self) -> bool:
@@ -394,7 +394,7 @@ class Supervisor:
     # -- watch thread ----------------------------------------------------------------------
 
     def _watch_loop(self) -> None:
-        """Kill an engine process that hangs, which the supervisor's thread will notice; start a spare one."""
+        """Kill an engine process that hangs (the supervisor's thread will notice), and start a spare one."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
@@ -408,4 +408,4 @@ class Supervisor:
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
             elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
                 self._launcher.prepare()
-        self._ended.wait()  # the processes that a thread has started end with it
+        self._ended.wait()  # the processes that this thread started end with it (PR_SET_PDEATHSIG)

@@ -1,4 +1,4 @@
-"""Tells an engine process that hangs from one that is busy.  No torch, no Triton."""
+"""Distinguishes an engine process that hangs from a busy one.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from inflight.engine.messages import StepStats
 
 __all__ = ["Watchdog"]
 
-_PATIENCE = 10.0  # times the usual that a step may take, if that is more than the timeout
-_WEIGHT = 0.05  # of the latest step in what is usual
+_PATIENCE = 10.0  # a step can take this many times its usual time, if that is more than the timeout
+_WEIGHT = 0.05  # of the latest step in the usual time
 
 
 class Watchdog:
     """Watches the heartbeat of one engine process after another.
 
     Args:
-        timeout: seconds without a heartbeat, while there is work, after which a process hangs.
+        timeout: seconds without a heartbeat, while there is work, after which a process counts as hanging.
 
     Attributes:
         interval: seconds from one `is_stuck` to the next, at most.
@@ -23,7 +23,7 @@ class Watchdog:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.interval = min(1.0, timeout / 4)
-        self._usual: float | None = None  # seconds a token, over the latest steps
+        self._usual: float | None = None  # seconds per token, over the latest steps
         self._beats: int | None = None
         self._checked = 0.0
         self._silent = 0.0  # seconds
@@ -35,7 +35,7 @@ class Watchdog:
             self._usual = took if self._usual is None else self._usual + _WEIGHT * (took - self._usual)
 
     def allowed(self, num_tokens: int) -> float:
-        """Seconds that a step of so many tokens may take.  Nobody knows how slow a model is before its first step."""
+        """Seconds that a step of `num_tokens` tokens can take.  Before the first step, the model's speed is unknown."""
         if self._usual is None:
             return _PATIENCE * self._timeout
         return max(self._timeout, _PATIENCE * self._usual * num_tokens)
@@ -43,11 +43,11 @@ class Watchdog:
     def is_stuck(self, now: float, beats: int | None, has_work: bool, num_tokens: int) -> bool:
         """Whether the process hangs.
 
-        Time in which nobody called this does not count: the machine was asleep, or this process was stopped.
+        Long gaps between two calls do not count: the machine was asleep, or this process was stopped.
 
         Args:
             now: seconds.
-            beats: of its `Heartbeat`; None if there is no process, 0 if it has no heart.
+            beats: of its `Heartbeat`; None if there is no process, 0 before its first beat.
             num_tokens: of the step that it runs.
         """
         passed, self._checked = now - self._checked, now

@@ -1,4 +1,4 @@
-"""A short name for what a checkpoint contains: the same for its copies, another one after fine-tuning.  No torch."""
+"""A short id of a checkpoint's content: copies have the same one, a fine-tuned checkpoint has another.  No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 8, 4096
 def checkpoint_id(source: str, revision: str | None = None) -> str | None:
     """16 hexadecimal digits; None if the files are not on this machine.
 
-    Of files of weights it takes names, sizes and 32 KiB each: gigabytes would take minutes, and training changes every
-    weight.
+    Files of weights contribute their names, sizes and 32 KiB of content: reading gigabytes would take minutes, and
+    training changes every weight.
 
     Args:
         source: checkpoint directory or hub id.

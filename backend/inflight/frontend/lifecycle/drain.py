@@ -1,7 +1,7 @@
-"""A model instance that takes no new requests and ends those that it has.
+"""Drains a model instance: it accepts no new requests, and its open ones end.
 
-    serving -> draining: new requests are refused, open ones may finish within `drain_timeout`
-            -> drained: what was open then ended with UNAVAILABLE; requests are still refused
+    serving -> draining: new requests are refused, open ones can finish within `drain_timeout`
+            -> drained: requests still open then ended with UNAVAILABLE; new requests are still refused
 
 There is no way back: a drained instance is unloaded, reloaded or stopped.
 """
@@ -34,12 +34,12 @@ class _Streams(Protocol):
 
 
 class Drain:
-    """Drains once, whoever asks, and however often.
+    """Drains once; later calls join the same drain.
 
     Args:
-        timeout: seconds that open requests have to finish.
-        log: takes (level, line).
-        show: takes the new state, "draining" or "drained".
+        timeout: seconds for open requests to finish.
+        log: called with (level, line).
+        show: called with the new state, "draining" or "drained".
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Drain:
 
     @property
     def drained(self) -> bool:
-        """Whether every request has ended, too."""
+        """Whether, in addition, every request has ended."""
         return self._result is not None and self._result.done()
 
     def begin(self, cause: str) -> Future[dict[str, Any]]:
-        """Take no new requests from now on; returns at once.
+        """Accept no new requests from now on; returns at once.
 
         Args:
             cause: why, for the log.
 
         Returns:
-            When drained: how many requests `finished`, how many were `ended`, and the `seconds` it took.
+            When drained: the numbers of requests that `finished` and were `ended`, and the `seconds` it took.
         """
         with self._lock:
             if self._result is not None:
@@ -92,7 +92,7 @@ class Drain:
         return self._result
 
     def stop(self) -> None:
-        """The model is being unloaded: whoever ends its streams does not wait."""
+        """The model is being unloaded: stop waiting for open requests."""
         self._stopping.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
@@ -102,7 +102,7 @@ class Drain:
         return RequestError("UNAVAILABLE", text, self._seconds_left(), ending="draining")
 
     def _seconds_left(self) -> float:
-        """Until this instance is surely gone or replaced, at least a second."""
+        """Seconds until this instance is certainly gone or replaced, at least 1."""
         return max(1.0, self._deadline - time.monotonic())
 
     def _run(self, count: int) -> None:

@@ -1,7 +1,7 @@
-"""A few bytes that say how a model instance is, for other processes of the machine that look for it.
+"""Publishes the state of a model instance to other processes of the machine.
 
-They lie in an anonymous file that lives and dies with the process; others find it among the open files of Triton's
-stub processes (`/proc/PID/fd`).  Linux only, like Triton.
+An entry is a few bytes in an anonymous file that ends with its process; other processes find it among the open files
+of Triton's stub processes (`/proc/PID/fd`).  Linux only, like Triton.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _BYTES = 64
 
 
 class RegistryEntry:
-    """This process's page.
+    """This instance's entry.
 
     Args:
-        instance: what distinguishes model instances of a server; a successor of this one has the same.
+        instance: identifies a model instance of the server; a successor of this instance has the same name.
     """
 
     def __init__(self, instance: str) -> None:
         self.name = _PREFIX + hashlib.sha256(instance.encode()).hexdigest()[:16]
         self._started = time.monotonic()
-        self._lock = threading.Lock()  # guards the descriptor, whose number may be reused
+        self._lock = threading.Lock()  # guards the descriptor: its number can be reused
         self._fd = os.memfd_create(self.name)
         self.set("serving")
 
@@ -44,7 +44,7 @@ class RegistryEntry:
         os.pwrite(self._fd, f"{self._started!r} {state}".ljust(_BYTES).encode(), 0)
 
     def predecessors(self) -> list[int]:
-        """Process ids of this server's stubs that have an older page of this name and serve: a reload leaves them."""
+        """Process ids of this server's stubs that have an older entry of this name and serve: a reload leaves them."""
         own, server = os.getpid(), os.getppid()
         return [
             pid
@@ -61,8 +61,8 @@ class RegistryEntry:
 
 
 def states_of(pid: int) -> Iterator[tuple[str, float, str]]:
-    """The pages of a process: their names, when they were made (`time.monotonic()`) and the states."""
-    with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+    """The entries of a process: names, times of creation (`time.monotonic()`) and states."""
+    with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 target = os.readlink(entry)

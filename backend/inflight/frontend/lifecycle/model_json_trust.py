@@ -1,8 +1,8 @@
-"""Where a `model.json` came from: the operator's repository, or the body of a load request.
+"""Decides whether a `model.json` is trusted: it can come from the operator's repository, or from a load request.
 
-With explicit model control, Triton takes files of a model from whoever may load one, writes them to a folder of its
-own and loads the model from there.  What such a `model.json` says must not run code.  The backend is not told where
-its folder comes from, so it compares the folder with the repositories on the server's command line.
+With explicit model control, every client that can load models can send a model's files; Triton writes them to a folder
+of its own and loads the model from there.  Such a `model.json` must not run code.  Triton does not tell the backend
+the origin of the folder, so the backend compares it with the repositories on the server's command line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["TRUST", "check_model_json_trust", "repositories"]
 TRUST = "INFLIGHT_TRUST_MODEL_JSON"
 
 _OPTIONS = ("--model-repository", "--model-store")
-_SHORTEST = len("--model-r")  # getopt takes any prefix that fits one option only
+_SHORTEST = len("--model-r")  # getopt accepts any unambiguous prefix
 
 
 def check_model_json_trust(
@@ -28,15 +28,15 @@ def check_model_json_trust(
     environment: Mapping[str, str] | None = None,
     known: Sequence[Path] | None = None,
 ) -> None:
-    """Refuse keys that run code or say where to write, unless the operator's own repository has the model.
+    """Refuse keys that run code or choose where to write, unless the model is in the operator's own repository.
 
     Args:
         model_dir: the version's folder, which contains `model.json`; resolved.
         name: the model's.
-        environment, known: for tests; those of this process, and `repositories()`.
+        environment, known: for tests; default: this process's environment, and `repositories()`.
 
     Raises:
-        ConfigError: such a key in a `model.json` that is not, or may not be, the operator's.
+        ConfigError: such a key in a `model.json` that is not certainly the operator's.
     """
     environment = os.environ if environment is None else environment
     named = [
@@ -51,7 +51,7 @@ def check_model_json_trust(
     if not named or environment.get(TRUST) == "1":
         return
     roots = repositories() if known is None else known
-    # Not merely inside of a root: a repository in /tmp would contain the folders that Triton makes.
+    # Being inside a root is not enough: a repository in /tmp would contain the folders that Triton makes.
     if any((root / name / model_dir.name).resolve() == model_dir for root in roots):
         return
     where = ", ".join(map(str, roots)) or "no repository on the server's command line"
@@ -65,7 +65,7 @@ def check_model_json_trust(
 def repositories(pid: int | None = None) -> list[Path]:
     """The model repositories on the command line of the server, which is the parent of this process.
 
-    Empty if it cannot be read, or names none: a program that contains Triton as a library.
+    Empty if it cannot be read or names none (a program that contains Triton as a library).
     """
     process = Path("/proc") / str(os.getppid() if pid is None else pid)
     try:

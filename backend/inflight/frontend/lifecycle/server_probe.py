@@ -1,7 +1,7 @@
 """Asks the server of this stub, over HTTP like any client, whether a model is ready.
 
 Triton does not tell a stub that its model is being unloaded or that the server stops, and `pb_utils.is_model_ready` is
-no way to ask: once Triton 24.10 has begun to stop, the call can leave the stub's other messages hanging (2 of 12
+not usable: once Triton 24.10 has begun to stop, the call can leave the stub's other messages hanging (2 of 12
 times).  The address is found among the sockets that the server listens on.  Linux only, like Triton.
 """
 
@@ -35,9 +35,9 @@ class ServerProbe:
         self._address: tuple[str, int] | None = None
 
     def is_ready(self) -> bool | None:
-        """Whether the server takes requests for the model.
+        """Whether the server accepts requests for the model.
 
-        None where that is unknown: no HTTP service, a timeout, an operator who keeps the question to himself.
+        None if that is unknown: no HTTP service, a timeout, or an endpoint that is restricted.
         """
         if self._address is None:
             self._address = self._find()
@@ -46,7 +46,7 @@ class ServerProbe:
         try:
             status = _status(self._address, self._path)
             return None if status in _NOT_FOR_US else status == 200
-        except ConnectionError:  # a server that stops refuses or resets connections first of all
+        except ConnectionError:  # a stopping server first refuses or resets connections
             return False
         except (OSError, http.client.HTTPException):
             return None
@@ -55,7 +55,7 @@ class ServerProbe:
         """The address of its HTTP service."""
         for address in listening_addresses(self._server):
             with contextlib.suppress(OSError, http.client.HTTPException):
-                # The metrics service says 200 to every path.
+                # The metrics service answers 200 to every path.
                 if _status(address, "/v2/health/live") == 200 != _status(address, "/v2/health/no-such-path"):
                     return address
         return None
@@ -71,7 +71,7 @@ def _status(address: tuple[str, int], path: str) -> int:
 
 
 def listening_addresses(pid: int) -> list[tuple[str, int]]:
-    """TCP addresses at which a process listens and this machine reaches it."""
+    """TCP addresses of a process's listening sockets, as this machine can reach them."""
     inodes = set()
     with contextlib.suppress(OSError):  # another user's
         for entry in os.listdir(f"/proc/{pid}/fd"):
@@ -90,7 +90,7 @@ def listening_addresses(pid: int) -> list[tuple[str, int]]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """From the kernel's form: 32-bit words in the machine's byte order, and the port."""
+    """Decode the kernel's form: 32-bit words in the machine's byte order, and the port."""
     words, port = text.split(":")
     packed = b"".join(struct.pack("=I", int(words[k : k + 8], 16)) for k in range(0, len(words), 8))
     host = socket.inet_ntop(family, packed)

@@ -1,7 +1,7 @@
-"""Who may ask the engine about itself: whoever sends the admin key, if the server has one.
+"""Protects `control` requests by the admin key, if the server has one.
 
 A `control` request arrives at Triton's inference endpoint, which is open to every client, and a web page can send one
-without its reader's knowledge.  So the request itself carries the key, as the request parameter `admin_key`.
+without its reader's knowledge.  So the request itself contains the key, as the request parameter `admin_key`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["ENVIRONMENT", "AdminKey"]
 
 ENVIRONMENT = "INFLIGHT_ADMIN_KEY"
 
-_CHANGES = ("drain",)  # what no stranger may ask: the other questions change nothing
-_OPEN = ("tokenize", "detokenize", "model")  # what everybody may ask: a request for text tells as much
+_CHANGES = ("drain",)  # these need a key; the others change nothing
+_OPEN = ("tokenize", "detokenize", "model")  # these never need a key: a request for text reveals as much
 
 
 class AdminKey:
-    """The key that `control` requests must carry, those aside that ask about texts.
+    """The key that `control` requests must contain, except for questions about texts.
 
     Args:
-        key: None for a server without one, which answers what changes nothing and refuses the rest.
+        key: None for a server without one: it answers questions that change nothing, and refuses the others.
     """
 
     def __init__(self, key: str | None) -> None:
@@ -35,7 +35,7 @@ class AdminKey:
         return cls(environment.get(ENVIRONMENT) or None)
 
     def check(self, wire: WireRequest) -> None:
-        """Let requests for text pass, and `control` requests with the key.
+        """Accept requests for text, and `control` requests with the key.
 
         Raises:
             RequestError: INVALID_ARG; the key is missing or wrong, or the server has none and the request needs one.
@@ -47,7 +47,7 @@ class AdminKey:
             if control in _CHANGES:
                 raise RequestError(
                     "INVALID_ARG",
-                    f"control={shown(control)}: this server has no admin key, so nobody may ask this; "
+                    f"control={shown(control)}: this server has no admin key, so it refuses this; "
                     f"set {ENVIRONMENT} in its environment",
                 )
             return

@@ -1,4 +1,4 @@
-"""Requests that ask about the model itself: the request parameter `control` names the question."""
+"""Requests about the model itself: the request parameter `control` names the question."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.status import InstanceStatus
 from inflight.frontend.output.output_processor import OutputProcessor
-from inflight.frontend.output.request_state import Responder
 from inflight.frontend.request.contract import WireRequest
+from inflight.frontend.responder import Responder
 
 __all__ = ["Control", "control_of", "relay"]
 
 
 class Control:
-    """Finds who answers: the engine, or the frontend itself.
+    """Passes questions to the engine, or to the part of the frontend that answers them.
 
     Args:
-        ask_engine: puts a question to the engine.
-        drain_others: tells the instances that share the engine to drain, too.
+        ask_engine: sends a question to the engine.
+        drain_others: tells the other instances that share the engine to drain.
         text_questions: names of the questions that `TokenizeApi` answers.
     """
 
@@ -46,7 +46,7 @@ class Control:
         }
 
     def answer(self, wire: WireRequest) -> Future[Any] | None:
-        """The answer (text or bytes, or a RequestError) to what the request asks; None if it is not asked here.
+        """The answer (text or bytes, or a RequestError); None for a request that is not answered here.
 
         Raises:
             RequestError: INVALID_ARG; an unknown `control`.
@@ -73,7 +73,7 @@ def control_of(wire: WireRequest) -> str | None:
 
 
 def _drained(drain: Drain, drain_others: Callable[[], None]) -> Future[Any]:
-    """Drains, and answers with JSON when nothing is open any more."""
+    """Drains, and answers with JSON when no request is open any more."""
     drain_others()
     answer: Future[Any] = Future()
     drain.begin("a control request").add_done_callback(
@@ -83,10 +83,10 @@ def _drained(drain: Drain, drain_others: Callable[[], None]) -> Future[Any]:
 
 
 def relay(answer: Future[Any], output_processor: OutputProcessor, responder: Responder) -> None:
-    """Send an answer (text or bytes) to the client, or why there is none.
+    """Send an answer (text or bytes), or its error, to the client.
 
-    The thread that resolves `answer` may read the engine's pipe and must not block, so the response is
-    left to the streams' sender thread.
+    The thread that resolves `answer` can be the one that reads the engine's pipe, which must not block, so the
+    sender thread sends the response.
     """
     answer.add_done_callback(lambda done: _send(done, output_processor, responder))
 

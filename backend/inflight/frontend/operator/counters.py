@@ -1,4 +1,4 @@
-"""Counts what becomes of requests and engines, for operators' questions.  No torch."""
+"""Counts the outcomes of requests and engine processes, for operators' questions.  No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """A `StatsSink` that passes everything on to the metrics and remembers the sums.
+    """A `StatsSink` that passes everything on to the metrics and keeps the sums.
 
     Attributes:
-        requests: requests that ended, by how: "finished", or one of `metric_specs.ENDINGS`.
+        requests: number of ended requests by ending: "finished", or one of `metric_specs.ENDINGS`.
         restarts, deaths: of engine processes.
-        replays: requests that another engine process went on with.
+        replays: requests that another engine process continued.
         last_step: state after the last step; None before the first.
-        last_step_time: `time.monotonic()` when it came.
+        last_step_time: `time.monotonic()` of its arrival.
     """
 
     def __init__(self, metrics: StatsSink) -> None:
@@ -58,5 +58,5 @@ class Counters:
         self._metrics.unsuccessful(ending, stream)
 
     def seconds_since_step(self) -> float | None:
-        """Since the last step; None before the first."""
+        """Seconds since the last step; None before the first."""
         return None if self.last_step is None else time.monotonic() - self.last_step_time

@@ -1,4 +1,4 @@
-"""What is counted here and published as sums: histograms of every token and step.  No torch."""
+"""Histograms of tokens and steps that are counted here and published as sums.  No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CountedHistogram", "TokenGaps"]
 
 
 class CountedHistogram:
-    """Counts observations per bucket, as Prometheus defines it: a bound includes what is equal to it."""
+    """Counts observations per bucket, as Prometheus defines it: a bucket includes values equal to its bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
@@ -25,7 +25,7 @@ class CountedHistogram:
         self._sum += value * count
 
     def take(self) -> tuple[list[int], float]:
-        """Observations up to each bound and in all, and their sum, since the last call."""
+        """Cumulative counts for each bound and in total, and the sum of the values, since the last call."""
         counts, total = self._counts, self._sum
         self._counts, self._sum = [0] * len(counts), 0.0
         for index in range(1, len(counts)):
@@ -36,18 +36,18 @@ class CountedHistogram:
 class TokenGaps:
     """Time between two tokens of a sequence; several tokens of one step count as one, as in vLLM.
 
-    All loops over tokens are in C: a step costs about a tenth of a microsecond a token.
+    All loops over tokens run in C: a step costs about 0.1 microseconds per token.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, int], float] = {}  # (request_id, index) -> when its last token came
+        self._last: dict[tuple[int, int], float] = {}  # (request_id, index) -> time of its last token
 
     def take(self, message: StepMessage, now: float, open_ids: Container[int]) -> list[tuple[float, int]]:
-        """Gaps in seconds, and how many sequences had each.
+        """Gaps in seconds, each with its number of sequences.
 
         Args:
-            now: when the step's tokens came, in seconds.
-            open_ids: requests that somebody listens to; the others are forgotten.
+            now: when the step's tokens arrived, in seconds.
+            open_ids: ids of open requests; other requests are ignored.
         """
         last, tokens = self._last, message.tokens
         keys = set(zip(tokens.request_ids, tokens.indices))

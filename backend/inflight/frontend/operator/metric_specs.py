@@ -18,16 +18,15 @@ __all__ = [
 ]
 
 COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
-# A histogram whose observations are counted here and published as counters `NAME_bucket`, `NAME_sum` and
-# `NAME_count`: queries read it like any other.  Triton's histograms take one value a call, which is too
-# dear for each token.
+# A histogram that is counted here and published as counters `NAME_bucket`, `NAME_sum` and `NAME_count`: queries
+# read it like any other.  Triton's histograms take one value per call, which is too expensive for each token.
 COUNTED = "COUNTED"
 
-# How a request can end without its output.
+# How a request can end without a complete output.
 ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancelled", "timeout")
-# vLLM's: how a sequence ended.
+# How a sequence can end; vLLM's values.
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-# Places in a draft; later ones are in none of these.
+# Positions in a draft; later ones are not counted by position.
 DRAFT_POSITIONS = tuple(map(str, range(8)))
 
 
@@ -35,8 +34,8 @@ class MetricSpec(NamedTuple):
     """A metric family.
 
     Attributes:
-        buckets: upper bounds; None if `max_model_len` determines them, or for no histogram.
-        label: a label and its values, each of which has a metric of its own.
+        buckets: upper bounds; None if `max_model_len` determines them, or if it is no histogram.
+        label: a label and its values; each value has its own metric.
     """
 
     name: str
@@ -69,7 +68,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("vllm:request_prompt_tokens", HISTOGRAM, "Number of prefill tokens of a request."),
     MetricSpec("vllm:request_generation_tokens", HISTOGRAM, "Number of generation tokens of a request."),
     MetricSpec("vllm:request_params_n", HISTOGRAM, "The n request parameter.", (1.0, 2.0, 5.0, 10.0, 20.0)),
-    # Those of a vLLM server, which gateways and autoscalers read.
+    # A vLLM server's metrics, which gateways and autoscalers read.
     MetricSpec("vllm:inter_token_latency_seconds", COUNTED, "Time between two tokens of a sequence.", _ITL),
     MetricSpec("vllm:num_requests_running", GAUGE, "Sequences in the running batch."),
     MetricSpec("vllm:num_requests_waiting", GAUGE, "Sequences that wait to be processed."),

@@ -1,16 +1,16 @@
 """Custom metrics on Triton's `/metrics`.  No torch.
 
 A call to a Triton metric is a message to the server process (about 18 microseconds on Triton
-24.10, measured), so none is made per token: `Metrics` counts in plain Python and publishes sums.
+24.10, measured), so there is none per token: `Metrics` counts in plain Python and publishes sums.
 
-- What a request adds to is published before its last response is sent: a scrape right after an answer
-  includes it.
-- What steps add to (gauges, blocks, histograms of tokens and steps) is published with it too, unless that would
-  take more than `_SHARE` of the time; then, and between answers, by a thread.
+- The counts of a request are published before its last response is sent: a scrape right after an answer
+  includes them.
+- The counts of steps (gauges, blocks, histograms of tokens and steps) are published at the same time, unless that
+  would take more than `_SHARE` of the time; then, and between answers, a thread publishes them.
 
-No metric is ever deleted: its series would vanish from under whoever watches it.  An instance that leaves
-sets its gauges to 0.  They are the next instance's too, which may be there already, so gauges are set again
-in every period even if they have not changed.
+No metric is ever deleted: its series would disappear from dashboards.  An instance that leaves sets its gauges
+to 0.  The next instance uses the same gauges and may be running already, so every instance sets its gauges in every
+period even if they have not changed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["CreateMetric", "Metrics", "NoMetrics"]
 
 _PERIOD_SECONDS = 0.5
-_SHARE = 0.02  # of the time, at most, goes into publishing what steps add to
+_SHARE = 0.02  # maximum share of the time for publishing the counts of steps
 _MAX_KEPT = 10_000  # bounds the memory if publishing fails
 
 _CACHE_INFO = "vllm:cache_config_info"
 _GAPS = ("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds")
 
-# Makes a Triton metric of a family, with labels of its own, and buckets if it is a histogram.
+# Creates a Triton metric: (family, labels, buckets of a histogram or None).
 CreateMetric = Callable[[MetricSpec, dict[str, str], "list[float] | None"], Any]
 
-# Totals of the engine, which start at 0 with each process, and the counters that add them up.
+# Counters, and the fields of `StepStats` that they sum up; these fields start at 0 in each engine process.
 _TOTALS = {
     "inflight_requests_preempted_total": "preempted_total",
     "inflight_swapped_out_blocks_total": "swapped_out_total",
@@ -61,7 +61,7 @@ _TOTALS = {
     "vllm:prefix_cache_queries_total": "prefix_queries_total",
     "vllm:prefix_cache_hits_total": "prefix_hits_total",
 }
-# Of `StepStats.draft_totals`, in order.
+# The counters of `StepStats.draft_totals`, in order.
 _DRAFT_TOTALS: tuple[Any, ...] = (
     "vllm:spec_decode_num_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total",
@@ -89,7 +89,7 @@ class _Published:
     def __init__(self, create: CreateMetric, max_model_len: int) -> None:
         self._create = create
         self._metrics: dict[Any, Any] = {}
-        self._values: dict[Any, float] = {}  # of the gauges
+        self._values: dict[Any, float] = {}  # last values of the gauges
         self.counted: dict[str, CountedHistogram] = {}
         lengths = buckets_1_2_5(max_model_len)
         for spec in METRICS:
@@ -116,7 +116,7 @@ class _Published:
         )
 
     def set_cache_config(self, block_size: int, num_blocks: int) -> None:
-        """The size of the KV pool; of an earlier size the metric falls to 0."""
+        """Publish the size of the KV pool; the metric of an earlier size is set to 0."""
         labels = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
         key = _CACHE_INFO, *labels.values()
         for other in [other for other in self._values if other[0] == _CACHE_INFO and other != key]:
@@ -127,7 +127,7 @@ class _Published:
         self.set(key, 1)
 
     def set_again(self) -> None:
-        """Let the next values of the gauges through, even those that have not changed."""
+        """Publish the next values of all gauges, even if they have not changed."""
         self._values = dict.fromkeys(self._values, math.nan)
 
     def clear(self) -> None:
@@ -148,7 +148,7 @@ class _Published:
         self._metrics[key].observe(value)
 
     def add(self, name: str, counts: list[int], total: float) -> None:
-        """What `CountedHistogram.take` returned."""
+        """Publish the result of `CountedHistogram.take`."""
         if counts[-1]:
             buckets, sums, observations = self._metrics[name]
             for bucket, count in zip(buckets, counts):
@@ -162,7 +162,7 @@ class _Published:
 class Metrics:
     """Gathers statistics and publishes them.
 
-    All methods may be called by any thread.  Those that count only count; `settle` and `publish` talk to Triton.
+    Any thread can call any method.  Only `settle` and `publish` communicate with Triton; the others count.
 
     Args:
         create: creates a Triton metric.
@@ -173,16 +173,16 @@ class Metrics:
     def __init__(self, create: CreateMetric, max_model_len: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._published = _Published(create, max_model_len)
         self._clock = clock
-        self._lock = threading.Lock()  # guards what was counted and not published
+        self._lock = threading.Lock()  # guards counts that were not published yet
         self._observations: deque[tuple[str, float]] = deque(maxlen=_MAX_KEPT)
         self._counts: Counter[Any] = Counter()  # of requests
         self._step_counts: Counter[Any] = Counter()
         self._now: StepStats | None = None
         self._pool: tuple[int, int] | None = None
-        self._leads = True  # of the frontends that share an engine, one publishes what concerns it as a whole
+        self._leads = True  # one of the frontends that share an engine publishes the engine's metrics
         self._gaps = TokenGaps()
         self._publishing = threading.Lock()  # values reach Triton in order; guards the one below
-        self._next_steps = float("-inf")  # when steps may be published beside an answer again
+        self._next_steps = float("-inf")  # when the counts of steps can be published with an answer again
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="metrics", daemon=True)
@@ -191,7 +191,7 @@ class Metrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Publish what is left, end the thread and set the gauges to 0."""
+        """Publish the remaining counts, end the thread and set the gauges to 0."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -202,7 +202,7 @@ class Metrics:
     # -- counting --------------------------------------------------------------------------
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None:
-        """One engine step, which came at `received`, while the requests `open_ids` had listeners."""
+        """Count one engine step, which arrived at `received`; `open_ids`: ids of the open requests."""
         stats, leads, counted = message.stats, message.leads, self._published.counted
         num_tokens = len(message.tokens.token_ids) + sum(len(delta.token_ids) for delta in message.news)
         with self._lock:
@@ -211,7 +211,7 @@ class Metrics:
             for gap, count in self._gaps.take(message, received, open_ids):
                 for name in _GAPS:
                     counted[name].add(gap, count)
-            if leads and stats.batch_size:  # an empty step only reports the state
+            if leads and stats.batch_size:  # a step without rows only reports the state
                 self._step_counts["inflight_prompt_tokens_computed_total"] += stats.prompt_tokens
                 counted["inflight_step_seconds"].add(stats.step_seconds)
                 counted["inflight_batch_size"].add(stats.batch_size)
@@ -234,7 +234,7 @@ class Metrics:
             self._counts["inflight_engine_restarts_total"] += again and ready.leads
 
     def engine_down(self) -> None:
-        """The engine process is gone with all it held; the next one counts from 0."""
+        """The engine process died with all its sequences; the next one counts from 0."""
         with self._lock:
             self._counts["inflight_engine_deaths_total"] += self._leads
             self._gaps.clear()
@@ -257,7 +257,7 @@ class Metrics:
             self._observations.append(("vllm:time_to_first_token_seconds", stream.first_token_time - stream.arrival))
 
     def finished(self, stream: RequestState) -> None:
-        """A request ended by itself."""
+        """A request ended with its last token."""
         assert stream.end_time is not None
         sent = stream.request.engine_request
         found = [
@@ -275,24 +275,24 @@ class Metrics:
             self._count_sequences(stream, None)
 
     def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None:
-        """A request ended with an error, which is one of `ENDINGS`; `stream` is None if it was refused at once."""
+        """A request ended with an error, `ending` of `ENDINGS`; `stream` is None if it was refused at once."""
         with self._lock:
             self._counts["inflight_requests_unsuccessful_total", ending] += 1
             if stream is not None:
                 self._count_sequences(stream, "abort" if ending in ("cancelled", "timeout") else "error")
 
     def _count_sequences(self, stream: RequestState, reason: str | None) -> None:
-        """How they ended; `reason` for those that had not."""
+        """Count the finish reasons of its sequences; `reason` is that of unfinished ones."""
         for sequence in stream.sequences:
             ended = sequence.finish_reason if sequence.ended else reason
-            if ended is not None:  # else it had ended before its request came here
+            if ended is not None:  # else it had ended before its request arrived here
                 self._counts["vllm:request_success_total", ended] += 1
         self._gaps.forget(stream.request_id, len(stream.sequences))
 
     # -- publishing ------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Publish what was counted of requests, and of steps unless that takes too much time."""
+        """Publish the counts of requests, and of steps unless that takes too much time."""
         with self._publishing:
             self._publish_requests()
             start = self._clock()
@@ -304,7 +304,7 @@ class Metrics:
                 self._wake.set()
 
     def publish(self) -> None:
-        """Publish all that was counted."""
+        """Publish all counts."""
         with self._publishing:
             self._publish_requests()
             self._publish_steps()
@@ -345,7 +345,7 @@ class Metrics:
 
 
 class NoMetrics:
-    """Takes the same calls as `Metrics` and publishes nothing."""
+    """Has the same methods as `Metrics`, and publishes nothing."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...

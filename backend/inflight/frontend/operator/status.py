@@ -1,7 +1,7 @@
-"""The answer to an operator who asks how the model is: what the frontend knows, and what the engine says.
+"""The status of a model instance, for operators: the frontend's part and the engine's.
 
-The frontend's part needs no engine: while that is down, starting or hung, the answer comes all the same, and
-says so.  All who ask at a time share one question to the engine.
+The frontend's part needs no engine: while the engine is down, starting or hung, the answer still arrives, and says
+so.  Requests for the status that arrive together share one question to the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inflight.frontend.output.output_processor import OutputProcessor
 
 __all__ = ["InstanceIdentity", "InstanceStatus"]
 
-_ENGINE_SECONDS = 0.4  # that the engine has to answer: a client waits for two such turns at most
+_ENGINE_SECONDS = 0.4  # for the engine to answer; a client waits for two such rounds at most
 
 
 class _Supervisor(Protocol):
@@ -40,7 +40,7 @@ class _Supervisor(Protocol):
 
 @dataclass(frozen=True)
 class InstanceIdentity:
-    """What does not change while the model instance lives; `instance` is Triton's name of it."""
+    """Constant facts of a model instance; `instance` is Triton's name of it."""
 
     model: str
     version: str
@@ -52,8 +52,8 @@ class InstanceStatus:
     """Answers with JSON, from a thread of its own.
 
     Args:
-        ready: what the first engine process said of itself.
-        replays: requests that were given to a new engine process, so far.
+        ready: the first engine process's description of itself.
+        replays: returns the number of requests that were sent to a new engine process.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class InstanceStatus:
                 pass
             try:
                 text = msgspec.json.encode(self._snapshot())
-            except Exception as error:  # without this thread every later question would hang
+            except Exception as error:  # without this thread every later request for the status would hang
                 failure = RequestError("INTERNAL", f"internal error: no status: {type(error).__name__}: {error}")
                 for answer in filter(None, waiting):
                     answer.set_exception(failure)
@@ -145,7 +145,7 @@ class InstanceStatus:
         }
 
     def _state(self, problem: str | None) -> str:
-        """One word: what a client may expect."""
+        """The state in one word."""
         if self._drain.draining:
             return "drained" if self._drain.drained else "draining"
         if self._supervisor.refusal is not None:
@@ -155,7 +155,7 @@ class InstanceStatus:
         return "ready" if problem is None else "unresponsive"
 
     def _ask_engine(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The engine's part, or why there is none."""
+        """The engine's part, or the reason why there is none."""
         if self._supervisor.pid is None:
             return None, "the engine process is being restarted"
         answer = self._supervisor.ask(GetStats())

@@ -1,6 +1,6 @@
-"""What clients ask of a model besides text: its facts, the tokens of a text, the text of tokens.  No torch, no Triton.
+"""Questions of clients about texts: facts about the model, tokens of a text, text of tokens.  No torch, no Triton.
 
-Answered without the engine, and for everybody: whoever may generate learns the same from a request for text.
+Answered without the engine and without the admin key: a request for text reveals the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["TokenizeApi", "facts"]
 
-# Question -> inputs, of which one must be given, and request parameters.
+# Question -> (inputs, exactly one must be given; request parameters).
 _TAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenize": (("text_input", "messages"), ("add_special_tokens", "return_token_strs")),
     "detokenize": (("input_ids",), ()),
@@ -36,11 +36,11 @@ _CONTROL = {"control", "admin_key"}
 
 
 def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The answer to "model": what does not change while it is loaded."""
+    """The answer to "model": facts that do not change while it is loaded."""
     tags = reasoning_tags(chat.text or "")
     try:
         prompt = chat.render(_GREETING) if tags is not None else ""
-    except ChatTemplateError:  # of a template that wants more than a greeting
+    except ChatTemplateError:  # the template needs more than a greeting
         prompt = ""
     return {
         "checkpoint_id": checkpoint_id,
@@ -66,11 +66,11 @@ def _ids_of(tags: tuple[str, str], tokenizer: Tokenizer) -> list[int] | None:
 
 
 class TokenizeApi:
-    """Answers with JSON.  Threads may share it.
+    """Answers with JSON.  Threads can share it.
 
     Args:
-        facts: see above.
-        prompts: renders and tokenises as it does for generation.
+        facts: result of the function `facts`.
+        prompts: renders and tokenises, as for generation.
         limits: of a request.
     """
 
@@ -84,10 +84,10 @@ class TokenizeApi:
         self._limits = limits
 
     def answer(self, wire: WireRequest) -> dict[str, np.ndarray]:
-        """The outputs that answer a request whose `control` is one of `names`.
+        """The outputs for a request with a `control` in `names`.
 
         Raises:
-            RequestError: INVALID_ARG; the message says what came and what is allowed.
+            RequestError: INVALID_ARG; the message quotes the value and says what is allowed.
         """
         name = wire.parameters["control"]
         try:
@@ -104,7 +104,7 @@ class TokenizeApi:
         return {"text_output": np.array([text], dtype=np.object_)}
 
     def _inputs(self, name: str, wire: WireRequest) -> dict[str, Any]:
-        """The one input that the question has, if it has any."""
+        """The input of the question, if it has one."""
         inputs, parameters = _TAKES[name]
         given = {key for key in wire.parameters if not is_foreign(key)} | wire.inputs.keys()
         for key in sorted(given - _CONTROL - {*inputs, *parameters}):
@@ -116,7 +116,7 @@ class TokenizeApi:
         return {key: plain_input(key, array) for key, array in wire.inputs.items()}
 
     def _tokenized(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> bytes:
-        is_text = "text_input" in inputs  # what a chat template says has its special tokens
+        is_text = "text_input" in inputs  # a rendered chat contains its special tokens
         adds = field_of(parameters, "add_special_tokens", to_bool, "true or false", is_text)
         spells = field_of(parameters, "return_token_strs", to_bool, "true or false", False)
         token_ids = self._prompts.tokens(inputs, adds)
@@ -131,6 +131,6 @@ class TokenizeApi:
 
     def _detokenized(self, token_ids: list[int]) -> bytes:
         if self._tokenizer.is_absent:
-            self._tokenizer.encode("")  # says what is missing
+            self._tokenizer.encode("")  # raises the error
         self._prompts.check_ids(token_ids)
         return msgspec.json.encode({"prompt": self._tokenizer.decode_all(token_ids)})

@@ -1,4 +1,4 @@
-"""Pauses sequences whose tokens come faster than they can be sent.  No torch, no Triton."""
+"""Pauses requests that generate tokens faster than they can be sent.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["MAX_BACKLOG", "Backpressure"]
 
-# Deltas that a stream may leave in its inbox, its sequences together.
+# Deltas in a stream's inbox, all sequences together.
 MAX_BACKLOG = 2048
 
 
@@ -25,18 +25,18 @@ class _Engine(Protocol):
 
 
 class Backpressure:
-    """What the sender thread does so that no stream's inbox grows without bound.
+    """Bounds the inbox of every stream.  Used by the sender thread.
 
-    A stream that is over the limit is aborted in the engine, which takes its blocks.  When its inbox is empty, it is
+    A stream over the limit is aborted in the engine, which frees its blocks.  When its inbox is empty, it is
     submitted again with its output as known tokens, as after the death of an engine: it gets the same tokens.
 
-    Deltas from before the abort may still be on their way.  The engine answers a question that was asked after the
-    abort behind them, so nothing is submitted before that answer.
+    Deltas from before the abort can still arrive.  The engine answers a question that follows the abort after these
+    deltas, so the request is not submitted again before that answer.
 
     Args:
-        post: has the sender thread call something.
+        post: runs a function in the sender thread.
         resubmit: gives a request to the engine again.
-        limit: deltas in an inbox.
+        limit: maximum number of deltas in an inbox.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Backpressure:
         self._limit = limit
 
     def took(self, stream: RequestState) -> None:
-        """A delta came for the stream."""
+        """A delta was added to the stream's inbox."""
         if len(stream.inbox) > self._limit and not stream.paused and stream.last_act is None:
             stream.paused, stream.stopped = True, False
             self._engine.abort(stream.request_id)
@@ -60,7 +60,7 @@ class Backpressure:
             answer.add_done_callback(lambda _: self._post(partial(self._confirm, stream)))
 
     def _confirm(self, stream: RequestState) -> None:
-        """No delta of the stream is on its way any more; or the engine is gone, with all that was on its way."""
+        """No further delta of the stream can arrive: the engine has answered, or has died."""
         stream.stopped = True
         self.served(stream)
 

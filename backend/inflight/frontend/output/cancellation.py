@@ -1,4 +1,4 @@
-"""Finds the open streams that must end early: the client is gone, or the deadline has passed."""
+"""Finds open streams that must end early: the client has cancelled, or the deadline has passed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["CHECK_SECONDS", "CancellationWatcher"]
 
-# Asking Triton takes about 0.15 ms a stream and delays its other messages.  So a sweep starts this
-# long after the previous one, and sweeping takes at most a quarter of the time.
+# Asking Triton takes about 0.15 ms per stream and delays its other messages.  So a round of checks starts this
+# long after the previous one, and the rounds take at most a quarter of the time.
 CHECK_SECONDS = 0.07
 _REST = 3.0
 
 
 class CancellationWatcher:
-    """A thread that visits the open streams again and again while there are any.
+    """A thread that checks the open streams, round after round, while there are any.
 
     Args:
         streams: the open streams now.
-        drop: gives one up; how it ends, as the metrics call it, and what makes its error in the sender thread.
-        seconds: from one sweep to the next.
+        drop: gives up a stream; arguments: the stream, its ending (`ENDINGS`), and a function that makes its error.
+        seconds: from one round to the next.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class CancellationWatcher:
             while not self._stopping.is_set() and (streams := self._streams()):
                 start = time.monotonic()
                 for stream in streams:
-                    self._visit(stream)
+                    self._check(stream)
                 took = time.monotonic() - start
                 self._stopping.wait(self._pause(max(self._seconds, _REST * took)))
 
-    def _visit(self, stream: RequestState) -> None:
+    def _check(self, stream: RequestState) -> None:
         if stream.dropped:
             return
         if stream.deadline is not None and stream.deadline <= time.monotonic():
@@ -72,7 +72,7 @@ class CancellationWatcher:
             self._drop(stream, "cancelled", _cancelled)
 
     def _pause(self, seconds: float) -> float:
-        """Seconds until the next sweep: fewer if a deadline comes sooner."""
+        """Seconds until the next round: fewer if a deadline comes sooner."""
         now = time.monotonic()
         left = [s.deadline - now for s in self._streams() if s.deadline is not None and not s.dropped]
         return max(0.001, min([seconds, *left]))

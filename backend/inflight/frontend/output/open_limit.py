@@ -1,4 +1,4 @@
-"""How many requests may be open at once."""
+"""Limits the number of open requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["OpenLimit"]
 
 
 class OpenLimit:
-    """Counts open requests and their sequences, and gives each request its id.  Any thread may call.
+    """Counts open requests and their sequences, and gives each request its id.  Any thread can call it.
 
     Args:
-        max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
+        max_sequences: maximum number of open sequences; 0: no limit.
         first_id: id of the first request.
 
     Attributes:
-        num_requests: requests that were taken and have not ended.
+        num_requests: accepted requests that have not ended.
         num_sequences: sequences of those requests.
     """
 
@@ -30,7 +30,7 @@ class OpenLimit:
         self._refusal: Callable[[], RequestError] | None = None
 
     def take(self, count: int) -> int:
-        """Room for a request of `count` sequences, and its id; raises RequestError if there is none."""
+        """Reserve room for a request of `count` sequences; returns its id.  Raises RequestError if there is no room."""
         limit = self._max_sequences
         if limit and count > limit:
             raise RequestError("INVALID_ARG", f"n={count} is more than the {limit} sequences that may be open at once")
@@ -55,6 +55,6 @@ class OpenLimit:
             self.num_sequences -= count
 
     def close(self, make_error: Callable[[], RequestError]) -> None:
-        """Refuse every request from now on; those that were taken go on."""
+        """Refuse every request from now on; accepted requests continue."""
         with self._lock:
             self._refusal = make_error

@@ -1,15 +1,15 @@
 """Open response streams: deltas in, coalesced responses out.
 
 The sender thread owns every stream: it takes deltas, detokenises, finds stop strings and sends.
-Streams with news take turns (`turns.py`), each for a slice of time: one that is costly falls behind, and
-the others do not.  What a stream missed goes into one response.  The sweep thread finds streams that
-must end early.
+Streams with new output take turns (`stream_scheduler.py`), each for a slice of time: a costly stream falls
+behind, and the others do not.  The deltas that it missed go into one response.  The cancellation thread
+finds streams that must end early.
 
     reader thread --on_step--> events --> sender thread --> Triton
-    execute ------open/reject---^   ^---- sweep thread (cancelled, late)
+    execute ------open/reject---^   ^---- cancellation thread (cancelled, deadline passed)
 
-Every stream ends exactly once (invariant 6): `_close` takes it out of the table, and only who took
-it out sends its FINAL flag.
+Every stream ends exactly once (invariant 6): `_close` removes it from the table, and only the code that
+removed it sends its FINAL flag.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
 from inflight.frontend.output.open_limit import OpenLimit
 from inflight.frontend.output.pacing import Pacing
-from inflight.frontend.output.request_state import RequestState, Responder
+from inflight.frontend.output.request_state import RequestState
 from inflight.frontend.output.response_tensors import response_outputs
 from inflight.frontend.output.send_queue import SLICE, SendQueue
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
 
 
 class EngineClient(Resubmitter, Protocol):
-    """The supervisor, as far as streams need it.  Calls never block."""
+    """The part of the supervisor that streams need.  Calls never block."""
 
     def submit(self, request: AddRequest) -> None:
         """Hand over a request; raises RequestError if it is refused."""
@@ -64,7 +65,7 @@ class EngineClient(Resubmitter, Protocol):
 
 
 class StatsSink(Protocol):
-    """Takes what becomes metrics.  Calls are cheap, with no communication in them, but for `settle`."""
+    """Counts steps and requests for the metrics.  Calls are cheap; only `settle` communicates."""
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
     def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
@@ -75,7 +76,7 @@ class StatsSink(Protocol):
     def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None: ...
 
     def settle(self) -> None:
-        """Publish what was counted of requests: an answer is about to be sent, and whoever gets it may look."""
+        """Publish the counts of requests: an answer is about to be sent, and its client can read the metrics then."""
 
 
 class OutputProcessor:
@@ -83,14 +84,14 @@ class OutputProcessor:
 
     Args:
         engine: takes requests and aborts.
-        stats: takes step and request statistics.
+        stats: counts steps and requests.
         log_error, log_info: write one line to the server's log.
-        max_sequences: open sequences beyond which a request is refused at once; 0 means no limit.
+        max_sequences: maximum number of open sequences; a request beyond it is refused at once.  0: no limit.
         interval: new tokens that a streaming response waits for, after the first response of its stream.
-        pacing: spaces the responses of a stream instead; None: nothing waits.
-        number: of this frontend, among those that share the engine.
-        check_seconds: from one look for cancelled and late requests to the next.
-        max_replays: deaths of the engine in a row that one request may be the only possible cause of.
+        pacing: spaces the responses of a stream instead; None: each is sent at once.
+        number: of this frontend among the frontends of the engine.
+        check_seconds: between two checks for cancelled and late requests.
+        max_replays: see `PoisonSearch`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class OutputProcessor:
         self._streams: dict[int, RequestState] = {}
         self._queue = SendQueue()
         self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
-        # A step comes with the time when it came.
+        # A step comes with the time of its arrival.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._backpressure = Backpressure(engine, self._events.put, self._replay.again)
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
@@ -144,7 +145,7 @@ class OutputProcessor:
             self._open_limit.give_back(count)
             raise
         self._events.put(partial(self._register, stream))
-        if stream.finished:  # nothing is missing of the output that it began with
+        if stream.finished:  # the output that it began with is complete
             return
         try:
             self._engine.submit(stream.engine_request)
@@ -156,7 +157,7 @@ class OutputProcessor:
 
     @property
     def num_open(self) -> int:
-        """Requests that were taken and have not ended."""
+        """Accepted requests that have not ended."""
         return self._open_limit.num_requests
 
     @property
@@ -165,7 +166,7 @@ class OutputProcessor:
         return self._open_limit.num_sequences
 
     def refuse_new(self, make_error: Callable[[], RequestError]) -> None:
-        """Refuse every request from now on; those that were taken go on."""
+        """Refuse every request from now on; accepted requests continue."""
         self._open_limit.close(make_error)
 
     def end_all(self, error: RequestError) -> None:
@@ -196,8 +197,8 @@ class OutputProcessor:
         self._events.put(partial(self._stats.engine_ready, ready, again=True))
 
     def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
-        """The engine process died with these requests in it: the next one goes on with them."""
-        self._events.put(self._catch_up)  # with the steps that it had sent
+        """The engine process died with these requests in it: the next process continues them."""
+        self._events.put(self._catch_up)  # send the output of the steps that it had reported
         self._events.put(self._stats.engine_down)
         self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
 
@@ -206,29 +207,29 @@ class OutputProcessor:
         self._events.put(partial(self._fail_all, error))
 
     def stop(self, reason: str) -> None:
-        """Fail what is open with UNAVAILABLE and end the threads."""
+        """Fail open requests with UNAVAILABLE and end the threads."""
         self._events.put(partial(self._fail_all, RequestError("UNAVAILABLE", reason)))
         self._events.put(None)
         self._cancellation.stop()
         if self._sender.ident is not None:
             self._sender.join()
 
-    # -- sweep thread ----------------------------------------------------------------------
+    # -- cancellation thread ---------------------------------------------------------------
 
     def _drop(self, stream: RequestState, ending: str, make_error: Callable[[], RequestError]) -> None:
         stream.dropped = True
-        self._engine.abort(stream.request_id)  # at once: its blocks need not wait for the sender
+        self._engine.abort(stream.request_id)  # at once: the sender thread may be busy, and its blocks are free now
         last_act = lambda: self._cancel(stream, make_error(), ending)  # noqa: E731
         self._events.put(partial(self._end_behind, stream.request_id, last_act))
 
     def _fail_behind(self, request_id: int, error: RequestError, ending: str) -> None:
-        """`_fail` a stream once it has sent what came for it until now."""
+        """`_fail` a stream after it has sent the output that has arrived for it."""
         self._events.put(partial(self._end_behind, request_id, partial(self._fail, request_id, error, ending)))
 
     # -- sender thread ---------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        """Take the events that came, then let one stream take its turn, and so on."""
+        """Process the events that have arrived, give one stream its turn, and repeat."""
         while (event := self._next_event()) is not None:
             self._run_event(partial(self._take, *event) if isinstance(event, tuple) else event)
 
@@ -243,14 +244,14 @@ class OutputProcessor:
     def _run_event(self, event: Callable[[], None]) -> None:
         try:
             event()
-        except BaseException as error:  # without this thread all streams would hang; Rust panics are no Exception
+        except BaseException as error:  # without this thread all streams hang; a Rust panic is no Exception
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
     def _take(self, received: float, message: StepMessage) -> None:
         streaming = set()
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
-            if stream is None:  # it ended here before the engine heard of it
+            if stream is None:  # it has ended here, and the engine does not know yet
                 continue
             stream.inbox.append(delta)
             self._backpressure.took(stream)
@@ -264,14 +265,14 @@ class OutputProcessor:
         self._stats.step(message, received, self._streams)
 
     def _hold(self, stream: RequestState, now: float) -> bool:
-        """Whether the stream's next response is not due yet; then it gets a turn when it is."""
+        """Whether the stream's next response is not due yet; if so, the stream gets a turn when it is."""
         due = None if self._pacing is None else self._pacing.due(stream, now)
         if due is not None:
             self._queue.hold(stream, due)
         return due is not None
 
     def _serve_next(self) -> None:
-        """One turn, for the stream whose it is; those that end come once the metrics know."""
+        """Serve the next stream once.  Streams that have ended are served first, once the metrics include them."""
         start = time.monotonic()
         if ended := self._queue.take_ended(start):
             self._settle()
@@ -287,7 +288,7 @@ class OutputProcessor:
                 self._backpressure.served(next_stream)
 
     def _catch_up(self) -> None:
-        """Take all deltas that came, and serve until nobody has a turn to take."""
+        """Process all deltas that have arrived, and serve streams until none is waiting for a turn."""
         for stream in self._streams.values():
             if stream.inbox:
                 self._queue.add(stream)
@@ -299,7 +300,7 @@ class OutputProcessor:
             return
         try:
             action(stream)
-        except BaseException as error:  # a bug, a panic or a lost client must not end the other streams
+        except BaseException as error:  # a bug, a panic or a lost client must end no other stream
             self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
             self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
 
@@ -314,13 +315,13 @@ class OutputProcessor:
         if stream.finished:
             self._finish(stream)
         elif stream.last_act is not None and not stream.inbox:
-            self._send_news(stream)
+            self._send_output(stream)
             stream.last_act()
         elif not (stream.has_started and self._hold(stream, time.monotonic())):
-            self._send_news(stream)
+            self._send_output(stream)
 
-    def _send_news(self, stream: RequestState) -> None:
-        if stream.request.stream and stream.has_news:
+    def _send_output(self, stream: RequestState) -> None:
+        if stream.request.stream and stream.has_new_output:
             self._send(stream, final=False)
 
     def _finish(self, stream: RequestState) -> None:
@@ -371,7 +372,7 @@ class OutputProcessor:
             self._fail(stream.request_id, error, ending)
 
     def _end_behind(self, request_id: int, last_act: Callable[[], None]) -> None:
-        """End a stream with `last_act` once it has sent what came for it; the first such end counts."""
+        """End a stream with `last_act` after it has sent the output that has arrived; the first such call counts."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.last_act is None:
             stream.last_act = last_act
@@ -380,14 +381,14 @@ class OutputProcessor:
     def _fail(self, request_id: int, error: RequestError, ending: str) -> None:
         """End a stream with an error of the kind `ending`; does nothing if it has ended."""
         stream = self._streams.get(request_id)
-        if stream is not None and stream.due:  # tokens that came before
+        if stream is not None and stream.due:  # output is waiting for its due time
             stream.due = 0.0
-            self._guarded(self._send_news, stream)
+            self._guarded(self._send_output, stream)
         if stream is None or stream.closed:
             return
         self._close(stream)
         self._engine.abort(request_id)
-        if stream.end_time is None:  # else it is counted as finished: only its last response was lost
+        if stream.end_time is None:  # else it counts as finished: only its last response was lost
             self._stats.unsuccessful(ending, stream)
         self._respond_error(stream.responder, error)
 

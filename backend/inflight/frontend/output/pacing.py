@@ -1,4 +1,4 @@
-"""When a stream's next response is due, so that sending leaves the cores to the engine."""
+"""Decides when a stream's next response is due, so that sending leaves the CPU cores to the engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from inflight.config import EngineConfig
 
 __all__ = ["Pacing", "pacing_for"]
 
-_SHARE = 0.03  # of the engine's cores, for what the sender thread waits for or does itself
+_SHARE = 0.03  # of the engine's cores, for sending
 _LONGEST_WAIT = 0.1  # seconds
 _MOST_TOKENS = 8
-# Responses are sent when a token comes, many streams' together, and only at `_LATEST` without: waking up for each
-# stream on its own would cost as much as it saves.
-_EARLIEST, _LATEST = 0.8, 1.25  # parts of the wait
-_FIRST_COST, _MOST_COST = 0.0003, 0.001  # seconds a response
+# A response is sent when a token arrives, together with those of other streams; without a token, only at `_LATEST`.
+# Waking up for each stream on its own would cost as much as it saves.
+_EARLIEST, _LATEST = 0.8, 1.25  # times the wait
+_FIRST_COST, _MOST_COST = 0.0003, 0.001  # seconds per response
 _WEIGHT = 0.05  # of a new observation in a running mean
 
 
@@ -27,11 +27,11 @@ def pacing_for(config: EngineConfig, device: str) -> Pacing | None:
 
 
 class PacedStream(Protocol):
-    """A stream, as far as pacing needs it."""
+    """The part of a stream that pacing needs."""
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that no response contained yet."""
+        """Tokens that no response has contained yet."""
 
     @property
     def sent_time(self) -> float:
@@ -39,17 +39,17 @@ class PacedStream(Protocol):
 
 
 class Pacing:
-    """Spaces the responses of each stream, if sending every token would take too much from a CPU engine.
+    """Spaces the responses of each stream if sending every token would take too much time from a CPU engine.
 
-    `wait` is the number of streams that get tokens, times the measured seconds that a response takes the sender
-    thread, over `_SHARE` of the cores: with one response a stream in that time, sending takes the share.  Where steps
-    are longer than that (few streams, a large model), every token is sent at once.
+    `wait` = (streams that receive tokens) x (measured seconds that the sender thread needs for a response) /
+    (`_SHARE` of the cores).  With one response per stream in that time, sending takes its share.  If steps take longer
+    than that (few streams, a large model), every token is sent at once.
 
     Args:
-        cores: that the engine computes on, at least 1.
+        cores: number of cores that the engine computes on, at least 1.
 
     Attributes:
-        wait: seconds from one response of a stream to the next, about; at most `_LONGEST_WAIT`.
+        wait: approximate seconds from one response of a stream to the next; at most `_LONGEST_WAIT`.
     """
 
     def __init__(self, cores: int) -> None:
@@ -59,12 +59,12 @@ class Pacing:
         self.wait = 0.0
 
     def step(self, num_streams: int) -> None:
-        """A step brought tokens for so many streams."""
+        """A step returned tokens for `num_streams` streams."""
         self._num_streams += (num_streams - self._num_streams) * _WEIGHT
         self.wait = min(_LONGEST_WAIT, self._num_streams * self._cost / self._budget)
 
     def sent(self, seconds: float) -> None:
-        """A response took the sender thread so long."""
+        """The sender thread needed `seconds` for a response."""
         self._cost += (min(seconds, _MOST_COST) - self._cost) * _WEIGHT
 
     def due(self, stream: PacedStream, now: float) -> float | None:

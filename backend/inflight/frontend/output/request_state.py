@@ -1,4 +1,4 @@
-"""One request under way: what came of it so far, and the way back to its client."""
+"""One open request: its output so far, and the responder that sends it to the client."""
 
 from __future__ import annotations
 
@@ -6,49 +6,36 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from inflight.engine.messages import AddRequest, SequenceDelta
-from inflight.frontend.errors import ErrorCode, RequestError
+from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 from inflight.frontend.text.logprobs_json import entry_texts
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["RequestState", "Responder"]
-
-
-class Responder(Protocol):
-    """The way back to one client."""
-
-    def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
-        """Send one response; `final` is the FINAL flag.  Raises if the client cannot be reached."""
-
-    def fail(self, code: ErrorCode, message: str) -> None:
-        """Send one error response with the FINAL flag."""
-
-    def is_cancelled(self) -> bool:
-        """Whether the client gave up; once true, always true."""
+__all__ = ["RequestState"]
 
 
 class RequestState:
-    """A request and its way back.  Owned by the sender thread.
+    """An open request and its responder.  Owned by the sender thread.
 
     Attributes:
         request_id: the engine's id of the request.
         sequences: its n outputs.
-        inbox: deltas that `sequences` have not taken yet, oldest first.
-        last_act: what ends it in place of its last token, once the inbox is empty.
-        prompt_logprobs: those that came so far, the JSON of each token, until they are sent; None if not requested.
+        inbox: deltas that `sequences` have not processed yet, oldest first.
+        last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: no early end.
+        prompt_logprobs: the JSON of each token that has arrived, until they are sent; None if not requested.
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
-        settled: the metrics know of its end, so that its last response may be sent.
-        sent_time, due: `time.monotonic()` seconds of its last response, and of the one that waits (0.0: none does).
-        paused, stopped: the engine was told to drop it until its inbox is empty (`Backpressure`); and has done so.
+        settled: the metrics include its end, so its last response can be sent.
+        sent_time, due: `time.monotonic()` seconds of its last response, and of the waiting one (0.0: none waits).
+        paused: the engine was told to drop it until its inbox is empty (`Backpressure`).
+        stopped: the engine has dropped it.
         closed: its FINAL flag was sent.
-        dropped: the sweep thread gave it up; its end is on the way.
+        dropped: the cancellation thread gave it up; its end is queued.
         arrival, deadline: `time.monotonic()` seconds; a `deadline` of None is none.
         first_token_time: `time.monotonic()` seconds, None until then.
         end_time: likewise, of its last token; None if it ends with an error.
@@ -77,7 +64,7 @@ class RequestState:
         self._spelling_tokenizer = spelling_tokenizer(request, tokenizer)
         self._interval = interval
         self._num_sent_tokens = 0
-        # Token ids and logprobs are worth a response even if they complete no text; so is a token that gets none.
+        # Token ids and logprobs justify a response without new text; so does every token if nothing is detokenised.
         self._sends_tokens = not message.params.detokenize or bool(
             {"return_token_ids", "return_logprobs", "return_log_probs"} & request.returns
         )
@@ -85,7 +72,7 @@ class RequestState:
 
     @property
     def engine_request(self) -> AddRequest:
-        """What is left for the engine to do: a sequence that has ended takes no part."""
+        """The message for the engine, without the sequences that have ended."""
         message = self.request.engine_request
         if not message.output_token_ids:
             return message
@@ -94,12 +81,12 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated for this stream, all sequences together; those it began with are not among them."""
+        """Tokens generated for this stream in all sequences, without the output that it began with."""
         return sum(sequence.num_generated_tokens for sequence in self.sequences)
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that no response contained yet, those in the inbox included; all before the first response."""
+        """Tokens that no response has contained yet, including one for each delta in the inbox."""
         return len(self.inbox) + self.num_output_tokens - self._num_sent_tokens
 
     @property
@@ -109,7 +96,7 @@ class RequestState:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a delta may stay in the inbox for a while: it begins no stream, and ends none by a stop string."""
+        """Whether a delta can stay in the inbox for a while: not the first one, and not if there are stop strings."""
         return self._num_sent_tokens > 0 and not self.request.engine_request.params.stop
 
     @property
@@ -122,33 +109,33 @@ class RequestState:
         return [sequence.index for sequence in self.sequences if not sequence.ended]
 
     @property
-    def has_news(self) -> bool:
+    def has_new_output(self) -> bool:
         """Whether a streaming client should get a response now."""
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
-            return False  # they go with the first response, complete
+            return False  # the first response contains all of them
         if (
             self._interval > 1
             and self._num_sent_tokens
             and self.num_output_tokens - self._num_sent_tokens < self._interval
         ):
             return False
-        return any(map(self._is_news, self.sequences))
+        return any(map(self._has_new_output, self.sequences))
 
-    def _is_news(self, sequence: SequenceOutput) -> bool:
+    def _has_new_output(self, sequence: SequenceOutput) -> bool:
         return bool(sequence.text or (self._sends_tokens and sequence.new_token_ids))
 
     def parts(self, final: bool) -> list[list[SequenceOutput]]:
-        """The sequences that share a response, response by response; `final`: the last ones of the stream."""
+        """The sequences of each response to send now; `final`: these are the last responses of the stream."""
         if not self.request.separate:
             return [self.sequences]
-        told = [s for s in self.sequences if (not s.end_sent if final else self._is_news(s))]
-        return [[sequence] for sequence in told or self.sequences[-1:]]
+        changed = [s for s in self.sequences if (not s.end_sent if final else self._has_new_output(s))]
+        return [[sequence] for sequence in changed or self.sequences[-1:]]
 
     def take_inbox(self, seconds: float = math.inf) -> list[int]:
-        """Process the deltas that came, at least one; those that are left after `seconds` stay in the inbox.
+        """Process the deltas in the inbox, at least one, for about `seconds`; the others stay.
 
         Returns:
-            Indices of the sequences that a stop string ended and that still run in the engine; each once.
+            Indices of the sequences that a stop string ended and that still run in the engine; each is returned once.
         """
         inbox, stopped = self.inbox, []
         late = time.monotonic() + seconds if len(inbox) > 1 else math.inf
@@ -156,7 +143,7 @@ class RequestState:
             delta = inbox.popleft()
             if self.prompt_logprobs is not None and delta.prompt_logprobs:
                 self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
-            if self.num_cached_tokens is None:  # of several sequences, the first that runs brings the prompt's
+            if self.num_cached_tokens is None:  # the first sequence that runs reports the prompt's
                 self.num_cached_tokens = delta.num_cached_tokens
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
@@ -169,9 +156,9 @@ class RequestState:
         return stopped
 
     def rest(self) -> AddRequest | None:
-        """What another engine must be sent to go on where the deltas end that came; None if there is nothing left.
+        """The message with which another engine continues after the last delta; None if nothing is left.
 
-        Call it when `take_inbox` has taken them all.
+        Call it when the inbox is empty.
         """
         message = self.request.engine_request
         outputs = [None if sequence.ended else sequence.token_ids.tolist() for sequence in self.sequences]
@@ -179,7 +166,7 @@ class RequestState:
             return None
         params = message.params
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self._num_prompt_tokens:
-            self.prompt_logprobs = []  # the other engine begins with the first again
+            self.prompt_logprobs = []  # the other engine starts with the first one again
         elif params.prompt_logprobs is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         return msgspec.structs.replace(
@@ -187,7 +174,7 @@ class RequestState:
         )
 
     def sent(self) -> None:
-        """Everything so far is on its way to the client."""
+        """A response with everything so far was sent."""
         self._num_sent_tokens = self.num_output_tokens
 
     def take_prompt_logprobs(self) -> list[str] | None:

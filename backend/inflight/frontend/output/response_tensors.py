@@ -19,31 +19,32 @@ from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["SequenceOutput", "response_outputs", "sequence_outputs", "spelling_tokenizer"]
 
-_RECENT_TOKENS = 64  # several times the tokens whose text waits for others (`IncrementalDetokenizer`)
+_RECENT_TOKENS = 64  # several times the tokens that the detokenizer holds back
 
 
 class SequenceOutput:
-    """Output of one of a request's n sequences: counts so far, and what was not sent yet.
+    """Output of one of a request's n sequences: counts so far, and output that was not sent yet.
 
-    A request may begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
-    go on as if this object had taken those tokens itself, and none of them is sent again.
+    A request can begin with output (`AddRequest.output_token_ids`).  Text, stop strings and counts then
+    continue as if this object had processed these tokens itself, and none of them is sent again.
 
     Args:
         index: its place among the request's sequences.
         shared: what the request's sequences share; made here if None.
 
     Attributes:
-        ended: nothing more comes: it ended here, or before its request came here.
+        ended: no more output follows: it ended here, or before its request arrived here.
         finish_reason: "stop" or "length" if it ended here, or with the output that it began with; else None.
         stop_reason: the stop string or stop token id that ended it.
-        ended_by_stop: ended by a stop string, which only the frontend sees.
-        token_ids: int32, output tokens so far, the one that ended it included; `num_tokens` of them.
-        num_generated_tokens: those of them that the request did not begin with.
-        cumulative_logprob: sum over them, 0 unless the engine was asked for log probabilities.
-        text, new_token_ids, new_logprobs, new_logprob_values: what was not sent yet; of log probabilities the JSON of
-            each token, and the token's own, where the request asks for them.
+        ended_by_stop: a stop string ended it; only the frontend sees these.
+        token_ids: int32[num_tokens], output tokens so far, including the one that ended it.
+        num_generated_tokens: the number of them that the request did not begin with.
+        cumulative_logprob: sum over all of them; 0 unless the engine was asked for log probabilities.
+        text, new_token_ids: output that was not sent yet.
+        new_logprobs, new_logprob_values: log probabilities that were not sent yet, if the request asks for them: the
+            JSON of each token, and the number of the chosen token.
         index: its place among the request's sequences.
-        end_sent: the response that says how it ended was made, here or elsewhere.
+        end_sent: the response with its finish reason was made, here or elsewhere.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class SequenceOutput:
         self.text = request.prepend_text
 
     def _take_given(self, request_id: int, token_ids: list[int], end: SequenceEnd | None) -> None:
-        """Go through output from elsewhere, which ended as `end` says.
+        """Process output that was generated elsewhere, and ended as `end` says.
 
-        One token at a time, as most outputs come: what is shown of broken UTF-8 depends on it.  What is long ago does
-        not, and without stop strings is taken at once.
+        The last tokens one at a time, as most outputs arrive: the text of invalid UTF-8 depends on it.  Without stop
+        strings, earlier tokens are processed at once.
         """
         recent = 0 if self._stop is not None else max(0, len(token_ids) - _RECENT_TOKENS)
         if recent:
@@ -105,7 +106,7 @@ class SequenceOutput:
         return len(self.token_ids)
 
     def advance(self, delta: SequenceDelta) -> None:
-        """Take what a step added: one token, several or none.  Ignored once the sequence has ended."""
+        """Process the output of a step: one token, several or none.  Ignored once the sequence has ended."""
         if self.ended:
             return
         token_ids = delta.token_ids
@@ -129,7 +130,7 @@ class SequenceOutput:
         self.ended = self.finish_reason is not None
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
-        """Push token by token, as tokens behind a match do not count.
+        """Push token by token: tokens after a match do not count.
 
         Returns:
             Tokens up to the match, or None without one.
@@ -207,11 +208,11 @@ def sequence_outputs(request: ParsedRequest, tokenizer: Tokenizer) -> list[Seque
 
 
 class _Shared:
-    """What takes a while for long lists and prompts, and is the same for all sequences of a request.
+    """Objects that the sequences of a request share: they are expensive for long prompts and lists.
 
     Attributes:
         stop: None without stop strings.
-        detokenizer: has not begun.
+        detokenizer: at the start of the output.
     """
 
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer) -> None:
@@ -226,7 +227,7 @@ class _Shared:
 
 @dataclass(slots=True)
 class _Sent:
-    """What earlier responses contained, where each repeats it."""
+    """The content of earlier responses, for cumulative responses."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -235,7 +236,7 @@ class _Sent:
 
 
 class _NoText:
-    """Stands in for an `IncrementalDetokenizer` whose text nobody wants."""
+    """Replaces the `IncrementalDetokenizer` of a request that wants no text."""
 
     def another(self) -> _NoText:
         return self
@@ -248,7 +249,7 @@ class _NoText:
 
 
 def spelling_tokenizer(request: ParsedRequest, tokenizer: Tokenizer) -> Tokenizer | None:
-    """What spells out the tokens of log probabilities; None if the request wants no text."""
+    """The tokenizer for the texts of log probabilities; None if the request wants no text."""
     return tokenizer if request.engine_request.params.detokenize else None
 
 
@@ -258,12 +259,12 @@ def response_outputs(
     prompt_logprobs: Sequence[str] | None,
     num_cached_tokens: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Everything not sent yet as output tensors, one element per sequence; marks it as sent.
+    """The output that was not sent yet as tensors, one element per sequence; marks it as sent.
 
     Args:
         sequences: all of the request's, or one of them if each has responses of its own.
-        prompt_logprobs: the JSON of each prompt token for the response that carries them, else None.
-        num_cached_tokens: prompt tokens that the prefix cache served; None if no engine has run it.
+        prompt_logprobs: the JSON of each prompt token, for the response that contains them; else None.
+        num_cached_tokens: prompt tokens that the prefix cache served; None if no engine has run the request.
     """
     returns = request.returns
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
@@ -299,7 +300,7 @@ def response_outputs(
 
 
 def _padded(rows: list[list[float]]) -> np.ndarray:
-    """float32[n, longest]: the rows, filled up with 0."""
+    """float32[n, longest]: the rows, padded with 0."""
     table = np.zeros((len(rows), max(map(len, rows))), dtype=np.float32)
     for values, row in zip(table, rows):
         values[: len(row)] = row

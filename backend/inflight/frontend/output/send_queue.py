@@ -1,4 +1,4 @@
-"""Which stream the sender thread serves next.  No threads, no Triton."""
+"""Chooses the stream that the sender thread serves next.  No threads, no Triton."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from inflight.frontend.output.stream_scheduler import StreamScheduler
 
 __all__ = ["SLICE", "SendQueue"]
 
-# Seconds after which a stream's turn ends, between two deltas.
+# Seconds after which a stream's turn ends; it ends between two deltas.
 SLICE = 0.002
-# Seconds that an end may wait for others, so that the metrics are published once for all of them.
+# Seconds that a finished stream waits for others, so that the metrics are published once for all of them.
 _GATHER_ENDS = 0.005
 
 
 class SendQueue:
-    """Streams with news take turns; some wait until a response is due, and ends wait for the metrics."""
+    """Streams with new output take turns; some wait until a response is due, and finished ones wait for the metrics."""
 
     def __init__(self) -> None:
         self._scheduler: StreamScheduler[RequestState] = StreamScheduler()
-        self._held: deque[tuple[float, RequestState]] = deque()  # when due; waits are alike, so about in order
+        self._held: deque[tuple[float, RequestState]] = (
+            deque()
+        )  # (due time, stream); waits are similar, so the order is about that of the due times
         self._ended: list[RequestState] = []
 
     def idle_seconds(self, now: float) -> float | None:
-        """How long nobody needs service; 0.0: somebody does. None: until somebody is added."""
+        """Seconds until a stream needs service; 0.0: now.  None: not before one is added."""
         if self._scheduler or self._ended:
             return 0.0
         return max(0.0, self._held[0][0] - now) if self._held else None
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody needs service now, those aside that are held."""
+        """Whether a stream needs service now; held streams do not count."""
         return bool(self._scheduler or self._ended)
 
     def add(self, stream: RequestState) -> None:
-        """It has news, or an end."""
+        """The stream has new output, or must end."""
         self._scheduler.add(stream)
 
     def hold(self, stream: RequestState, due: float) -> None:
-        """Its news wait until `due`, unless it is sent something before."""
+        """Its output waits until `due`, unless a response is sent before."""
         if stream.due < due:
             stream.due = due
             self._held.append((due, stream))
 
     def finish(self, stream: RequestState) -> None:
-        """It ended by its last token: its last response waits until the metrics know."""
+        """It ended with its last token: its last response waits until the metrics include it."""
         self._ended.append(stream)
 
     def take_ended(self, now: float) -> list[RequestState]:
-        """Streams to publish metrics for, after which they are added again; empty while others may join them."""
+        """Finished streams, to be added again after their metrics are published; empty while more can arrive."""
         if not self._ended or (self._scheduler and now < (self._ended[0].end_time or 0.0) + _GATHER_ENDS):
             return []
         ended, self._ended = self._ended, []
         return ended
 
     def take(self, now: float) -> RequestState | None:
-        """Whose turn it is."""
+        """The stream to serve next; None if none is waiting."""
         while self._held and self._held[0][0] <= now:
             due, stream = self._held.popleft()
             if stream.due == due and not stream.closed:
@@ -64,7 +66,7 @@ class SendQueue:
         return self._scheduler.take()
 
     def charge(self, stream: RequestState, seconds: float) -> None:
-        """Its turn took so long."""
+        """Its turn took `seconds`."""
         self._scheduler.charge(stream, seconds)
 
     def forget(self, stream: RequestState) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is in a thread that serves many: fair by measured cost.  Pure Python."""
+"""Shares a thread fairly between streams, by measured cost.  Pure Python."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Key = TypeVar("Key", bound=Hashable)
 class StreamScheduler(Generic[Key]):
     """Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with costs that are known afterwards.
 
-    Each key that has work waits with a *start tag*: the virtual time at which its work becomes due.  The smallest is
-    served next, and virtual time is the start tag of whom was served last.  A turn's cost moves the key's own next
-    tag ahead and nobody else's.  So
+    Each key that has work waits with a *start tag*: the virtual time at which its work becomes due.  The key with the
+    smallest tag is served next, and virtual time is the start tag of the key that was served last.  The cost of a turn
+    advances only the key's own next tag.  So
 
-    - of keys that always have work, none gets ahead of another by more than their two largest turns;
+    - among keys that always have work, none gets ahead of another by more than their two largest turns;
     - a key that has caught up waits for at most one turn of each other key;
-    - equal tags are served in the order in which they came.
+    - equal tags are served in the order of their arrival.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Key]] = []  # a heap: start tag, order of arrival, key
         self._queued: set[Key] = set()
-        self._due: dict[Key, float] = {}  # keys whose last turn reaches beyond virtual time, and their next tag
+        self._due: dict[Key, float] = {}  # key -> its next start tag, if that lies beyond virtual time
         self._now = 0.0
         self._count = 0
 
@@ -34,7 +34,7 @@ class StreamScheduler(Generic[Key]):
         return len(self._queued)
 
     def add(self, key: Key) -> None:
-        """The key has work; one that waits already keeps its place."""
+        """The key has work; a key that is waiting keeps its place."""
         if key in self._queued:
             return
         self._queued.add(key)
@@ -42,7 +42,7 @@ class StreamScheduler(Generic[Key]):
         heappush(self._waiting, (max(self._now, self._due.get(key, 0.0)), self._count, key))
 
     def take(self) -> Key | None:
-        """Whom to serve next, who then waits no longer; None if nobody waits."""
+        """Remove and return the key to serve next; None if no key is waiting."""
         while self._waiting:
             start, _, key = heappop(self._waiting)
             if key in self._queued:
@@ -52,7 +52,7 @@ class StreamScheduler(Generic[Key]):
         return None
 
     def charge(self, key: Key, cost: float) -> None:
-        """The turn that was just taken cost so much (0 or more)."""
+        """The last turn cost `cost` (0 or more)."""
         self._due[key] = self._now + cost
 
     def forget(self, key: Key) -> None:

@@ -104,9 +104,9 @@ class WireRequest:
     Attributes:
         inputs: name -> array as received.
         parameters: request parameters, decoded.
-        timeout_us: the timeout that Triton has for the request, in microseconds; 0 for none.
-        request_id: the client's name for it; "" for none.
-        received: `time.monotonic()` seconds; its deadline and its place in line count from then.
+        timeout_us: the request's timeout, in microseconds; 0: none.
+        request_id: the client's; "" for none.
+        received: `time.monotonic()` seconds; its deadline and its place in the queue count from then.
     """
 
     inputs: Mapping[str, np.ndarray]

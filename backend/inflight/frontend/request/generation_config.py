@@ -1,6 +1,6 @@
 """A checkpoint's sampling defaults, from generation_config.json.  No torch, no Triton.
 
-The same keys as vLLM's `generation_config`; `do_sample` and what else transformers' `generate()` reads have no effect.
+Reads the same keys as vLLM's `generation_config`; `do_sample` and other keys of transformers have no effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight.hub import CheckpointFileError, checkpoint_file
 __all__ = ["generation_defaults"]
 
 _FILE = "generation_config.json"
-# Key of the file -> sampling key, and the values that it may have.
+# Key of the file -> sampling key, type, minimum, maximum.
 _KEYS: dict[str, tuple[str, type, float, float]] = {
     "temperature": ("temperature", float, 0.0, 100.0),
     "top_k": ("top_k", int, -1, 2**31 - 1),
@@ -27,7 +27,7 @@ _KEYS: dict[str, tuple[str, type, float, float]] = {
 
 
 def generation_defaults(config: EngineConfig) -> dict[str, Any]:
-    """Sampling keys and their values, as `config.generation_config` says: "auto" (or None) is the checkpoint's file.
+    """Sampling keys and values from the file that `config.generation_config` names; "auto" or None: the checkpoint's.
 
     Returns:
         {} for "vllm", and for a checkpoint without the file.

@@ -1,7 +1,12 @@
-"""How much one request may ask for: the `max_*` keys of `model.json` that are about a request.  No torch, no Triton.
+"""Limits of one request: the `max_*` keys of `model.json` that concern requests.  No torch, no Triton.
 
+<<<<<<< HEAD
+Each cost of a request is bounded by a limit, or shared in turns with other requests;
+docs/operations/fair-shares.md lists both.
+=======
 These bound the cost of a request, or it takes its turn with the others;
 docs/operations/fair-shares.md says which.
+>>>>>>> bd897d9
 """
 
 from __future__ import annotations
@@ -17,12 +22,12 @@ from inflight.frontend.errors import shown
 
 __all__ = ["LimitError", "Limits"]
 
-# A stop string is searched for again and again while it may be about to appear.
+# The tail of the text is compared with a stop string again and again while it can be its beginning.
 _MAX_STOP_CHARS = 4096
 
 
 class LimitError(ValueError):
-    """More than a limit allows; the message says how much came and which key of model.json is the limit."""
+    """A request exceeds a limit; the message says by how much, and names the key of model.json."""
 
 
 class Limits:
@@ -39,7 +44,7 @@ class Limits:
         self._max_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises LimitError: more sequences or log probabilities than a request may ask for."""
+        """Raises LimitError: too many sequences or log probabilities."""
         self._check(params.n, "max_n", f"n={params.n}")
         for name in ("logprobs", "prompt_logprobs"):
             given = getattr(params, name)
@@ -67,14 +72,14 @@ class Limits:
         self._check(len(ids), "max_stop_token_ids", f"stop_token_ids has {len(ids)} token ids")
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> None:
-        """Raises LimitError: an input tensor or a request parameter that is too large to be looked at."""
+        """Raises LimitError: an input tensor or a request parameter is too large."""
         sizes = {name: _num_bytes(array) for name, array in inputs.items()}
         sizes |= {name: len(value) for name, value in parameters.items() if isinstance(value, str)}
         for name, size in sizes.items():
             self._check(size, "max_input_bytes", f"{shown(name)[1:-1]} has {size} bytes")
 
     def check_name(self, name: str, text: str) -> str:
-        """`text`, what a client calls something by; raises LimitError if it is too long."""
+        """Returns `text`, a name that the client chose; raises LimitError if it is too long."""
         size = len(text.encode(errors="surrogatepass"))
         self._check(size, "max_name_bytes", f"{name} has {size} bytes")
         return text

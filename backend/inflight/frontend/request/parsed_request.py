@@ -16,20 +16,20 @@ __all__ = ["ParsedRequest"]
 class ParsedRequest:
     """A checked request: the message for the engine, and what only the frontend needs.
 
-    A new field for the engine goes into `AddRequest`, and into the parser that fills it.
+    A new field for the engine is added to `AddRequest`, and to the parser, which fills it.
 
     Attributes:
         engine_request: crosses the pipe as it is; its `request_id` is 0 until `with_id`.
         stream: one response per new text, else one at the end.
-        prepend_text: what the first text of each sequence begins with ("" or the prompt).
+        prepend_text: put before the first text of each sequence: "" or the prompt.
         returns: names of the `return_*` flags that are set.
         shows_logprobs: the client requested `logprobs` itself.
-        timeout: seconds from arrival to the deadline; None for none.
-        cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty for 0.
-        ends: how sequences ended with the last of their `output_token_ids`, None for the others; empty: none did.
-        cumulative: each response repeats what the ones before it contained.
-        separate: each response is about one sequence, as TensorRT-LLM's are.
-        name: the client's, for the log; "" for none.
+        timeout: seconds from arrival to the deadline; None: no deadline.
+        cumulative_logprobs: sums over `engine_request.output_token_ids`, one per sequence; empty: all 0.
+        ends: how each sequence ended with its `output_token_ids`, None if it did not; empty: none did.
+        cumulative: each response repeats the content of the earlier ones.
+        separate: each response has one sequence, as TensorRT-LLM's do.
+        name: the client's request id, for the log; "" for none.
     """
 
     engine_request: AddRequest
@@ -45,5 +45,5 @@ class ParsedRequest:
     name: str = ""
 
     def with_id(self, request_id: int) -> ParsedRequest:
-        """The same request under an id of the engine's."""
+        """The same request with the engine's id."""
         return replace(self, engine_request=msgspec.structs.replace(self.engine_request, request_id=request_id))

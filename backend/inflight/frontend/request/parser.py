@@ -1,4 +1,4 @@
-"""Triton request -> `ParsedRequest`: the frontend checks nothing after it.  No torch, no Triton types."""
+"""Triton request -> `ParsedRequest`.  No torch, no Triton types."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _INT32 = (-(2**31), 2**31 - 1)
 
 
 class RequestParser:
-    """Checks and converts what clients send; the frontend checks nothing after it.
+    """Checks and converts requests.  No later part of the frontend checks them again.
 
     Args:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
-        number: of this frontend, among those that share the engine: their seeds differ.
+        number: of this frontend among the frontends of the engine: their seeds differ.
 
     Attributes:
-        prompts, limits: what it reads prompts and checks sizes with.
+        prompts: reads prompts.
+        limits: checks sizes.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RequestParser:
         self._seeds = random.Random(config.seed + number) if config.seed is not None else random.SystemRandom()
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
-        """Raises RequestError (INVALID_ARG) with what came and what is allowed."""
+        """Raises RequestError (INVALID_ARG): the message quotes the value and says what is allowed."""
         try:
             return self._parse(wire)
         except (TokenizerError, LimitError) as error:
@@ -75,7 +76,7 @@ class RequestParser:
         self.limits.check_inputs(wire.inputs, wire.parameters)
         inputs = {name: plain_input(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not is_foreign(key)}
-        # A request-level value counts wherever it stands; the remaining parameters are sampling keys.
+        # Request-level values can be inputs or parameters; the remaining parameters are sampling keys.
         request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *SCHEDULING, *RESUME_INPUTS}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
@@ -95,7 +96,7 @@ class RequestParser:
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
         )
-        prepends &= not resumed.token_ids  # it was sent before
+        prepends &= not resumed.token_ids  # the client has it already
         timeout = _timeout(wire)
         return ParsedRequest(
             AddRequest(
@@ -128,7 +129,7 @@ class RequestParser:
         return self.limits.check_name(name, field_of(fields, name, to_text, "a string", ""))
 
     def _prepends(self, fields: Mapping[str, Any], inputs: Mapping[str, Any], stream: bool) -> bool:
-        """Whether the output begins with the prompt: by the request, the model's default, or as in vllm_backend."""
+        """Whether the output begins with the prompt: the request decides, then model.json, then vllm_backend's rule."""
         excludes = field_of(fields, "exclude_input_in_output", to_bool, "true or false", None)
         if stream:
             if excludes is False and not self._is_tensorrt_llm:
@@ -187,7 +188,7 @@ def _to_int32(value: Any) -> int:
 
 
 def _timeout(wire: WireRequest) -> float | None:
-    """Seconds.  gRPC clients set a field of the request, the generate endpoint a parameter."""
+    """Seconds.  gRPC clients set a field of the request; the generate endpoint sets a parameter."""
     value = wire.timeout_us or field_of(wire.parameters, "timeout", to_float, "a number of microseconds", 0)
     if value < 0:
         raise RequestError("INVALID_ARG", f"timeout={value}: must be a number of microseconds, 0 for none")

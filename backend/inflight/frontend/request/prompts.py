@@ -1,4 +1,4 @@
-"""What a client sends as its prompt -> token ids.  No torch, no Triton."""
+"""The prompt of a request -> token ids.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class PromptReader:
         self._vocab_size = vocab_size
 
     def read(self, inputs: Mapping[str, Any], truncate: int | None = None) -> tuple[list[int], str]:
-        """Token ids, and the text they came from ("" for `input_ids`).
+        """Token ids, and their text ("" for `input_ids`).
 
         Args:
-            truncate: keep at most this many tokens, the last ones; -1: as many as can be served. None: all.
+            truncate: keep at most this many tokens, the last ones; -1: as many as fit; None: all.
 
         Raises:
-            TokenizerError: a text, and no tokenizer.
-            RequestError: INVALID_ARG; not exactly one prompt, one of no or of too many tokens, or unknown ids.
+            TokenizerError: a text, and the checkpoint has no tokenizer.
+            RequestError: INVALID_ARG; not exactly one prompt, no tokens, too many tokens, or unknown ids.
         """
         given = [name for name in PROMPTS if inputs.get(name)]
         if not given and inputs.get("text_input") == "":
@@ -56,7 +56,7 @@ class PromptReader:
         return self._checked(token_ids), text
 
     def tokens(self, inputs: Mapping[str, Any], add_special_tokens: bool) -> list[int]:
-        """Token ids of `text_input` or `messages`, which need not fit a request.
+        """Token ids of `text_input` or `messages`; they can be more than a request can have.
 
         Raises:
             TokenizerError, RequestError: as `read`.
@@ -75,12 +75,12 @@ class PromptReader:
         return given
 
     def _tokenise(self, text: str, limit: int | None, add_special_tokens: bool) -> list[int]:
-        """Token ids; of a truncated prompt the special tokens at its ends and the last of the others."""
+        """Token ids; a truncated prompt keeps the special tokens at its ends and the last of the others."""
         self._tokenizer.check_texts([text])
         longest = self._tokenizer.longest_token
         if limit is None:
             most = self._max_model_len - 1
-            if len(text) > most * longest:  # spare the tokeniser what cannot fit
+            if len(text) > most * longest:  # do not tokenise what cannot fit
                 raise RequestError(
                     "INVALID_ARG", f"the prompt has {len(text)} characters, which must be more than {most} tokens"
                 )
@@ -116,7 +116,7 @@ class PromptReader:
         return ids
 
     def check_ids(self, ids: list[int]) -> None:
-        """Raise RequestError for ids outside of the vocabulary."""
+        """Raise RequestError for ids outside the vocabulary."""
         low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high

@@ -1,4 +1,4 @@
-"""A request that begins with output: what its client already has of it.  No torch, no Triton."""
+"""Requests that continue an output that their client already has.  No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GREEDY_BELOW = 1e-5  # as in `sampling/table.py`, which imports torch
 
 
 class SequenceEnd(NamedTuple):
-    """How a sequence ended with its last token, as a `SequenceDelta` says it."""
+    """How a sequence ended with its last token, as in a `SequenceDelta`."""
 
     finish_reason: str
     stop_token: int | None = None
@@ -30,11 +30,11 @@ class SequenceEnd(NamedTuple):
 
 @dataclass(slots=True)
 class Resumed:
-    """Output to go on from, one entry for each of the n sequences; all empty if there is none.
+    """Output to continue, one entry for each of the n sequences; all lists are empty if there is none.
 
     Attributes:
         token_ids: as `AddRequest.output_token_ids`.
-        ends: how those ended that are complete; None for the others.
+        ends: how each complete sequence ended; None for the others.
         cumulative_logprobs: sums of log probabilities.
     """
 
@@ -53,17 +53,17 @@ def read_resumed(
     max_model_len: int,
     vocab_size: int,
 ) -> Resumed:
-    """What a request says of its output so far.
+    """Read the output so far from a request.
 
     Args:
         fields: inputs and request parameters by name; a parameter is a JSON list, or a string that is one.
         params: of the request, checked.
-        seed_given: the request has a seed of its own.
+        seed_given: the request names a seed.
         eos_token_ids, max_model_len, vocab_size: of the loaded checkpoint.
 
     Raises:
-        RequestError: INVALID_ARG; lists of the wrong type or length, ids that are not in the vocabulary, output
-            behind its own end, a random request without a seed, or nothing left to generate.
+        RequestError: INVALID_ARG; lists of the wrong type or length, ids that are not in the vocabulary, output after
+            its own end, a random request without a seed, or nothing left to generate.
     """
     given = {name: _json(fields[name]) for name in RESUME_INPUTS if fields.get(name) is not None}
     if _IDS not in given:
@@ -75,7 +75,7 @@ def read_resumed(
     if sums and len(sums) != params.n:
         raise RequestError("INVALID_ARG", f"{_LOGPROBS} has {len(sums)} entries: give one for each of n={params.n}")
     if all(output == [] for output in outputs):
-        return Resumed()  # cut before the first token: a request like any other
+        return Resumed()  # it was cut before the first token: an ordinary request
     if all(output is None for output in outputs):
         raise RequestError("INVALID_ARG", f"{_IDS}: every sequence has ended, and nothing is left to generate")
     if not seed_given and params.temperature >= _GREEDY_BELOW:
@@ -91,12 +91,12 @@ def read_resumed(
 
 
 def _json(value: Any) -> Any:
-    """A request parameter is a string or a number where an input is a list."""
+    """Decode a request parameter: a string or a number where an input is a list."""
     if isinstance(value, str):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            return value  # refused as what it is
+            return value  # refused later, with its own text
     return value
 
 
@@ -142,7 +142,7 @@ def _numbers(name: str, values: Any, convert: Callable[[Any], Any], what: str) -
 def _end(
     index: int, output: list[int] | None, limit: int, ending: frozenset[int], vocab_size: int
 ) -> SequenceEnd | None:
-    """How the sequence ended with its last token; None if it goes on."""
+    """How the sequence ended with its last token; None if it continues."""
     if not output:
         return None
     low, high = min(output), max(output)

@@ -44,12 +44,12 @@ CUMULATIVE, DELTA, FINAL_ONLY = _OUTPUT_KINDS = range(3)
 
 @dataclass(slots=True)
 class RequestKeys:
-    """What a request's sampling keys say.
+    """The sampling keys of a request, converted.
 
     Attributes:
         params: for the engine; `seed` is None if not given, and ranges are not checked.
-        truncate_prompt_tokens: keep the last tokens of the prompt, at most so many; None: all of them.
-        output_kind: what a streaming response contains; None: what is new.
+        truncate_prompt_tokens: keep at most this many tokens, the last ones of the prompt; None: all of them.
+        output_kind: content of a streaming response (`CUMULATIVE` ...); None: the new output.
     """
 
     params: SamplingParams
@@ -58,7 +58,7 @@ class RequestKeys:
 
 
 class ValueKind(NamedTuple):
-    """What the value of a key can be.
+    """The allowed values of a key.
 
     Attributes:
         convert: from the client's form; raises ValueError, TypeError or OverflowError.
@@ -183,7 +183,7 @@ def request_keys(
 
     Args:
         layers: key -> value as received; later layers win.
-        is_tensorrt_llm: take TensorRT-LLM's defaults.
+        is_tensorrt_llm: use TensorRT-LLM's defaults.
 
     Raises:
         RequestError: INVALID_ARG; an unknown key, or a value of the wrong type.
@@ -193,7 +193,7 @@ def request_keys(
     for layer in layers:
         values |= _canonical(layer)
     limits.check_lists(values)
-    values.pop("flat_logprobs", None)  # how vLLM keeps them in memory; vllm_backend's JSON is the same
+    values.pop("flat_logprobs", None)  # a layout in vLLM's memory; vllm_backend's JSON is the same
     if (bad_words := values.pop("bad_words", None)) is not None:
         values["bad_words_ids"] = tokenizer.bad_words_ids(bad_words)
     if (end_id := values.pop("end_id", None)) is not None:
@@ -213,7 +213,7 @@ def request_keys(
 
 
 def _grammar(values: dict[str, Any]) -> GrammarSpec | None:
-    """Take the keys that constrain the output out of `values`."""
+    """Remove the keys that constrain the output from `values`, and convert them."""
     found = {
         key: structured_outputs(key, value)
         for key in ("structured_outputs", "guided_decoding")
@@ -229,7 +229,7 @@ def _grammar(values: dict[str, Any]) -> GrammarSpec | None:
 
 
 def _apply_greedy_default(values: dict[str, Any]) -> None:
-    """TensorRT-LLM is greedy unless `top_k` or `top_p` is given; 0, the default of both, is not to give it."""
+    """TensorRT-LLM is greedy unless `top_k` or `top_p` is given; 0, the default of both, counts as not given."""
     if values.get("top_p") == 0:
         del values["top_p"]
     if not values.get("top_k") and "top_p" not in values:

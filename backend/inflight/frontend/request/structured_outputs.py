@@ -1,6 +1,6 @@
-"""What clients ask of an output -> `GrammarSpec`: vLLM's `structured_outputs`, TensorRT-LLM's `guided_decoding_guide`.
+"""Constraints on the output -> `GrammarSpec`: vLLM's `structured_outputs`, TensorRT-LLM's `guided_decoding_guide`.
 
-Only the form is checked here.  Schemas, expressions and grammars are read where they are compiled.
+Only the form is checked here.  Schemas, expressions and grammars are checked when they are compiled.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GUIDES: dict[str, GrammarKind] = {
 GUIDE_TYPES = ("json", *_GUIDES)
 
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-# vLLM's, which choose or tune libraries that do not exist here.
+# Keys of vLLM that choose or tune libraries that do not exist here.
 _IGNORED = {"backend", "backend_was_auto", "disable_fallback", "_backend", "_backend_was_auto"}
 
 
 def grammar(**keys: Any) -> GrammarSpec:
     """For `SamplingParams(grammar=...)`: the keys of `structured_outputs`, one of them `json`, `regex`, `choice` ...
 
-    `json` may be a pydantic model, too.
+    `json` can be a pydantic model, too.
 
     Raises:
         ValueError: a key or value that is not allowed.

@@ -1,4 +1,4 @@
-"""Which tenant a request belongs to: what the operator's proxy says in a header, or what the client claims."""
+"""The tenant of a request: named by the operator's proxy in a header, or claimed by the client."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["tenant_of"]
 def tenant_of(header: str | None, parameters: Mapping[str, Any], claim: str) -> str:
     """The tenant; "" for none.
 
-    Triton forwards headers as request parameters (`--grpc-header-forward-pattern`), where they stand behind those of
-    the client, so that of two with one name the proxy's is left.
+    Triton forwards headers as request parameters (`--grpc-header-forward-pattern`), after the client's own; so of two
+    parameters with one name, the proxy's remains.
 
     Args:
-        header: `tenant_header` of model.json; None takes the claim.
-        parameters: all of the request.
+        header: `tenant_header` of model.json; None: use the claim.
+        parameters: all parameters of the request.
         claim: the input `tenant`.
 
     Raises:
-        RequestError: INVALID_ARG; the claim is not what the header says, or the header came twice.
+        RequestError: INVALID_ARG; the claim differs from the header, or the header came twice.
     """
     if header is None:
         return claim

@@ -1,9 +1,8 @@
-"""Requests on their way in: small ones are read at once, those with long texts or a chat in threads of their own.
+"""Parses requests: small ones at once, long texts and chats in threads.
 
 Triton calls `execute` in one thread, and a text of a megabyte takes a second to tokenise.  The tokenizers library
-gives Python's lock away meanwhile (`text.py`), so the requests behind it, and the sender thread, go on.  A chat's
-template is rendered by another process, which may take seconds (`template_process.py`): chats wait for each other
-alone.
+releases Python's lock meanwhile (`tokenizer.py`), so later requests and the sender thread continue.  Another process
+renders the template of a chat, which can take seconds (`render_client.py`): chats wait only for other chats.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import PriorityQueue
+from typing import Protocol
 
 import numpy as np
 
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.output_processor import OutputProcessor
-from inflight.frontend.output.request_state import Responder
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.responder import Responder
 
 __all__ = ["TokenizePool"]
 
 DIRECT_BYTES = 8192  # of text: about 2 ms
 _NUM_THREADS = 2
 _MAX_WAITING_BYTES = 64 * 2**20
-# A text waits as if it had come later by the time that it takes: others pass it meanwhile, and it is not starved.
+# A text is ranked as if it had arrived later, by the time that it takes: shorter ones overtake it, but never forever.
 _SECONDS_PER_BYTE = 1e-6
-_BYTES_PER_SHOWN_TOKEN = 16  # as much time as a text of that length takes
+_BYTES_PER_SHOWN_TOKEN = 16  # a token takes as long to detokenise as this much text to tokenise
 
 
 Answer = Callable[[WireRequest], dict[str, np.ndarray]]
@@ -37,7 +36,7 @@ Answer = Callable[[WireRequest], dict[str, np.ndarray]]
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A request whose text is tokenised by a thread; the smallest `rank` is next."""
+    """A request that waits for a thread; the smallest `rank` is next."""
 
     rank: float
     number: int
@@ -47,21 +46,29 @@ class _Waiting:
     answer: Answer | None = field(compare=False, default=None)
 
 
+class _OutputProcessor(Protocol):
+    """The part of `OutputProcessor` that the pool needs."""
+
+    def open(self, request: ParsedRequest, responder: Responder) -> None: ...
+    def reject(self, responder: Responder, error: RequestError) -> None: ...
+    def respond(self, responder: Responder, outputs: dict[str, np.ndarray]) -> None: ...
+
+
 class TokenizePool:
     """Parses requests and opens their streams.
 
     Args:
         parse: checks and tokenises; raises RequestError. Called by several threads.
-        output_processor: takes what was parsed, and errors.
+        output_processor: opens the streams, and sends errors.
         log_error: writes one line to the server's log.
-        max_waiting_bytes: of text that waits for a thread; beyond that, requests with long texts are refused.
-        num_threads: that read long texts; one more reads chats.
+        max_waiting_bytes: of text that waits for a thread; requests with long texts beyond it are refused.
+        num_threads: threads for long texts; there is one more for chats.
     """
 
     def __init__(
         self,
         parse: Callable[[WireRequest], ParsedRequest],
-        output_processor: OutputProcessor,
+        output_processor: _OutputProcessor,
         log_error: Callable[[str], None],
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         num_threads: int = _NUM_THREADS,
@@ -86,22 +93,22 @@ class TokenizePool:
             thread.start()
 
     def stop(self) -> None:
-        """Refuse what waits, and end the threads once they have finished what they read."""
+        """Refuse waiting requests, and end the threads when they have finished their current ones."""
         self._stopping = True
         for queue, _ in self._readers:
-            queue.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NOBODY))
+            queue.put(_Waiting(float("inf"), 0, 0, WireRequest({}), _NO_RESPONDER))
         for _, thread in self._readers:
             if thread.ident is not None:
                 thread.join()
 
     def take(self, wire: WireRequest, responder: Responder, answer: Answer | None = None) -> None:
-        """Open the request's stream, now or when a thread has read it.
+        """Open the request's stream, now or when a thread has parsed it.
 
         Args:
-            answer: what the request gets in place of a stream; takes as long as reading it. Raises RequestError.
+            answer: makes a single answer instead of a stream, and takes as long as parsing.  Raises RequestError.
 
         Raises:
-            RequestError: it is refused now.  Later errors are sent.
+            RequestError: it is refused now.  Later errors are sent to the client.
         """
         num_bytes, is_chat = _num_text_bytes(wire), "messages" in wire.inputs
         if num_bytes <= DIRECT_BYTES and not is_chat:
@@ -121,7 +128,7 @@ class TokenizePool:
 
     @contextmanager
     def errors_to(self, responder: Responder) -> Iterator[None]:
-        """Send what the block raises: a bug or a tokenizer's panic must not affect the other requests."""
+        """Send the errors of the block to the client: a bug or a tokenizer's panic must affect no other request."""
         try:
             yield
         except RequestError as error:
@@ -134,7 +141,7 @@ class TokenizePool:
             self._output_processor.reject(responder, RequestError("INTERNAL", message))
 
     def _read_loop(self, queue: PriorityQueue[_Waiting]) -> None:
-        while (waiting := queue.get()).responder is not _NOBODY:
+        while (waiting := queue.get()).responder is not _NO_RESPONDER:
             with self.errors_to(waiting.responder):
                 self._read(waiting)
             with self._lock:
@@ -154,8 +161,8 @@ class TokenizePool:
             self._output_processor.respond(responder, answer(wire))
 
 
-class _Nobody:
-    """Stands for the responder of no request."""
+class _NoResponder:
+    """Marks the entry that ends a thread."""
 
     def send(self, outputs: object, final: bool) -> None: ...
     def fail(self, code: str, message: str) -> None: ...
@@ -163,13 +170,13 @@ class _Nobody:
         return False
 
 
-_NOBODY = _Nobody()
+_NO_RESPONDER = _NoResponder()
 
 
 def _num_text_bytes(wire: WireRequest) -> int:
-    """Of all texts that the request has as inputs, and of token ids that are detokenised.
+    """Bytes of all text inputs, and of token ids that are detokenised.
 
-    Other numbers are read at once, whatever their number.
+    Other tensors are parsed at once, whatever their size.
     """
     texts = sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
     shown = wire.inputs.get("input_ids" if "control" in wire.parameters else "resume_token_ids")

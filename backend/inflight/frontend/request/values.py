@@ -35,7 +35,7 @@ def to_int(value: Any) -> int:
 
 
 def to_count(value: Any) -> int | None:
-    """An integer; true is 1, as vllm_backend has it, and false is none: Triton's OpenAI frontend sends it."""
+    """An integer; true is 1, as in vllm_backend, and false is None: Triton's OpenAI frontend sends booleans."""
     return (1 if value else None) if isinstance(value, bool) else to_int(value)
 
 

@@ -17,11 +17,11 @@ _MAX_PENDING = 16  # tokens without text that are kept
 class IncrementalDetokenizer:
     """Text of one output sequence, token by token.
 
-    The chunks, joined, are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
-    ends inside a character: bytes wait until they are complete or `flush()` gives them up.
-    The window scheme is that of `tokenizers.decoders.DecodeStream`, which can neither give up
-    what it holds back nor serve slow tokenizers, and fails for good on an output whose bytes
-    change the text before them ("invalid prefix").
+    The joined chunks are `decode(prompt + output)` without `decode(prompt)`.  A chunk never
+    ends inside a character: bytes are held back until they are complete, or until `flush()`.
+    The window scheme is that of `tokenizers.decoders.DecodeStream`, which cannot flush, does not
+    support slow tokenizers, and fails permanently if bytes of the output change the text before
+    them ("invalid prefix").
 
     Args:
         prompt_token_ids: context for the first chunk, so that its leading space is right.
@@ -37,17 +37,17 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []
 
     def another(self) -> IncrementalDetokenizer:
-        """One for another output of the same prompt; call it before the first `push`."""
+        """A detokenizer for another output of the same prompt; call it before the first `push`."""
         other = copy(self)
         other._pending = []
         return other
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The shortest useful tail of the prompt and its text."""
+        """The shortest useful tail of the prompt, and its text."""
         for length in (6, 32, len(prompt)):
             tail = list(prompt[-length:]) if length else []
             text = self._decode(tail, self._skip)
-            # A tail that ends inside a character has no stable text: begin without context.
+            # A tail that ends inside a character has no stable text: start without context.
             if text.endswith(_REPLACEMENT):
                 break
             if text or length >= len(prompt):
@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
         return [], ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens complete; may be empty."""
+        """The text that these tokens complete; can be empty."""
         self._pending += token_ids
         for held in range(min(_PARTIAL_TOKENS, len(self._pending)) + 1):
             text = self._decode(self._window + self._pending[: len(self._pending) - held], self._skip)
@@ -67,11 +67,11 @@ class IncrementalDetokenizer:
         return self._emit(text, held)
 
     def flush(self) -> str:
-        """Text of the bytes still held back; those that are no character become U+FFFD."""
+        """The text of the bytes that are held back; incomplete characters become U+FFFD."""
         return self._emit(self._decode(self._window + self._pending, self._skip), 0)
 
     def _emit(self, text: str, held: int) -> str:
-        """Show `text`, the text of all but the last `held` tokens."""
+        """The new part of `text`, which is the text of all but the last `held` tokens."""
         chunk = text[len(self._prefix) :]
         if chunk:
             split = len(self._pending) - held

@@ -1,10 +1,10 @@
-"""Log probabilities in vllm_backend's format: JSON, written without a Python object per entry.
+"""Log probabilities in vllm_backend's JSON format, written without a Python object per entry.
 
-Per token an object of token id -> logprob, rank, text; null for a token without any:
+For each token an object of token id -> logprob, rank, text; null for a token without log probabilities:
 
     [{"17": {"logprob": -0.5, "rank": 1, "decoded_token": " the"}}, null]
 
-The text is, character for character, what `json.dumps` makes of such objects.
+The text is identical to the output of `json.dumps` for such objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Stop strings: found in a growing text, in time that does not depend on how many there are.
+"""Finds stop strings in a growing text, in a time that does not depend on their number.
 
-The automaton is that of Aho and Corasick (CACM 18:6, 1975): each character of a text is looked at once, whatever
-it may be the beginning of.
+The automaton is that of Aho and Corasick (CACM 18:6, 1975): it reads each character of a text once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from ahocorasick_rs import AhoCorasick, Implementation
 
 __all__ = ["StopChecker", "StopStrings"]
 
-# Places per call at which held text is tried as the beginning of a stop string, beside the new characters.
+# Positions of held text that one call tries as the beginning of a stop string, in addition to the new characters.
 _MAX_TRIES = 64
 
 
@@ -25,35 +24,35 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        # Not the library's choice, which for few but long strings is a table of hundreds of megabytes.
+        # The library's default for few but long strings is a table of hundreds of megabytes.
         automaton = AhoCorasick(stop, store_patterns=False, implementation=Implementation.ContiguousNFA)
         self._find = automaton.find_matches_as_indexes
         self._sorted = sorted(stop)
         self._first_characters = frozenset(text[0] for text in stop)
 
     def find(self, text: str) -> tuple[int, int] | None:
-        """Start and end of the match that ends first, and of those the longest; None without one."""
+        """Start and end of the match that ends first, the longest one of several; None without one."""
         matches = self._find(text)
         return matches[0][1:] if matches else None
 
     def first_beginning(self, text: str, tries: int) -> int:
-        """The first place from which the rest of `text` is the beginning of a stop string; `len(text)` if there is
-        none.  Of more than `tries` places the answer is the first one that was not tried."""
+        """The first position from which the rest of `text` is the beginning of a stop string; `len(text)` if there is
+        none.  After `tries` positions without success, the next position."""
         end = min(tries, len(text))
         for place in range(end):
             if text[place] in self._first_characters:
                 rest = text[place:]
-                after = bisect_left(self._sorted, rest)  # of the strings that begin with it, the first
+                after = bisect_left(self._sorted, rest)  # the first string that can begin with it
                 if after < len(self._sorted) and self._sorted[after].startswith(rest):
                     return place
         return end
 
 
 class StopChecker:
-    """Finds the first stop string in a growing text, and holds back text that may become one.
+    """Finds the first stop string in a growing text, and holds back text that can become one.
 
-    The first to *end* wins, and of those the longest, so the result does not depend on how the
-    text is cut into chunks.
+    The match that *ends* first counts, the longest one of several, so the result does not depend on how the
+    text is divided into chunks.
 
     Args:
         include_stop_str: keep the matched string in the text.
@@ -65,8 +64,8 @@ class StopChecker:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Returns (text that may be shown, matched stop string or None)."""
-        tries = len(text) + _MAX_TRIES  # a long text that only looked like a stop string is let go bit by bit
+        """Returns (text to show, matched stop string or None)."""
+        tries = len(text) + _MAX_TRIES  # a long held text that does not match is released in parts
         text = self._held + text
         match = self._stop.find(text)
         if match is not None:

@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 class _Backend(Protocol):
-    """What differs between tokenizer libraries."""
+    """The interface to a tokenizer library."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -56,12 +56,12 @@ class _Fast:
         self.decode = tokenizer.decode
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Not `encode`, which keeps Python's lock: a long text would stop every thread of the process for seconds.
+        # Not `encode`, which holds Python's lock: a long text would stop all threads of the process for seconds.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode_all(self, ids: list[int]) -> str:
-        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)  # `decode` keeps Python's lock
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)  # `decode` holds Python's lock
         return text
 
     def entry(self, token_id: int) -> str:
@@ -109,7 +109,7 @@ class _Slow:
         return max(map(len, self._tokenizer.get_vocab()))
 
 
-# A checkpoint with none of these has no tokenizer.
+# A checkpoint without any of these has no tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -123,7 +123,7 @@ _TOKENIZER_FILES = (
 
 
 class _Absent:
-    """What stands for the tokenizer of a checkpoint that has none: token ids have no text, and text no token ids."""
+    """The tokenizer of a checkpoint without one: token ids have no text, and text has no token ids."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -150,11 +150,11 @@ class _Absent:
         return 0
 
     def longest_token(self) -> int:
-        return sys.maxsize  # no text is too long for what comes next, which says what is missing
+        return sys.maxsize  # no text is too long; `encode`, which follows, says what is missing
 
 
 class _JsonTexts(dict[int, str]):
-    """Made when they are first asked for."""
+    """Token id -> JSON text, computed on first use."""
 
     def __init__(self, token_text: Callable[[int], str]) -> None:
         self._token_text = token_text
@@ -173,7 +173,7 @@ class Tokenizer:
             characters has more than n tokens.
         decode_ids: (ids, skip_special_tokens) -> text; the library's own function, which every output token passes.
         json_texts: token id -> its `token_text` as JSON.
-        is_absent: the checkpoint has none: only token ids can be served.
+        is_absent: the checkpoint has no tokenizer: only token ids can be served.
     """
 
     def __init__(self, backend: _Backend) -> None:
@@ -197,7 +197,7 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint directory or hub id.
 
         Args:
-            required: there must be one; else its place is taken by one that knows token ids only.
+            required: there must be one; if not required, a missing one is replaced by one for token ids only.
 
         Raises:
             TokenizerError: there is none, or it cannot be read.
@@ -240,11 +240,11 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def decode_all(self, ids: list[int]) -> str:
-        """Text of token ids, however many, special tokens spelt out: other threads run meanwhile."""
+        """Text of any number of token ids, special tokens spelt out; other threads run meanwhile."""
         return self._backend.decode_all(ids)
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """The token as the vocabulary has it, such as "Ġthe"; "" if it has none for the id."""
+        """The vocabulary's entry, such as "Ġthe"; "" if the id has none."""
         return self._backend.entry(token_id)
 
     def special_tokens(self) -> dict[str, int]:

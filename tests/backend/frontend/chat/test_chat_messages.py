@@ -1,4 +1,4 @@
-"""Chats with tools and options: what the template says is what transformers' `apply_chat_template` says."""
+"""Chats with tools and options: prompts equal those of transformers' `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def we_say(template: str, messages: list[dict[str, Any]], **options: Any) -> str
 
 
 def same(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    """What both say, or an assertion; an error in both counts as the same."""
+    """The prompt of both renderers; asserts that they agree.  An error in both counts as agreement."""
     options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
     try:
         expected = transformers_say(template, messages, **options)
@@ -168,7 +168,7 @@ def test_the_defaults() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(chat: dict[str, Any], says: str) -> None:
+def test_an_invalid_request_is_named(chat: dict[str, Any], says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         read_chat(json.dumps(chat).encode())
 

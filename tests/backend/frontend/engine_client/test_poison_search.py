@@ -28,7 +28,7 @@ class Job:
 
 
 class World:
-    """Requests, an engine with `slots` places, and whatever kills it.
+    """Requests, an engine with `slots` places, and the causes of its deaths.
 
     Attributes:
         deaths: of engines.
@@ -39,7 +39,7 @@ class World:
     def __init__(self, jobs: list[Job], slots: int = 64, max_replays: int = MAX_REPLAYS) -> None:
         self.jobs = dict(enumerate(jobs))
         self.slots = slots
-        self.suspects = PoisonSearch(max_replays)
+        self.search = PoisonSearch(max_replays)
         self.new: list[int] = list(self.jobs)
         self.engine: list[int] = []
         self.failed: list[int] = []
@@ -53,9 +53,9 @@ class World:
         return number
 
     def feed(self) -> None:
-        self.engine += self.suspects.due()
+        self.engine += self.search.due()
         assert len(set(self.engine)) == len(self.engine), "given twice"
-        if not self.suspects.holds_new:
+        if not self.search.holds_new:
             self.engine += self.new
             self.new = []
 
@@ -81,7 +81,7 @@ class World:
         for number, indices in ran.items():
             for index in sorted(indices):
                 self.jobs[number].tokens[index] += 1
-                self.suspects.got_token(number, index)
+                self.search.got_token(number, index)
         for number in list(self.engine):
             if all(count == self.jobs[number].length for count in self.jobs[number].tokens):
                 self.end(number)
@@ -89,23 +89,23 @@ class World:
     def die(self, ran: dict[int, set[int]]) -> None:
         self.deaths += 1
         had, self.engine = self.engine, []
-        for number, deaths in self.suspects.engine_down(had, ran).items():
-            assert deaths > self.suspects._max_replays
+        for number, deaths in self.search.engine_down(had, ran).items():
+            assert deaths > self.search._max_replays
             self.failed.append(number)
-            self.suspects.ended(number)
+            self.search.ended(number)
 
     def end(self, number: int) -> None:
         self.engine.remove(number)
         self.done.append(number)
-        self.suspects.ended(number)
+        self.search.ended(number)
 
     def run(self, limit: int = 100_000) -> None:
         while len(self.failed) + len(self.done) < len(self.jobs):
             self.step()
             limit -= 1
             assert limit, "does not end"
-        assert not self.suspects.active
-        assert not (self.suspects._points or self.suspects._deaths or self.suspects._groups)
+        assert not self.search.active
+        assert not (self.search._points or self.search._deaths or self.search._groups)
 
     @property
     def poison(self) -> list[int]:
@@ -113,7 +113,7 @@ class World:
 
 
 def most_deaths(n: int, num_poison: int) -> int:
-    """What the docstring of `suspects` promises, with a death more for a poison that shows late."""
+    """The bound in the module's docstring, with one more death for a poison that shows late."""
     return num_poison * (math.ceil(math.log2(max(n, 2))) + MAX_REPLAYS + 2)
 
 
@@ -141,7 +141,7 @@ def test_every_poison_fails_and_everyone_else_completes(jobs: list[Job], slots: 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 130), data=st.data())
 def test_one_poison_is_found_in_the_logarithm_of_the_requests(n: int, data: st.DataObject) -> None:
-    """Wherever it stands, and whenever it shows."""
+    """At any place among the requests, and at any token."""
     guilty = data.draw(st.integers(0, n - 1))
     kills_at = data.draw(st.integers(0, 5))
     world = World([Job(6, kills_at if k == guilty else None) for k in range(n)], slots=n)
@@ -152,8 +152,8 @@ def test_one_poison_is_found_in_the_logarithm_of_the_requests(n: int, data: st.D
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject) -> None:
-    """Each engine lives long enough for a token of each that runs; whoever comes meanwhile runs, too."""
+def test_kills_from_outside_fail_no_request_that_gets_any_further(data: st.DataObject) -> None:
+    """Each engine lives long enough for a token of each running request; new requests run, too."""
     world = World([Job(data.draw(st.integers(1, 30)), sequences=data.draw(st.integers(1, 2))) for _ in range(12)])
     for _ in range(data.draw(st.integers(0, 20))):
         for _ in range(data.draw(st.integers(0, 6))):
@@ -161,7 +161,7 @@ def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject
         if data.draw(st.booleans()):
             world.add(Job(5))
         world.feed()
-        if world.suspects._probe and len(world.running()) == 1:
+        if world.search._probe and len(world.running()) == 1:
             world.step()
         if ran := world.running():
             world.die(ran)
@@ -171,7 +171,7 @@ def test_kills_from_outside_fail_nobody_who_gets_any_further(data: st.DataObject
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st.DataObject) -> None:
+def test_suspects_that_end_by_themselves_delay_no_other_request(data: st.DataObject) -> None:
     world = World([Job(20) for _ in range(12)])
     world.step()
     for _ in range(data.draw(st.integers(1, 2))):
@@ -180,7 +180,7 @@ def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st
             if number not in world.done:
                 world.done.append(number)
                 world.engine = [other for other in world.engine if other != number]
-                world.suspects.ended(number)
+                world.search.ended(number)
         world.feed()
         if not world.running():
             break
@@ -189,37 +189,37 @@ def test_requests_that_end_by_themselves_under_suspicion_hold_up_nobody(data: st
 
 
 def test_new_requests_run_beside_a_group_under_suspicion_but_not_beside_a_single_one() -> None:
-    suspects = PoisonSearch(MAX_REPLAYS)
-    assert suspects.engine_down(range(6), {k: {0} for k in range(4)}) == {}
-    assert suspects.due() == [0, 1, 4, 5], "half of those that ran, and those that did not"
-    assert not suspects.holds_new
-    suspects.engine_down([0, 1, 4, 5, 6], {k: {0} for k in (0, 1, 6)})
-    assert suspects.due() == [0]
-    assert suspects.holds_new
-    assert suspects.engine_down([0], {0: {0}}) == {0: 3}
-    assert suspects.due() == [1]
-    suspects.got_token(1, 0)
-    assert not suspects.holds_new
-    assert suspects.due() == [2, 3, 4, 5]
-    assert suspects.due() == []
+    search = PoisonSearch(MAX_REPLAYS)
+    assert search.engine_down(range(6), {k: {0} for k in range(4)}) == {}
+    assert search.due() == [0, 1, 4, 5], "half of the suspects, and the others"
+    assert not search.holds_new
+    search.engine_down([0, 1, 4, 5, 6], {k: {0} for k in (0, 1, 6)})
+    assert search.due() == [0]
+    assert search.holds_new
+    assert search.engine_down([0], {0: {0}}) == {0: 3}
+    assert search.due() == [1]
+    search.got_token(1, 0)
+    assert not search.holds_new
+    assert search.due() == [2, 3, 4, 5]
+    assert search.due() == []
     for k in (2, 3):
-        suspects.got_token(k, 0)
-    assert suspects.due() == [6]
+        search.got_token(k, 0)
+    assert search.due() == [6]
 
 
 def test_a_request_has_got_past_the_point_once_each_of_its_sequences_has() -> None:
-    suspects = PoisonSearch(MAX_REPLAYS)
-    suspects.engine_down([1, 2], {1: {0, 2}, 2: {0}})
-    assert suspects.due() == [1]
-    suspects.got_token(1, 0)
-    suspects.got_token(1, 1)
-    assert suspects.due() == []
-    suspects.got_token(1, 2)
-    assert suspects.due() == [2]
+    search = PoisonSearch(MAX_REPLAYS)
+    search.engine_down([1, 2], {1: {0, 2}, 2: {0}})
+    assert search.due() == [1]
+    search.got_token(1, 0)
+    search.got_token(1, 1)
+    assert search.due() == []
+    search.got_token(1, 2)
+    assert search.due() == [2]
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_without_replays_whatever_ran_fails(n: int) -> None:
-    suspects = PoisonSearch(0)
-    assert suspects.engine_down(range(5), {k: {0} for k in range(n)}) == dict.fromkeys(range(n), 1)
-    assert suspects.due() == list(range(n, 5))
+    search = PoisonSearch(0)
+    assert search.engine_down(range(5), {k: {0} for k in range(n)}) == dict.fromkeys(range(n), 1)
+    assert search.due() == list(range(n, 5))

@@ -1,4 +1,4 @@
-"""Frontends that share an engine process: what one does or suffers changes nothing for the others' requests."""
+"""Frontends that share an engine process: the actions and failures of one do not affect the others' requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ids_say_which_frontend_a_request_came_from(rigs: list[SupervisorRig]) -
 
 
 @pytest.mark.parametrize("orders", [("crash=20", "", ""), ("crash=20", "crash=30", "crash=25")])
-def test_poison_of_one_frontend_is_held_against_no_request_of_another(
+def test_poison_of_one_frontend_fails_no_request_of_another(
     rigs: list[SupervisorRig], orders: tuple[str, str, str]
 ) -> None:
     clients = open_all(rigs, 6, "delay=0.001")
@@ -182,7 +182,7 @@ def test_a_restart_that_fails_is_known_to_all_and_ends(rigs: list[SupervisorRig]
         assert tokens(rig.open(max_tokens=5).wait()) == echo(PROMPT, 5)
 
 
-def test_a_hang_under_one_frontends_request_is_seen_and_all_go_on(tmp_path: Path) -> None:
+def test_a_hang_under_one_frontends_request_is_detected_and_all_continue(tmp_path: Path) -> None:
     rigs = make_rigs(tmp_path, engine_timeout=0.5)
     clients = open_all(rigs, 2, "delay=0.01")
     wait_for(lambda: all(client.responses for client in clients))

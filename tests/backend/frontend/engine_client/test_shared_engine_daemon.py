@@ -1,4 +1,4 @@
-"""Stubs that share an engine process: who starts it, who ends it, and that nothing is left."""
+"""Stubs that share an engine process: its start, its end, and that no process is left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = EngineConfig(model="fake")
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.005)
     return value
 
@@ -68,7 +68,7 @@ class Place:
         self.control.write_text(json.dumps(orders))
 
     def processes(self) -> list[int]:
-        """Those that were started with this place's control file."""
+        """Ids of the processes with this place's control file."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def test_two_stubs_share_one_engine_and_the_last_one_ends_it(place: Place) -> No
     wait_for(lambda: not sockets(place.name))
 
 
-def test_all_learn_how_the_engine_died_and_meet_again_at_the_next(place: Place) -> None:
+def test_all_learn_how_the_engine_died_and_share_the_next_one(place: Place) -> None:
     groups = [place.group(f"m_{k}") for k in range(3)]
     engines = [start(group) for group in groups]
     os.kill(engines[0].pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_an_engine_that_loads_for_too_long_is_killed_for_all(place: Place) -> No
         second.wait_ready(20)
 
 
-def test_whoever_sees_it_hang_may_kill_it_and_all_learn_why(place: Place) -> None:
+def test_any_stub_can_kill_a_hanging_engine_and_all_learn_why(place: Place) -> None:
     engines = [start(place.group(f"m_{k}")) for k in range(2)]
     os.kill(engines[0].pid, signal.SIGSTOP)
     engines[1].kill("no step for 3 s")
@@ -234,14 +234,14 @@ def test_a_program_that_does_not_exist_is_refused_by_name(place: Place) -> None:
         place.group("m_0", command=["/no/such/python"]).launch()
 
 
-def test_a_name_that_somebody_else_keeps_is_passed_over(place: Place) -> None:
+def test_a_name_in_use_by_another_program_is_skipped(place: Place) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
         squatter.bind(f"\0{place.name}-0")  # and never listens
         engines = [start(place.group(f"m_{k}")) for k in range(2)]
         assert engines[0].pid == engines[1].pid
 
 
-def test_the_keeper_of_another_user_is_passed_over(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_of_another_user_is_skipped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(place.group("m_0"))
     monkeypatch.setattr("inflight.frontend.engine_client.shared_engine_daemon.peer_uid", lambda end: os.geteuid() + 1)
     group = place.group("m_1")
@@ -307,9 +307,9 @@ class Stub:
         self.process.stdin.flush()
 
     def joined(self) -> tuple[int, int, int]:
-        """Process id of the engine, number of this stub, process id of the keeper if this stub started it."""
-        engine, number, keeper = map(int, self.line().split())
-        return engine, number, keeper
+        """Process id of the engine, number of this stub, process id of the daemon if this stub started it."""
+        engine, number, daemon = map(int, self.line().split())
+        return engine, number, daemon
 
     def kill(self) -> None:
         self.process.kill()
@@ -334,13 +334,13 @@ def test_stubs_that_start_at_once_get_one_engine(place: Place, stubs: list[Stub]
     joined = [stub.joined() for stub in stubs]
     assert len({engine for engine, _, _ in joined}) == 1
     assert sorted(number for _, number, _ in joined) == [0, 1, 2]
-    assert sum(keeper > 0 for _, _, keeper in joined) == 1
+    assert sum(daemon > 0 for _, _, daemon in joined) == 1
 
 
 def test_the_engine_outlives_the_stub_that_started_it(place: Place, stubs: list[Stub]) -> None:
     stubs[0].go()
-    engine, _, keeper = stubs[0].joined()
-    assert keeper
+    engine, _, daemon = stubs[0].joined()
+    assert daemon
     for stub in stubs[1:]:
         stub.go()
         assert stub.joined()[0] == engine
@@ -367,7 +367,7 @@ def test_when_all_stubs_are_killed_nothing_is_left(place: Place, stubs: list[Stu
     wait_for(lambda: not place.processes())
 
 
-def test_when_the_starter_dies_while_it_loads_the_others_go_on(place: Place, stubs: list[Stub]) -> None:
+def test_when_the_starter_dies_during_loading_the_others_continue(place: Place, stubs: list[Stub]) -> None:
     place.order(start="hang")
     stubs[0].go()
     loading, _, _ = stubs[0].joined()
@@ -378,15 +378,15 @@ def test_when_the_starter_dies_while_it_loads_the_others_go_on(place: Place, stu
     assert alive(loading)
 
 
-def test_when_the_keeper_is_killed_the_stubs_found_another(place: Place) -> None:
+def test_when_the_daemon_is_killed_the_stubs_start_another(place: Place) -> None:
     groups = [place.group(f"m_{k}") for k in range(2)]
     engines = [start(group) for group in groups]
-    keeper = groups[0]._process
-    assert keeper is not None
-    keeper.kill()
+    daemon = groups[0]._process
+    assert daemon is not None
+    daemon.kill()
     for engine in engines:
         read_to_the_end(engine)
-        assert engine.exit_text() == "the process that keeps the engine process died"
+        assert engine.exit_text() == "the process that owns the engine process died"
         engine.close()
     wait_for(lambda: not alive(engines[0].pid))
     again = [start(group) for group in reversed(groups)]

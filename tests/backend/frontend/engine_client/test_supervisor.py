@@ -71,7 +71,7 @@ def test_cancelling_frees_the_engine(rig: SupervisorRig) -> None:
     wait_for(lambda: rig.stats.steps and rig.stats.steps[-1].running == 0)
 
 
-def test_a_request_that_the_engine_gives_up_ends_with_its_error(rig: SupervisorRig) -> None:
+def test_a_request_that_the_engine_fails_ends_with_the_error(rig: SupervisorRig) -> None:
     bystander = rig.open(orders="delay=0.002", max_tokens=50)
     client = rig.open(orders="giveup=3", max_tokens=100).wait()
     assert client.error == ("UNAVAILABLE", "waited too long")
@@ -248,12 +248,12 @@ def test_the_first_restart_comes_at_once_and_delays_double_up_to_the_longest() -
     assert [policy.delay(k) for k in (0, 1, 2, 3, 4, 5, 6, 500)] == [0, 0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-def test_only_deaths_that_teach_nothing_delay_the_next_start() -> None:
+def test_only_idle_deaths_delay_the_next_start() -> None:
     restarts = RestartHistory(RestartPolicy(first_delay=0.1, refuse_after=3, give_up_after=4))
     for _ in range(3):
         restarts.died(had_requests=True, had_tokens=False, lived=0.1)
         assert (restarts.delay, restarts.refusal("why")) == (0, None)
-    restarts.died(had_requests=True, had_tokens=True, lived=0.1)  # somebody got further
+    restarts.died(had_requests=True, had_tokens=True, lived=0.1)  # a request got further
     for _ in range(4):
         assert (restarts.delay, restarts.refusal("why")) == (0, None)
         restarts.died(had_requests=True, had_tokens=False, lived=0.1)
@@ -273,7 +273,7 @@ def test_idle_deaths_in_a_row_refuse_requests_until_one_process_lives() -> None:
     assert found == [(0, None), (0.1, None), (0.2, refusal), (0, None), (0.1, None)]
 
 
-def test_the_real_engine_is_a_module_of_the_package_whatever_its_folder_is_called(tmp_path: Path) -> None:
+def test_the_real_engine_is_a_module_of_the_package_in_a_folder_of_any_name(tmp_path: Path) -> None:
     *start, program, module, folder = engine_command(EngineConfig(model="m", python_executable="p"))
     assert (start, module) == (["p", "-c"], "inflight.worker")
     assert Path(folder, "worker.py").is_file()
@@ -297,7 +297,7 @@ def failure(future: Future[Any]) -> tuple[str, str]:
     return error.code, error.message
 
 
-def test_questions_are_answered_each_for_itself_beside_requests(rig: SupervisorRig) -> None:
+def test_each_question_is_answered_while_requests_run(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.002", max_tokens=50)
     asked = [rig.ask() for _ in range(20)]
     assert [future.result(timeout=20) for future in asked] == [f"answer {k}".encode() for k in range(1, 21)]
@@ -311,7 +311,7 @@ def test_a_question_that_the_engine_refuses_fails_with_its_words(rig: Supervisor
     assert not open_questions(rig)
 
 
-def test_an_asker_that_gives_up_leaves_nothing_and_its_late_answer_is_ignored(rig: SupervisorRig) -> None:
+def test_a_withdrawn_question_is_forgotten_and_its_late_answer_is_ignored(rig: SupervisorRig) -> None:
     rig.order(answer="never")
     future = rig.ask()
     with pytest.raises(futures.TimeoutError):  # the built-in one from Python 3.11 on

@@ -40,7 +40,7 @@ class Watched:
 
 def test_a_process_without_a_heartbeat_is_stuck_if_there_is_work() -> None:
     watched = Watched(60.0)
-    assert watched.stuck_after() == 600, "nobody knows yet how slow the model is"
+    assert watched.stuck_after() == 600, "the model's speed is unknown"
     watched.dog.step_took(stats(4, 0.01))
     assert watched.stuck_after() == 60
     assert watched.stuck_after(has_work=False) == 2000
@@ -66,7 +66,7 @@ def test_each_beat_starts_the_time_anew() -> None:
     assert [watched.dog.is_stuck(60 + k, 20, True, 1) for k in range(6)] == [False] * 4 + [True] * 2
 
 
-def test_time_in_which_nobody_watched_does_not_count() -> None:
+def test_time_between_distant_checks_does_not_count() -> None:
     dog = Watchdog(60.0)
     dog.step_took(stats(1, 0.01))
     assert not dog.is_stuck(0.0, 5, True, 1)
@@ -114,7 +114,7 @@ def test_a_stopped_engine_is_killed_and_its_streams_go_on(rig: SupervisorRig) ->
         assert tokens(client.wait()) == echo(PROMPT, 200 + k)
     assert rig.supervisor.pid != pid
     reason = "the engine process died (it did not finish a step in 0.4 s (engine_timeout)); it is being restarted"
-    assert f"{reason}; 5 requests go on in the next one" in rig.lines
+    assert f"{reason}; 5 requests continue in the next one" in rig.lines
 
 
 def test_an_idle_engine_is_left_alone_and_one_that_was_stopped_idle_is_replaced(rig: SupervisorRig) -> None:

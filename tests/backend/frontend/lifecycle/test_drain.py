@@ -25,7 +25,7 @@ HINT = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s$")
 
 
 class Engine:
-    """Takes requests; the test says what becomes of them."""
+    """Accepts requests; the test decides how they end."""
 
     def __init__(self) -> None:
         self.submitted: list[AddRequest] = []

@@ -1,4 +1,4 @@
-"""How a model instance notices that it is to go, and what other processes see of it."""
+"""Signs of an unload, and the state that other processes see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inflight.frontend.lifecycle import unload_detector as departures
+from inflight.frontend.lifecycle import unload_detector
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.lifecycle.instance_registry import RegistryEntry, children_of, states_of
 from inflight.frontend.lifecycle.server_probe import ServerProbe, listening_addresses
@@ -30,12 +30,12 @@ class OutputProcessor:
 
 class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(departures, "_PERIOD_SECONDS", 0.005)
+        monkeypatch.setattr(unload_detector, "_PERIOD_SECONDS", 0.005)
         self.streams = OutputProcessor()
         self.page = RegistryEntry("a model")
         self.drain = Drain(self.streams, 60.0, lambda level, line: None, self.page.set)
         self.can_serve, self.answers, self.asked = True, iter([True] * 3), threading.Event()
-        self.departure = UnloadDetector(
+        self.detector = UnloadDetector(
             self.drain, self.page, lambda: self.streams.num_open, lambda: self.can_serve, self.is_ready
         )
 
@@ -48,7 +48,7 @@ class Rig:
 
     def start(self, *answers: bool | None) -> None:
         self.answers = iter(answers)
-        self.departure.start()
+        self.detector.start()
         assert self.asked.wait(20) or self.drain.draining
 
 
@@ -57,7 +57,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     rig = Rig(monkeypatch)
     yield rig
-    rig.departure.stop()
+    rig.detector.stop()
     rig.drain.stop()
     rig.page.close()
     for number, handler in before.items():
@@ -71,7 +71,7 @@ def state(pid: int) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_whatever_the_main_thread_does(rig: Rig, number: signal.Signals) -> None:
     rig.streams.num_open = 0
-    rig.departure.start()
+    rig.detector.start()
     os.kill(os.getpid(), number)
     for _ in range(1000):
         if rig.drain.draining:
@@ -86,7 +86,7 @@ def test_three_refusals_in_a_row_drain_and_fewer_do_not(rig: Rig) -> None:
 
 
 def test_a_server_that_refuses_again_and_again_is_going(rig: Rig) -> None:
-    rig.departure.start()
+    rig.detector.start()
     rig.answers = iter([False] * 50)
     for _ in range(1000):
         if rig.drain.draining:
@@ -103,7 +103,7 @@ def test_an_idle_instance_asks_before_its_first_request_so_that_it_knows_the_add
 
 def test_its_own_no_is_no_sign(rig: Rig) -> None:
     rig.can_serve = False
-    rig.departure.start()
+    rig.detector.start()
     threading.Event().wait(0.1)
     assert not rig.drain.draining
 
@@ -120,7 +120,7 @@ def test_a_page_shows_the_state_while_it_is_open() -> None:
     assert list(states_of(2**22 + 1)) == []
 
 
-def test_a_successor_finds_those_that_it_replaces_and_no_others() -> None:
+def test_a_successor_finds_only_the_instances_that_it_replaces() -> None:
     program = (
         "import sys\nfrom inflight.frontend.lifecycle.instance_registry import RegistryEntry\n"
         "page = RegistryEntry(sys.argv[1])\nprint('up', flush=True)\nsys.stdin.read()"
@@ -193,5 +193,5 @@ def test_the_probe_finds_the_server_and_knows_when_it_is_gone() -> None:
     Handler.status = 200
     server.shutdown()
     server.server_close()
-    assert probe.is_ready() is False, "nobody listens any more"
+    assert probe.is_ready() is False, "no socket listens any more"
     assert ServerProbe("a model", "1", 2**22 + 1).is_ready() is None, "no such process"

@@ -1,4 +1,4 @@
-"""Who may send a `control` request."""
+"""`control` requests with and without the admin key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "0123456789abcdef"
 
 
 def check(key: str | None, **parameters: Any) -> str | None:
-    """What the check says of a request; None if it may pass."""
+    """The refusal of a request; None if it is accepted."""
     try:
         AdminKey(key).check(WireRequest({}, parameters))
     except RequestError as error:
@@ -39,11 +39,11 @@ def test_with_a_key_every_question_needs_it(control: Any) -> None:
         assert KEY not in said
 
 
-def test_without_a_key_nobody_may_ask_for_a_change() -> None:
+def test_without_a_key_changes_are_refused() -> None:
     assert check(None, control="step_trace") is None
     assert check(None, control="stats") is None
     for given in ({}, {"admin_key": ""}, {"admin_key": "None"}):
-        assert "has no admin key, so nobody may ask this; set INFLIGHT_ADMIN_KEY" in str(
+        assert "has no admin key, so it refuses this; set INFLIGHT_ADMIN_KEY" in str(
             check(None, control="drain", **given)
         )
 

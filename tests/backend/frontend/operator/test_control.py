@@ -83,7 +83,7 @@ def test_an_error_reaches_the_client_with_its_code(rig):
     assert not rig.errors
 
 
-def test_a_client_that_blocks_does_not_block_who_resolves_the_answer(rig):
+def test_a_client_that_blocks_does_not_block_the_thread_with_the_answer(rig):
     import threading
 
     gate = threading.Event()

@@ -67,7 +67,7 @@ class Rig:
 
     def step(
         self,
-        *news: SequenceDelta,
+        *deltas: SequenceDelta,
         at: float = 0.0,
         open_ids: Any = (1, 2, 3),
         tokens: Any = (),
@@ -75,7 +75,7 @@ class Rig:
         **changes: Any,
     ) -> None:
         columns = TokenColumns(*map(list, zip(*((i, k, 7) for i, k in tokens)))) if tokens else TokenColumns()
-        self.metrics.step(StepMessage(list(news), stats(**changes), columns, leads=leads), at, open_ids)
+        self.metrics.step(StepMessage(list(deltas), stats(**changes), columns, leads=leads), at, open_ids)
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_an_answer_is_settled_with_everything_while_that_costs_little(rig: Rig, 
     assert rig[running] == 9
 
 
-def test_what_an_answer_left_out_follows_without_waiting_for_the_period(monkeypatch: Any) -> None:
+def test_counts_missing_at_an_answer_are_published_before_the_next_period(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_PERIOD_SECONDS", 3600.0)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     rig = Rig()
@@ -353,7 +353,7 @@ def test_gauges_fall_when_the_engine_dies(rig: Rig) -> None:
     assert rig["vllm:inter_token_latency_seconds_count"] == 0, "the time between two engines is no gap"
 
 
-def test_of_a_pool_of_another_size_only_the_last_one_is_said(rig: Rig) -> None:
+def test_only_the_latest_pool_size_is_published(rig: Rig) -> None:
     for number, blocks in enumerate((40, 50, 50, 40)):
         rig.metrics.engine_ready(ready(blocks), again=number > 0)
         rig.metrics.publish()
@@ -363,7 +363,7 @@ def test_of_a_pool_of_another_size_only_the_last_one_is_said(rig: Rig) -> None:
     assert rig["inflight_engine_restarts_total"] == 3
 
 
-def test_of_two_frontends_one_publishes_what_counts_for_the_engine(rig: Rig) -> None:
+def test_one_of_two_frontends_publishes_the_engines_counts(rig: Rig) -> None:
     other = Rig()
     rig.metrics.engine_ready(ready(40), again=False)
     other.metrics.engine_ready(ready(40, leads=False), again=False)
@@ -384,7 +384,7 @@ def test_of_two_frontends_one_publishes_what_counts_for_the_engine(rig: Rig) -> 
     assert (other["inflight_prompt_tokens_computed_total"], other["inflight_batch_size_count"]) == (1, 1)
 
 
-def test_drafts_are_added_up_over_engines_and_by_their_place(rig: Rig) -> None:
+def test_drafts_are_summed_over_engines_and_by_position(rig: Rig) -> None:
     rig.step()
     rig.metrics.publish()
     names = [f"vllm:spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")]

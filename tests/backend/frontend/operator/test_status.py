@@ -117,7 +117,7 @@ def test_a_hung_engine_delays_the_answer_by_less_than_a_second(rig: Rig) -> None
     assert rig.supervisor.asked[0].cancelled(), "the question is withdrawn"
 
 
-def test_without_an_engine_nobody_is_asked(rig: Rig) -> None:
+def test_without_an_engine_no_question_is_sent(rig: Rig) -> None:
     rig.supervisor.pid = None
     assert rig.ask()["state"] == "restarting"
     rig.supervisor.refusal = "the engine process cannot be restarted (3 attempts failed): no memory"
@@ -137,7 +137,7 @@ def test_it_says_that_the_model_drains(rig: Rig) -> None:
     assert rig.ask()["state"] == "draining"
 
 
-def test_many_who_ask_at_a_time_share_one_question_to_the_engine(rig: Rig) -> None:
+def test_simultaneous_status_requests_share_one_question_to_the_engine(rig: Rig) -> None:
     gate = threading.Event()
     rig.supervisor.ask = lambda question: gate.wait(10) and FakeSupervisor.ask(rig.supervisor, question)  # type: ignore[assignment,method-assign,return-value]
     first = rig.status.ask()

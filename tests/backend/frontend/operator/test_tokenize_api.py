@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from chat_templates import HERMES, TEMPLATES
+from chat_templates import HERMES
 from frontend_rig import CHECKPOINT, RecordingClient, demo_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +20,7 @@ import inflight
 from inflight.config import EngineConfig
 from inflight.engine.messages import EngineReady
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.chat.tool_format import reasoning_tags, tool_format
 from inflight.frontend.errors import RequestError
-from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control
 from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
@@ -138,11 +136,13 @@ def test_no_tokens_are_no_error() -> None:
         ("model", {"x": 1}, {}, "control='model' takes nothing else; got 'x'"),
     ],
 )
-def test_what_is_wrong_is_named(control: str, parameters: dict[str, Any], inputs: dict[str, Any], says: str) -> None:
+def test_an_invalid_request_is_named(
+    control: str, parameters: dict[str, Any], inputs: dict[str, Any], says: str
+) -> None:
     assert says in refused(control, parameters, **inputs)
 
 
-def test_what_triton_and_proxies_add_is_no_mistake() -> None:
+def test_parameters_of_triton_and_proxies_are_ignored() -> None:
     ask("tokenize", {"triton_enable_empty_final_response": True, "x-tenant": "a", "admin_key": "k"}, text_input="a")
 
 
@@ -194,76 +194,18 @@ def test_a_template_may_open_the_reasoning_itself(end: str, opened: bool) -> Non
     assert ask("model", of=make(ChatTemplate(template)))["reasoning_opened"] is opened
 
 
-def test_the_format_of_tool_calls_shows_in_the_template() -> None:
-    assert {name: tool_format(text) for name, text in TEMPLATES.items()} == {name: name for name in TEMPLATES}
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ messages }}", None),
-        ("<|start_header_id|>{{ tool }}", None),
-        ("'<|python_tag|>' + tool_call.name", "llama3"),
-        ('<|start_header_id|>system [func_name1(params_name1=params_value1)] "parameters":', "pythonic"),
-        ("<tool_call>{{ name }}\n<arg_key>", None),
-        ("<tool_calls><tool_call>", None),
-        ("<|tool_calls_section_begin|>", None),
-        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
-    ],
-)
-def test_formats_of_other_templates(template: str, expected: str | None) -> None:
-    assert tool_format(template) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{% set content = content.split('</think>')[-1] %}", ("<think>", "</think>")),
-        ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
-        ("I think", None),
-    ],
-)
-def test_tags_of_reasoning(template: str, expected: Any) -> None:
-    assert reasoning_tags(template) == expected
-
-
-def test_the_id_is_that_of_the_content(tmp_path: Path) -> None:
-    def write(name: str, weights: bytes, config: str = "{}", shard: str = "model.safetensors") -> str | None:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(config)
-        (folder / shard).write_bytes(weights)
-        (folder / "README.md").write_text(name)
-        return checkpoint_id(str(folder))
-
-    weights = bytes(range(256)) * 400
-    first = write("a", weights)
-    assert first is not None and len(first) == 16 and int(first, 16) >= 0
-    assert write("b", weights) == first
-    changed = [
-        write("c", weights[:-1] + b"\0"),
-        write("d", b"\1" + weights[1:]),
-        write("e", weights + b"\0"),
-        write("f", weights, config='{"a": 1}'),
-        write("g", weights, shard="model-00001-of-00001.safetensors"),
-        write("h", b""),
-    ]
-    assert len({first, *changed}) == len(changed) + 1
-    assert checkpoint_id(str(tmp_path / "none")) is None
-
-
 # -- where they are answered --------------------------------------------------------------------
 
 
-def test_everybody_may_ask() -> None:
+def test_no_key_is_needed() -> None:
     for key in (None, "0123456789abcdef"):
         for control in TokenizeApi.names:
             AdminKey(key).check(WireRequest({}, {"control": control}))
 
 
 def test_the_names_are_known_to_control() -> None:
-    nobody: Any = SimpleNamespace(ask=Future)
-    control = Control(nobody.ask, nobody, nobody, text_questions=TokenizeApi.names)
+    unused: Any = SimpleNamespace(ask=Future)
+    control = Control(unused.ask, unused, unused, text_questions=TokenizeApi.names)
     assert control.answer(wire("tokenize", text_input="a")) is None
     with pytest.raises(RequestError, match='or "drain" or "tokenize" or "detokenize" or "model"'):
         control.answer(wire("tokenise"))
@@ -280,23 +222,23 @@ class OutputProcessor:
 
 
 @pytest.fixture
-def intake() -> Any:
-    intake = TokenizePool(None, OutputProcessor(), print)  # type: ignore[arg-type]
-    yield intake
-    intake.stop()
+def pool() -> Any:
+    pool = TokenizePool(None, OutputProcessor(), print)  # type: ignore[arg-type]
+    yield pool
+    pool.stop()
 
 
 LARGE = make(ChatTemplate.load(str(CHECKPOINT)), max_model_len=4096)
 
 
-def taken(intake: TokenizePool, request: WireRequest) -> RecordingClient:
+def taken(pool: TokenizePool, request: WireRequest) -> RecordingClient:
     client = RecordingClient()
-    with intake.errors_to(client):
-        intake.take(request, client, LARGE.answer)
+    with pool.errors_to(client):
+        pool.take(request, client, LARGE.answer)
     return client
 
 
-def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(intake: TokenizePool) -> None:
+def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(pool: TokenizePool) -> None:
     chat = json.dumps([{"role": "user", "content": "hi"}])
     long = [
         wire("tokenize", text_input="a " * DIRECT_BYTES),
@@ -304,16 +246,16 @@ def test_short_ones_are_answered_at_once_and_long_ones_by_a_thread(intake: Token
         wire("detokenize", input_ids=[5] * DIRECT_BYTES),
     ]
     for request in (wire("tokenize", text_input="a"), wire("detokenize", input_ids=[5]), wire("model")):
-        assert taken(intake, request).responses, "answered before `take` returned"
-    waiting = [taken(intake, request) for request in long]
+        assert taken(pool, request).responses, "answered before `take` returned"
+    waiting = [taken(pool, request) for request in long]
     assert not any(client.finals for client in waiting)
-    intake.start()
+    pool.start()
     assert all(client.wait().responses for client in waiting)
 
 
-def test_a_thread_sends_errors_too(intake: TokenizePool) -> None:
-    intake.start()
-    assert "max_input_bytes" in str(taken(intake, wire("tokenize", text_input="a" * 2**24)).wait().error)
+def test_a_thread_sends_errors_too(pool: TokenizePool) -> None:
+    pool.start()
+    assert "max_input_bytes" in str(taken(pool, wire("tokenize", text_input="a" * 2**24)).wait().error)
 
 
 def test_a_resumed_request_that_is_no_question_counts_its_output() -> None:

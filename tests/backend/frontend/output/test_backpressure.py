@@ -55,24 +55,24 @@ def paused(rig: SupervisorRig) -> bool:
     return stream is not None and stream.paused
 
 
-def test_nothing_is_submitted_again_before_the_engine_has_said_that_nothing_is_on_its_way() -> None:
+def test_a_stream_is_submitted_again_only_after_the_engines_answer() -> None:
     answer: Future[bytes] = Future()
     engine = SimpleNamespace(abort=lambda request_id: None, ask=lambda question: answer)
     submitted: list[str] = []
-    backlog = Backpressure(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
+    backpressure = Backpressure(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
     flags = dict.fromkeys(("paused", "stopped", "closed"), False)
     stream: Any = SimpleNamespace(
         inbox=[1, 2, 3], request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
     )
-    backlog.took(stream)
+    backpressure.took(stream)
     stream.inbox.clear()
-    backlog.served(stream)
+    backpressure.served(stream)
     assert (stream.paused, submitted) == (True, []), "deltas may be on their way"
     stream.inbox.append(4)
     answer.set_result(b"")
     assert submitted == [], "one came"
     stream.inbox.clear()
-    backlog.served(stream)
+    backpressure.served(stream)
     assert (stream.paused, submitted) == (False, ["what is left"])
 
 
@@ -146,7 +146,7 @@ class PausingEngine(CoreEngine):
 
 
 def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
-    """What a client gets of a request with a grammar, and how often it was submitted again.
+    """Responses to a request with a grammar, and how often it was submitted again.
 
     Args:
         limit: of the backlog; the sender thread then stops whenever nothing is left of it, until it is exceeded.

@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.002)
 
 
@@ -571,7 +571,7 @@ def test_a_stream_whose_creation_fails_takes_no_capacity(monkeypatch: pytest.Mon
     rig.streams.stop("over")
 
 
-def test_a_request_that_the_engine_gives_up_ends_with_its_error_after_its_tokens(rig: Rig) -> None:
+def test_a_request_that_the_engine_fails_ends_with_the_error_after_its_tokens(rig: Rig) -> None:
     given_up, other = rig.open("return_token_ids"), rig.open()
     failed = [RequestFailed(1, "UNAVAILABLE", "the adapter was not loaded in time; try again later")]
     rig.step(SequenceDelta(1, 0, IDS[:1]), SequenceDelta(2, 0, IDS[:1]), failed=failed)
@@ -642,7 +642,7 @@ def test_a_stream_that_begins_with_output_sends_only_what_comes_after_it(rig: Ri
     assert rig.stats.streams[0].num_output_tokens == len(IDS[3:])
 
 
-def test_what_is_complete_already_ends_at_once_without_the_engine(rig: Rig) -> None:
+def test_a_complete_output_ends_at_once_without_the_engine(rig: Rig) -> None:
     wanted = ("return_token_ids", "return_finish_reason", "return_num_output_tokens")
     client = rig.open(*wanted, stop=["st of"], fields={"output_token_ids": [IDS]})
     (response,) = client.wait().responses
@@ -708,7 +708,7 @@ def test_first_tokens_and_ends_never_wait(paced: Rig) -> None:
     assert client.texts() == [TEXT]
 
 
-def test_what_is_held_is_sent_when_it_is_due_even_if_no_token_follows(paced: Rig) -> None:
+def test_held_output_is_sent_when_due_even_if_no_token_follows(paced: Rig) -> None:
     client = paced.open("return_num_output_tokens")
     for token in IDS[:3]:
         paced.step(SequenceDelta(1, 0, [token]))

@@ -73,7 +73,7 @@ def test_continued_from_any_point_the_output_is_the_rest_of_the_whole(stop: list
 
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, TOKENIZER.size - 1), max_size=25), stop=st.booleans())
-def test_also_for_random_tokens(ids: list[int], stop: bool) -> None:
+def test_random_tokens_continue_the_same(ids: list[int], stop: bool) -> None:
     """A random model's output is seldom valid UTF-8, and has special tokens inside."""
     check_every_cut(ids, stop=["e", "\ufffd\ufffd"] if stop else [], logprobs=0)
 
@@ -122,7 +122,7 @@ def test_a_sequence_that_ended_before_takes_nothing() -> None:
     rest=st.lists(st.integers(0, TOKENIZER.size - 1), max_size=9),
     special=st.booleans(),
 )
-def test_what_a_long_given_output_leaves_behind_is_as_token_by_token(
+def test_a_long_given_output_leaves_the_same_state_as_token_by_token(
     ids: list[int], rest: list[int], special: bool
 ) -> None:
     options = {"skip_special_tokens": special, "max_tokens": 999}

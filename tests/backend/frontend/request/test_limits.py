@@ -1,4 +1,4 @@
-"""The limits of model.json on what one request may ask for."""
+"""The limits of model.json for one request."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("key", "limit", "fits", "exceeds", "came"), CASES)
-def test_what_exceeds_a_limit_is_refused_with_what_came_the_limit_and_its_key(
+def test_a_value_beyond_a_limit_is_refused_with_the_limit_and_its_key(
     key: str, limit: int, fits: dict[str, Any], exceeds: dict[str, Any], came: str
 ) -> None:
     assert isinstance(parse({key: limit}, fits), ParsedRequest)
@@ -93,7 +93,7 @@ def test_the_name_of_a_large_parameter_is_cut_short_in_the_message() -> None:
     assert isinstance(said, str) and len(said) < 200
 
 
-def test_what_was_allowed_before_there_were_options_still_is() -> None:
+def test_the_default_limits_allow_long_lists() -> None:
     longest = {
         "n": 128,
         "stop": [f"{i:04}" + "x" * 60 for i in range(1024)],

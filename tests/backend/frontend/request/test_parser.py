@@ -58,7 +58,7 @@ def parse(parameters: dict[str, Any] | None = None, timeout_us: int = 0, **input
 
 
 def sent(parameters: dict[str, Any] | None = None, **inputs: Any) -> AddRequest:
-    """What the engine gets of the request."""
+    """The message for the engine."""
     return parse(parameters, **inputs).engine_request
 
 

@@ -1,4 +1,4 @@
-"""Requests that say what their client already has: how it is read, and that the rest is the rest of the whole."""
+"""Requests that continue an output: parsing, and that the continuation completes the whole."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def test_a_complete_output_is_known_by_its_last_token(
         ({}, {"resume_token_ids": [9], "resume_cumulative_logprob": [float("nan")]}, "must be a list of numbers"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused(sampling: dict[str, Any], resume: dict[str, Any], says: str) -> None:
+def test_an_output_that_cannot_be_resumed_is_refused(
+    sampling: dict[str, Any], resume: dict[str, Any], says: str
+) -> None:
     assert says in refusal(sampling, resume)
 
 
@@ -284,7 +286,7 @@ values = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(ids=values, counts=values, sums=values, n=st.integers(1, 3))
-def test_whatever_comes_is_taken_or_refused(ids: Any, counts: Any, sums: Any, n: int) -> None:
+def test_any_value_is_accepted_or_refused(ids: Any, counts: Any, sums: Any, n: int) -> None:
     resume = {"resume_token_ids": ids, "resume_token_counts": counts, "resume_cumulative_logprob": sums}
     try:
         request = parse({"n": n, "max_tokens": 5}, resume, as_parameters=True)

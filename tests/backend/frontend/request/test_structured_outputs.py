@@ -1,4 +1,4 @@
-"""What clients ask of an output, as vLLM's and TensorRT-LLM's clients write it."""
+"""Constraints on the output, in the forms of vLLM's and TensorRT-LLM's clients."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_tensorrt_llms_guide(guide_type: str, guide: str | None, expected: Gramm
         ({"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "a"}}, "both constrain the output"),
     ],
 )  # fmt: skip
-def test_the_form_is_checked_where_the_request_arrives(values: dict[str, Any], message: str) -> None:
+def test_an_invalid_form_is_refused(values: dict[str, Any], message: str) -> None:
     assert message in rejected(**values)
 
 

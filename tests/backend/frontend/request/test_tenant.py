@@ -1,4 +1,4 @@
-"""Whose request it is: the claim, or what a proxy says in a header."""
+"""The tenant of a request: the claim, or the header of a proxy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_header_must_be_one_that_no_sampling_parameter_can_be(name: str) -> 
         EngineConfig.from_dict({"model": "a/b", "tenant_header": name})
 
 
-def test_per_name_is_for_star_alone() -> None:
+def test_per_name_is_only_for_star() -> None:
     with pytest.raises(ConfigError, match=r"per_name is for \"\*\".*remove it from 'gold'"):
         EngineConfig.from_dict({"model": "a/b", "tenants": {"gold": {"per_name": True}}})
     EngineConfig.from_dict({"model": "a/b", "tenants": {"*": {"per_name": True}}})

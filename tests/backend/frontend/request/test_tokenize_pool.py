@@ -46,15 +46,15 @@ class Client(RecordingClient):
 
 
 class Rig:
-    """`take` returns at once for a long text; the parser waits for `go` on those that begin with "wait"."""
+    """`take` returns at once for a long text; the parser waits for `go` on texts that begin with "wait"."""
 
     def __init__(self, parse: Callable[[WireRequest], Any] | None = None, **options: Any) -> None:
         self.go = threading.Event()
         self.reading = threading.Semaphore(0)
         self.streams = Opened()
         self.lines: list[str] = []
-        self.intake = TokenizePool(parse or self._parse, self.streams, self.lines.append, **options)  # type: ignore[arg-type]
-        self.intake.start()
+        self.pool = TokenizePool(parse or self._parse, self.streams, self.lines.append, **options)  # type: ignore[arg-type]
+        self.pool.start()
 
     def _parse(self, wire: WireRequest) -> ParsedRequest:
         if wire.request_id.startswith("wait"):
@@ -65,13 +65,13 @@ class Rig:
     def take(self, name: str, num_bytes: int, received: float = 0.0, prompt: str = "text_input") -> Client:
         text = np.array([b"x" * num_bytes], dtype=np.object_)
         client = Client(name)
-        with self.intake.errors_to(client):
-            self.intake.take(WireRequest({prompt: text}, request_id=name, received=received), client)
+        with self.pool.errors_to(client):
+            self.pool.take(WireRequest({prompt: text}, request_id=name, received=received), client)
         return client
 
     def block(self) -> None:
         """Keep all threads that read texts reading."""
-        num_threads = len(self.intake._readers) - 1
+        num_threads = len(self.pool._readers) - 1
         for k in range(num_threads):
             self.take(f"wait {k}", DIRECT_BYTES + 1)
         for _ in range(num_threads):
@@ -79,7 +79,7 @@ class Rig:
 
     def stop(self) -> None:
         self.go.set()
-        self.intake.stop()
+        self.pool.stop()
 
 
 @pytest.fixture
@@ -167,15 +167,15 @@ def test_the_line_is_bounded_and_empties() -> None:
     rig.go.set()
     rig.streams.wait(opened=4)
     rig.stop()
-    assert rig.intake._num_waiting_bytes == 0
+    assert rig.pool._num_waiting_bytes == 0
 
 
 def test_what_waits_at_an_unload_is_answered(rig: Rig) -> None:
     rig.block()
     rig.take("waits", 2 * DIRECT_BYTES)
-    stopping = threading.Thread(target=rig.intake.stop)
+    stopping = threading.Thread(target=rig.pool.stop)
     stopping.start()
-    while not rig.intake._stopping:
+    while not rig.pool._stopping:
         pass
     rig.go.set()
     stopping.join(20)

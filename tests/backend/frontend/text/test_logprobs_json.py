@@ -1,4 +1,4 @@
-"""JSON of log probabilities: character for character what `json.dumps` makes of their objects."""
+"""JSON of log probabilities: identical to the output of `json.dumps`."""
 
 from __future__ import annotations
 

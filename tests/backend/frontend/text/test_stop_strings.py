@@ -46,7 +46,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stop: list[str], cuts
     assert (shown + ("" if match else checker.flush()), match) == stopped(text, stop, include)
 
 
-def test_text_that_nearly_was_a_stop_string_is_let_go_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_text_that_does_not_match_is_released_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """4,095 times "a" may become the stop string 4,095 places long; "c" ends all of them at once."""
     stop = StopStrings(["a" * 4096, "b"])
     checker = StopChecker(stop)

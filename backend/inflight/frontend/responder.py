@@ -1,0 +1,24 @@
+"""The interface through which a response reaches its client.  No Triton."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from inflight.frontend.errors import ErrorCode
+
+__all__ = ["Responder"]
+
+
+class Responder(Protocol):
+    """Sends responses to one client."""
+
+    def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
+        """Send one response; `final` is the FINAL flag.  Raises if the client cannot be reached."""
+
+    def fail(self, code: ErrorCode, message: str) -> None:
+        """Send one error response with the FINAL flag."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client cancelled; once true, always true."""

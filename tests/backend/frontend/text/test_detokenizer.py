@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from frontend_rig import demo_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from inflight.frontend.text.detokenizer import IncrementalDetokenizer
+from inflight.frontend.text.tokenizer import Tokenizer, _Fast
+
+SAMPLE = ["the quick brown fox jumps over the lazy dog, naïvely: 你好 😀 é"] * 3
+BYTE_LEVEL = demo_tokenizer()
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Like Llama 2's: "▁" for spaces, bytes spelt <0x..>, the first space dropped when decoding."""
+    specials = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = RustTokenizer(models.BPE(unk_token=None, byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=300, special_tokens=specials))
+    return Tokenizer(_Fast(RustTokenizer.from_str(tokenizer.to_str())))
+
+
+SPACED = sentencepiece_like()
+
+
+def chunks_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    return [ids[a:b] for a, b in pairwise(edges)]
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=40)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SPACED], ids=["byte-level", "metaspace"])
+@settings(max_examples=150, deadline=None)
+@given(prompt=texts, output=texts, cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_chunks_joined_are_the_whole_text(tokenizer: Tokenizer, prompt: str, output: str, cuts: list[int]) -> None:
+    ids = tokenizer.encode(prompt + output, add_special_tokens=False)
+    start = len(tokenizer.encode(prompt, add_special_tokens=False)) % (len(ids) + 1)
+    before = tokenizer.decode(ids[:start])
+    if before.endswith("\ufffd"):  # the prompt ends inside a character: nothing to compare with
+        return
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:start])
+    chunks = [detokenizer.push(chunk) for chunk in chunks_of(ids[start:], cuts)]
+    assert not any(chunk.endswith("\ufffd") for chunk in chunks)
+    assert "".join(chunks) + detokenizer.flush() == tokenizer.decode(ids)[len(before) :]
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(3, BYTE_LEVEL.size - 1), max_size=60), cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_chunks_of_random_tokens_are_the_whole_text_too(ids: list[int], cuts: list[int]) -> None:
+    """A random model's output is seldom valid UTF-8; only the flush may show an incomplete character."""
+    prompt = BYTE_LEVEL.encode("a prompt")
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, prompt)
+    text = "".join(detokenizer.push(chunk) for chunk in chunks_of(ids, cuts)) + detokenizer.flush()
+    assert text == BYTE_LEVEL.decode(prompt + ids)[len("a prompt") :]
+
+
+def test_an_incomplete_character_is_held_back_until_the_flush() -> None:
+    ids = BYTE_LEVEL.encode("x 😀", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids[:1])
+    shown = [detokenizer.push([token]) for token in ids[1:-1]]
+    assert "".join(shown) == " "
+    assert set(detokenizer.flush()) == {"\ufffd"}
+    assert detokenizer.flush() == ""
+
+
+def test_a_leading_space_survives_a_decoder_that_strips_it() -> None:
+    ids = SPACED.encode("the quick", add_special_tokens=False)
+    prompt = SPACED.encode("the", add_special_tokens=False)
+    assert IncrementalDetokenizer(SPACED, prompt).push(ids[len(prompt) :]) == " quick"
+    quick = ids[len(prompt)]
+    assert SPACED.token_text(quick).startswith(" ")
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    prompt = BYTE_LEVEL.encode("a")
+    ids = [*BYTE_LEVEL.encode(" b", add_special_tokens=False), 2]
+    assert IncrementalDetokenizer(BYTE_LEVEL, prompt).push(ids) == " b"
+    assert IncrementalDetokenizer(BYTE_LEVEL, prompt, skip_special_tokens=False).push(ids) == " b<|im_end|>"
+
+
+def test_a_long_run_of_skipped_tokens_takes_no_memory() -> None:
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, BYTE_LEVEL.encode("a"))
+    for _ in range(100):
+        assert detokenizer.push([2]) == ""
+    assert len(detokenizer._pending) < 20
+    assert detokenizer.push(BYTE_LEVEL.encode(" b", add_special_tokens=False)) == " b"
+
+
+def test_a_slow_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    ids = tokenizer.encode("a é你", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:1])
+    assert "".join(detokenizer.push([token]) for token in ids[1:]) + detokenizer.flush() == " é你"
