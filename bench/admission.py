@@ -4,27 +4,23 @@
     python bench/admission.py [--requests 400] [--seeds 4] [--output FILE]
 
 The real core, scheduler, pool and policies; only the device is simulated: a step takes 8 ms plus 0.1 ms a
-token and 0.05 ms a sequence.  Requests end after random numbers of tokens, of which the scheduler knows only
+token and 0.05 ms a sequence.  Requests end after random numbers of tokens; the scheduler knows only
 `max_tokens`.  All arrive at once, outputs are lognormal(4.5, 0.9) clipped to 5..1000, and the pool holds a
 tenth of the blocks that they need together.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import common
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest
-from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight_tools.simulator.engine import SimulatedInfo
 
 _EOS, _TOKEN, _BLOCK_SIZE, _MAX_MODEL_LEN = 0, 1, 16, 4096
 LOADS = {"prompts of 20..400 tokens": (20, 400), "prompts of 5..50 tokens": (5, 50)}
@@ -35,20 +31,10 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class _Info:
-    num_blocks: int
-    max_model_len: int = _MAX_MODEL_LEN
-    vocab_size: int = 100
-    eos_token_ids: list[int] = field(default_factory=lambda: [_EOS])
-    num_host_blocks: int = 0
-    swap_seconds_per_block: float = 0.0
-
-
 class _NoDevice:
     """Samples a token for every row that samples; the one at the drawn length ends the request."""
 
-    def __init__(self, info: _Info, lengths: list[int], num_prompt_tokens: list[int]) -> None:
+    def __init__(self, info: SimulatedInfo, lengths: list[int], num_prompt_tokens: list[int]) -> None:
         self.info = info
         self._lengths = lengths
         self._num_prompt_tokens = num_prompt_tokens
@@ -70,20 +56,16 @@ class _NoDevice:
         return ticket
 
 
-def run(
-    seed: int, count: int, prompt_range: tuple[int, int], max_tokens: int, options: dict[str, Any]
-) -> dict[str, float]:
+def run(seed: int, count: int, prompt_range: tuple[int, int], max_tokens: int, options: dict[str, Any]) -> common.Run:
     rng = random.Random(seed)
     lengths = [max(5, min(1000, int(rng.lognormvariate(4.5, 0.9)))) for _ in range(count)]
     prompts = [[rng.randrange(1, 100) for _ in range(rng.randrange(*prompt_range))] for _ in range(count)]
     demand = sum((len(prompt) + length) // _BLOCK_SIZE + 1 for prompt, length in zip(prompts, lengths))
     config = EngineConfig.from_dict({"model": "none", "block_size": _BLOCK_SIZE, **options})
-    core = EngineCore(
-        config, _NoDevice(_Info(max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE)), lengths, list(map(len, prompts)))
-    )
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    info = SimulatedInfo(_MAX_MODEL_LEN, 100, max(demand // 10, _MAX_MODEL_LEN // _BLOCK_SIZE), [_EOS])
+    core = EngineCore(config, _NoDevice(info, lengths, list(map(len, prompts))))
     for request_id, prompt in enumerate(prompts):
-        assert core.add_request(AddRequest(request_id, prompt, params)) is None
+        common.add(core, request_id, prompt, max_tokens=max_tokens, ignore_eos=False)
     preemptions = [0] * count
     seconds = 0.0
     preempt = core.scheduler._preempt
@@ -104,11 +86,7 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
-    args = parser.parse_args()
+    args = common.options(__doc__, requests=400, seeds=4)
     runs: dict[str, Any] = {}
     for load, prompt_range in LOADS.items():
         for max_tokens in (256, 1024, 3000):
@@ -123,7 +101,7 @@ def main() -> None:
                 print(
                     f"  {side:<26} {rate:7.0f} tokens/s  {total:6.1f} preemptions, at most {highest:.0f} of one request"
                 )
-    common.record(args.output, runs, {"requests": args.requests, "seeds": args.seeds})
+    common.record(args, runs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -42,58 +41,36 @@ class CpuWorkload:
     kv_gib: int
 
 
+TORCH_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 WORKLOADS = {"a": CpuWorkload("a", "qwen3-0.6b-rand", 16, 4), "b": CpuWorkload("b", "llama-60m-rand", 32, 1)}
 
 
 @dataclass
 class Budget:
-    """Time limit for all runs together.
-
-    An engine may use what the remaining rounds of the engines listed before it leave over, so a slow engine at the end
-    of the list cannot take rounds from a fast one.
-    """
+    """Time limit for all runs together, in seconds."""
 
     seconds: float
-    rounds: dict[str, int]
     started: float = field(default_factory=time.monotonic)
     longest: dict[str, float] = field(default_factory=dict)
-    done: dict[str, int] = field(default_factory=dict)
 
-    def limit(self, name: str, now: float) -> float:
-        """Seconds that a run of `name` starting at `now` may take."""
-        reserved = 0.0
-        for earlier in self.longest:
-            if earlier == name:
-                break
-            reserved += self.longest[earlier] * max(0, self.rounds[earlier] - self.done[earlier])
-        return self.started + self.seconds - now - reserved
+    def limit(self, now: float) -> float:
+        """Time limit in seconds of a run that starts at `now`."""
+        return self.started + self.seconds - now
 
     def fits(self, name: str, now: float) -> bool:
         """Whether a run as long as the engine's longest so far fits; 5 s for an engine that has not run yet."""
-        return self.limit(name, now) >= self.longest.get(name, 5.0)
+        return self.limit(now) >= self.longest.get(name, 5.0)
 
     def ran(self, name: str, seconds: float) -> None:
         self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-        self.done[name] = self.done.get(name, 0) + 1
-
-
-def checkpoint(name: str, weights: str) -> Path:
-    """Directory of a checkpoint with random weights, generated once."""
-    path = common.CACHE / (name if weights == "bf16" else f"{name}-fp32")
-    if not path.exists():
-        common.CACHE.mkdir(parents=True, exist_ok=True)
-        script = Path(__file__).parent / "make_checkpoints.py"
-        subprocess.run([sys.executable, script, common.CACHE, name], check=True)
-    return path
 
 
 def make_task(workload: CpuWorkload, args: argparse.Namespace) -> dict[str, Any]:
     """The task for every engine; `cpu_engines.run` adds what differs between runs."""
     requests = common.workload(args.requests, workload.name)
-    warm_up = [{**request, "prompt": request["prompt"][:16], "out": 4} for request in requests[:8]]
     return {
         "requests": requests,
-        "warm_up": warm_up,
+        "warm_up": common.short(requests),
         "weights": args.weights,
         "kv": args.kv,
         "threads": args.threads,
@@ -108,40 +85,38 @@ class Comparison:
     def __init__(self, workload: CpuWorkload, args: argparse.Namespace) -> None:
         self.args = args
         self.key = f"{workload.name} {args.weights}/{args.kv}"
-        self.folder = checkpoint(workload.checkpoint, args.weights)
+        self.folder = Path(common.checkpoint(workload.checkpoint, TORCH_DTYPES[args.weights]))
         self.task = make_task(workload, args)
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.left_out: dict[str, str] = {}
-        rounds = {name: 1 if name in args.once else args.rounds for name in args.engines}
-        self.budget = Budget(args.budget, rounds)
+        self.budget = Budget(args.budget)
         self.rates = cpu_floor.Rates(0.0, 0.0)
         self.steps: list[cpu_floor.Step] = []  # of our first run, as are the outputs
         self.outputs: list[list[int]] = []
+        requests = self.task["requests"]
         self.record: dict[str, Any] = {
             "command": args.command,
             "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
             "machine": common.machine(),
             "threads": args.threads,
-            "requests": len(self.task["requests"]),
-            "prompt_tokens": sum(len(request["prompt"]) for request in self.task["requests"]),
-            "output_tokens": sum(request["out"] for request in self.task["requests"]),
+            "requests": len(requests),
+            "prompt_tokens": sum(len(request["prompt"]) for request in requests),
+            "output_tokens": sum(request["out"] for request in requests),
         }
 
     def find(self, names: list[str]) -> dict[str, tuple[str, str]]:
         """name -> (interpreter, checkpoint) of the engines that can run; the others are listed with the reason."""
-        found = {name: self._find(name) for name in names}
-        return {name: where for name, where in found.items() if where is not None}
-
-    def _find(self, name: str) -> tuple[str, str] | None:
         weights, kv = self.args.weights, self.args.kv
-        try:
-            if (weights, kv) not in ENGINES[name].precisions:
-                raise RunFailed(f"has no {weights} weights with {kv} KV")
-            python = cpu_engines.interpreter(name, self.args.peer)
-            return python, str(cpu_engines.checkpoint(name, python, self.folder))
-        except RunFailed as error:
-            self.leave_out(name, str(error))
-            return None
+        found = {}
+        for name in names:
+            try:
+                if (weights, kv) not in ENGINES[name].precisions:
+                    raise RunFailed(f"has no {weights} weights with {kv} KV")
+                python = cpu_engines.interpreter(name, self.args.peer)
+                found[name] = python, str(cpu_engines.checkpoint(name, python, self.folder))
+            except RunFailed as error:  # noqa: PERF203
+                self.leave_out(name, str(error))
+        return found
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out[name] = reason
@@ -154,7 +129,7 @@ class Comparison:
 
     @property
     def floor(self) -> float | None:
-        """Seconds that the machine needs at least for our steps; None before our first run."""
+        """Least seconds that the machine needs for our steps; None before our first run."""
         if not self.steps:
             return None
         shape = cpu_floor.ModelShape.from_checkpoint(self.folder)
@@ -163,21 +138,24 @@ class Comparison:
     def run_rounds(self, engines: dict[str, tuple[str, str]]) -> None:
         """Run all rounds of all engines within the budget; the record is stored after each run."""
         for number in range(1, self.args.rounds + 1):
-            for name, (python, path) in engines.items():
-                if name in self.left_out or number > self.budget.rounds[name]:
+            for name in engines:
+                if number > 1 and name in self.args.once:
                     continue
-                task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {})}
-                result = self._run(name, python, task, f"round {number}")
+                result = self._run(name, engines, f"round {number}")
                 if result is not None:
                     self._take(name, result)
                     rate = result["tokens_per_second"]
                     print(f"round {number}/{self.args.rounds}  {name:<16}{rate:>9.1f} tokens/s", flush=True)
                     self.store()
 
-    def _run(self, name: str, python: str, task: dict[str, Any], what: str) -> dict[str, Any] | None:
-        """A run within the budget; None if it failed, which excludes the engine from here on."""
+    def _run(self, name: str, engines: dict[str, tuple[str, str]], what: str, **more: Any) -> common.Run | None:
+        """A run within the budget; None if it failed, now or earlier: one failure excludes the engine."""
+        if name not in engines or name in self.left_out:
+            return None
+        python, path = engines[name]
+        task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), **more}
         start = time.monotonic()
-        limit = self.budget.limit(name, start)
+        limit = self.budget.limit(start)
         if not self.budget.fits(name, start):
             self.leave_out(name, f"{what} does not fit into the {max(0.0, limit):.0f} s left of the budget")
             return None
@@ -202,13 +180,8 @@ class Comparison:
 
     def explain(self, engines: dict[str, tuple[str, str]]) -> None:
         """Record where the time of our steps goes, over the first quarter of the requests."""
-        name = cpu_report.OURS
-        if name not in engines or name in self.left_out:
-            return
-        python, path = engines[name]
         requests = self.task["requests"][: max(8, len(self.task["requests"]) // 4)]
-        task = {**self.task, "checkpoint": path, "options": self.args.option.get(name, {}), "requests": requests}
-        result = self._run(name, python, {**task, "profile": True}, "breakdown of our time")
+        result = self._run(cpu_report.OURS, engines, "breakdown of our time", requests=requests, profile=True)
         if result is not None:
             self.record["breakdown"] = result["breakdown"]
         self.store()
@@ -253,9 +226,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="b")
     parser.add_argument("--weights", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--kv", choices=["bf16", "fp32", "u8"], help="default: like the weights")
-    every = ",".join(name for name in ENGINES if name != "inflight-triton")
+    every = ",".join(ENGINES)
     parser.add_argument("--engines", default=every, help=f"default, in order of expected speed: {every}")
-    parser.add_argument("--through-triton", action="store_true", help="also run Inflight behind a real tritonserver")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="interpreter of a peer")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME:KEY=JSON", help="option for a single engine"
@@ -269,7 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="update this comparison in the record, and the plot beside it")
     args = parser.parse_args(argv)
     args.kv = args.kv or args.weights
-    args.engines = args.engines.split(",") + ["inflight-triton"] * args.through_triton
+    args.engines = args.engines.split(",")
     args.once = args.once.split(",") if args.once else []
     unknown = sorted({*args.engines, *args.once} - set(ENGINES))
     if unknown:

@@ -11,19 +11,18 @@ the best of the rounds, since disturbances only ever slow it down.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
+import itertools
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
-from common import machine
-from torch import Tensor
+from attention_batch import flops_of, metadata_of, scattered_blocks
 
-from inflight.attention.base import KV_DTYPES, AttentionBackend, AttentionMetadata, LayerSpec
+from inflight.attention.base import KV_DTYPES, AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu.attention import CpuAttention
 from inflight.kernels.cpu.library import allocate, instruction_set, use_instruction_set
@@ -50,23 +49,16 @@ class Case:
         seq_lens, query_lens = BATCHES[batch]
         self.backend = backend
         self.spec = LayerSpec(heads, kv_heads, size, size, size**-0.5, kv_cache_dtype=KV_DTYPES[kv])
-        blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
-        self.cache = backend.new_cache(sum(blocks), BLOCK_SIZE, self.spec, dtype, torch.device("cpu"))
-        table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
-        free = torch.randperm(sum(blocks), dtype=torch.int32)
-        for row, chosen in enumerate(free.split(blocks)):
-            table[row, : len(chosen)] = chosen
-        for row, length in enumerate(seq_lens):
-            key, value = torch.randn(2, length, kv_heads, size).to(dtype).unbind()
-            backend.write(
-                key, value, self.cache, backend.prepare(metadata_of([length], [length], table[row : row + 1]))
-            )
-        self.batch = backend.prepare(metadata_of(seq_lens, query_lens, table))
+        table = scattered_blocks(seq_lens, BLOCK_SIZE)
+        num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens)
+        self.cache = backend.new_cache(num_blocks, BLOCK_SIZE, self.spec, dtype, torch.device("cpu"))
+        key, value = torch.randn(2, sum(seq_lens), kv_heads, size).to(dtype).unbind()
+        backend.write(key, value, self.cache, backend.prepare(metadata_of(seq_lens, seq_lens, table, BLOCK_SIZE)))
+        self.batch = backend.prepare(metadata_of(seq_lens, query_lens, table, BLOCK_SIZE))
         tokens = sum(query_lens)
         self.query = torch.randn(heads, tokens, size).to(dtype).transpose(0, 1)
         self.key = torch.randn(kv_heads, tokens, size).to(dtype).transpose(0, 1)
-        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length, count in zip(seq_lens, query_lens))
-        self.flops = 4 * heads * size * pairs
+        self.flops = flops_of(self.spec, seq_lens, query_lens)
         self.bytes = sum(seq_lens) * self.spec.bytes_per_token(dtype)
 
     def attend(self) -> None:
@@ -74,26 +66,6 @@ class Case:
 
     def write(self) -> None:
         self.backend.write(self.key, self.key, self.cache, self.batch)
-
-
-def metadata_of(seq_lens: list[int], query_lens: list[int], table: Tensor) -> AttentionMetadata:
-    """Requests of `seq_lens` tokens, the last `query_lens` of which are new, in the blocks of `table`."""
-    query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
-    slots = []
-    for row, (length, count) in enumerate(zip(seq_lens, query_lens)):
-        positions = torch.arange(length - count, length)
-        slots.append(table[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
-    return AttentionMetadata(
-        query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.cat(slots),
-        query_start_loc_cpu=query_start_loc,
-        seq_lens_cpu=seq_lens,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_size=BLOCK_SIZE,
-    )
 
 
 def best(function: Callable[[], Any], seconds: float = 0.15) -> float:
@@ -175,42 +147,28 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]
+    options = common.options(
+        __doc__,
+        threads=torch.get_num_threads(),
+        dtype=dict(nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32", "float16"]),
+        kv=common.choice(["auto", "int8"]),
+        shape=common.choice(SHAPES),
+        batch=common.choice(BATCHES),
+        isa=dict(default="", help="instruction set; the default is the machine's best"),
+        rounds=5,
+        reference=False,
     )
-    parser.add_argument("--kv", nargs="+", default=["auto", "int8"], choices=["auto", "int8"])
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--batch", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--isa", default="", help="instruction set; the default is the machine's best")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--reference", action="store_true", help="also time the reference backend")
-    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
-    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not use_instruction_set(options.isa):
-        parser.error(f"--isa {options.isa} is not available on this machine or in this build")
-    print(f"{machine()}; {options.threads} threads; {instruction_set()}")
+        sys.exit(f"--isa {options.isa} is not available on this machine or in this build")
+    print(f"{common.machine()}; {options.threads} threads; {instruction_set()}")
     rows = []
-    for dtype in options.dtype:
-        for shape in options.shape:
-            for batch in options.batch:
-                measured = measure(shape, batch, getattr(torch, dtype), options.kv, options.rounds, options.reference)
-                rows += measured
-                for row in measured:
-                    show(row)
-    if options.output:
-        record = {
-            "machine": machine(),
-            "threads": options.threads,
-            "instruction_set": instruction_set(),
-            "torch": torch.__version__,
-            "block_size": BLOCK_SIZE,
-            "rows": rows,
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    for dtype, shape, batch in itertools.product(options.dtype, options.shape, options.batch):
+        measured = measure(shape, batch, getattr(torch, dtype), options.kv, options.rounds, options.reference)
+        rows += measured
+        for row in measured:
+            show(row)
+    common.record(options, [], instruction_set=instruction_set(), block_size=BLOCK_SIZE, rows=rows)
 
 
 if __name__ == "__main__":

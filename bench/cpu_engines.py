@@ -46,7 +46,6 @@ class Engine:
 
 ENGINES = {
     "inflight": Engine("run_inflight.py", _SAME | {("bf16", "u8"), ("fp32", "u8")}),
-    "inflight-triton": Engine("run_inflight_triton.py", _SAME | {("bf16", "u8"), ("fp32", "u8")}),
     "openvino": Engine(
         "run_openvino.py",
         _SAME | {("bf16", "u8"), ("fp32", "u8")},

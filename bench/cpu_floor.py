@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Bytes per element; the scale that u8 stores with each head is not counted.
@@ -28,7 +29,7 @@ Step = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a dense decoder with gated MLP (llama, Qwen3) costs time."""
+    """The sizes of a dense decoder with gated MLP (llama, Qwen3) that determine its time."""
 
     layers: int
     hidden: int
@@ -40,15 +41,19 @@ class ModelShape:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> ModelShape:
-        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        return cls.of(SimpleNamespace(**json.loads((Path(folder) / "config.json").read_text())))
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Of a configuration of transformers."""
         return cls(
-            config["num_hidden_layers"],
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-            config["head_dim"],
-            config["vocab_size"],
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size,
         )
 
     @property

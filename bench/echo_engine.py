@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""An engine process without a model, which makes a step each 30 ms: the scheduler and the pipes are the real ones.
-
-With 64 sequences that is 2,133 responses/s: few enough that each of them carries one token.
+"""An engine process without a model, whose steps take `--step-ms`: the scheduler and the pipes are the real ones.
 
 Started as `python_executable` of `model.json`, with the arguments of the real engine process.
 """
@@ -27,8 +25,6 @@ from inflight.worker import _serve, settle_garbage_collector
 
 TOKEN = 300  # of the demo model's vocabulary: a few letters
 
-STEP_SECONDS = 0.03
-
 
 class Info:
     max_model_len = 2048
@@ -44,17 +40,21 @@ class Info:
 class IdleRunner:
     info = Info()
 
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+
     def launch(self, out: SchedulerOutput) -> StepOutput:
         now = time.monotonic()
         return StepOutput(token_ids=[TOKEN] * len(out.slots), started=now, ended=now)
 
     def collect(self, ticket: StepOutput) -> StepOutput:
-        time.sleep(STEP_SECONDS)
+        time.sleep(self._step_seconds)
         return ticket
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse-fd", type=int, required=True)
     parser.add_argument("--shared", action="store_true")
@@ -63,7 +63,7 @@ def main() -> None:
     owner = Frontend(0, connection)
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     pulse = Pulse(args.pulse_fd, config.max_num_seqs)
-    core = EngineCore(config, PulsingRunner(IdleRunner(), pulse))
+    core = EngineCore(config, PulsingRunner(IdleRunner(args.step_ms / 1e3), pulse))
     info = Info()
     ready = EngineReady(
         info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", "cpu", "none", 0.0

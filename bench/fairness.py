@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What one valid request can do to another: a short canary beside expensive requests and beside plain ones.
+"""The effect of one valid request on another: a short canary beside expensive requests and beside plain ones.
 
     python bench/fairness.py [--rounds 3] [--only logprobs --only n] [--list] [--output FILE]
 
@@ -15,17 +15,18 @@ import json
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import common
+import serving
 
 REPOSITORY = common.HERE.parent / "model_repository"
 PROMPT = "The json module"
@@ -35,7 +36,8 @@ WIDTH = 48  # sequences of a neighbour
 TOKENS = 384  # of each
 CONTEXT = 2040
 
-Request = dict[str, Any]  # {"text_input" or "input_ids", "sampling", further inputs, "slow": whether nobody reads}
+# Inputs as `serving.tensors` takes them; with "slow", the request is sent over HTTP and its answer is not read.
+Request = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ def kinds() -> dict[str, Kind]:
     letters = request(n=WIDTH, allowed_token_ids=[letter])
     prompts = [request({"text_input": None, "input_ids": prompt}, max_tokens=8) for prompt in long_prompts]
     text = " ".join(words(3000, 30))
+
+    def shown(one: Request) -> Request:
+        return {**one, "return_prompt_logprobs": True, "sampling": {**one["sampling"], "prompt_logprobs": 100}}
+
     all_at_once = dict(logprobs=100, stop=words(1024, 60), bad_words=words(1024, 40), stop_token_ids=list(range(1000)))
     return {
         "n": pair(request(temperature=1.0, seed=1), n=WIDTH),
@@ -88,13 +94,7 @@ def kinds() -> dict[str, Kind]:
         "bad_words": pair(wide, bad_words=words(1024, 60)),
         "logprobs": pair(wide, inputs=shows, logprobs=100),
         "logprobs_late": pair({**wide, "stream": False}, inputs=shows, logprobs=100),
-        "prompt_logprobs": Kind(
-            [
-                {**r, "return_prompt_logprobs": True, "sampling": {**r["sampling"], "prompt_logprobs": 100}}
-                for r in prompts
-            ],
-            prompts,
-        ),
+        "prompt_logprobs": Kind([shown(one) for one in prompts], prompts),
         "allowed_ids": pair(wide, allowed_token_ids=list(range(3, 2500))),
         "logit_bias": pair(wide, logit_bias={str(i): 0.5 for i in range(3, 2500)}),
         "stop_ids": pair(wide, stop_token_ids=list(range(1, 1025)), min_tokens=TOKENS),
@@ -109,56 +109,6 @@ def kinds() -> dict[str, Kind]:
 # -- the clients ---------------------------------------------------------------------------
 
 
-def tensors(wanted: Request) -> list[Any]:
-    import numpy as np
-    import tritonclient.grpc as triton
-
-    dtypes = {"BYTES": np.object_, "INT64": np.int64, "BOOL": np.bool_}
-    inputs = []
-    values = {"stream": True, **wanted, "sampling_parameters": json.dumps(wanted["sampling"])}
-    for name, value in values.items():
-        if name in ("sampling", "slow") or value is None:
-            continue
-        kind = "BYTES" if isinstance(value, str) else "BOOL" if isinstance(value, bool) else "INT64"
-        elements = value if isinstance(value, list) else [value.encode() if isinstance(value, str) else value]
-        array = np.array(elements, dtype=dtypes[kind])
-        inputs.append(triton.InferInput(name, array.shape, kind))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-class Stream:
-    """One gRPC stream; counts the requests that are answered."""
-
-    def __init__(self, address: str) -> None:
-        import tritonclient.grpc as triton
-
-        self._client = triton.InferenceServerClient(address)
-        self._client.start_stream(self._receive)
-        self._left = threading.Semaphore(0)
-        self.error: Exception | None = None
-
-    def _receive(self, result: Any, error: Exception | None) -> None:
-        if error is not None:
-            self.error = error
-            self._left.release()
-        elif result.get_response().parameters["triton_final_response"].bool_param:
-            self._left.release()
-
-    def submit(self, wanted: Request) -> None:
-        self._client.async_stream_infer("demo", tensors(wanted), enable_empty_final_response=True)
-
-    def wait(self, count: int = 1) -> None:
-        for _ in range(count):
-            self._left.acquire()
-            if self.error is not None:
-                raise self.error
-
-    def close(self) -> None:
-        self._client.stop_stream(cancel_requests=True)
-        self._client.close()
-
-
 def open_without_reading(address: str, wanted: Request) -> socket.socket:
     """A server-sent-events request whose answer stays in the socket."""
     host, port = address.rsplit(":", 1)
@@ -171,75 +121,73 @@ def open_without_reading(address: str, wanted: Request) -> socket.socket:
     return connection
 
 
-def be_neighbour(grpc_address: str, http_address: str) -> None:
-    """The neighbour's process: a line of requests in, "sent" and "done" or "stopped" out; "stop" cancels them."""
-    for line in sys.stdin:
-        requests = json.loads(line)
+def be_neighbour(end: Connection, grpc_address: str, http_address: str) -> None:
+    """The neighbour's process: requests in, "sent" and "done" or "error ..." out; "stop" cancels them: "stopped"."""
+    while True:
+        requests = end.recv()
         slow = [open_without_reading(http_address, wanted) for wanted in requests if wanted.get("slow")]
         quick = [wanted for wanted in requests if not wanted.get("slow")]
-        stream = Stream(grpc_address)
+        stream = serving.Streams(grpc_address, "demo")
         for wanted in quick:
             stream.submit(wanted)
-        print("sent", flush=True)
+        end.send("sent")
         if not slow:
-            waiter = threading.Thread(target=_report, args=(stream, len(quick)), daemon=True)
-            waiter.start()
-        sys.stdin.readline()
+            threading.Thread(target=_report, args=(end, stream, len(quick)), daemon=True).start()
+        end.recv()
         for connection in slow:
             connection.close()
         stream.close()
-        print("stopped", flush=True)
+        end.send("stopped")
 
 
-def _report(stream: Stream, count: int) -> None:
+def _report(end: Connection, stream: serving.Streams, count: int) -> None:
     try:
         stream.wait(count)
+        end.send("done")
     except Exception as error:
         if "cancelled" not in str(error).lower():
-            print(f"error {error}", flush=True)
-        return
-    print("done", flush=True)
+            end.send(f"error {error}")
 
 
 class Neighbour:
     """The other end of `be_neighbour`."""
 
     def __init__(self, server: Any) -> None:
-        command = [sys.executable, __file__, "--neighbour", server.grpc_address, server.http_address]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.done = threading.Event()
-        self._stopped = threading.Event()
-        self._sent = threading.Event()
-        self.error = ""
-        threading.Thread(target=self._read, daemon=True).start()
+        context = get_context("spawn")
+        self._end, other = context.Pipe()
+        addresses = server.grpc_address, server.http_address
+        self._process = context.Process(target=be_neighbour, args=(other, *addresses), daemon=True)
+        self._process.start()
+        self._done = False
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            word, _, rest = line.strip().partition(" ")
-            self.error = rest if word == "error" else self.error
-            {"sent": self._sent, "stopped": self._stopped}.get(word, self.done).set()
+    def _read(self) -> str:
+        said: str = self._end.recv()
+        if said.startswith("error"):
+            raise RuntimeError(f"a neighbour's request failed: {said}")
+        self._done = self._done or said == "done"
+        return said
 
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+    @property
+    def done(self) -> bool:
+        """Whether its requests have ended."""
+        while self._end.poll():
+            self._read()
+        return self._done
 
     def start(self, requests: list[Request]) -> None:
-        for event in (self.done, self._stopped, self._sent):
-            event.clear()
-        self._write(json.dumps(requests))
-        self._sent.wait()
+        self._done = False
+        self._end.send(requests)
+        while self._read() != "sent":
+            pass
 
     def stop(self) -> None:
-        self._write("stop")
-        self._stopped.wait()
-        if self.error:
-            raise RuntimeError(f"a neighbour's request failed: {self.error}")
+        self._end.send("stop")
+        while self._read() != "stopped":
+            pass
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
 
 # -- measurement ---------------------------------------------------------------------------
@@ -251,7 +199,7 @@ class Memory:
     def __init__(self, server: Any) -> None:
         from inflight_tools.processes import session_members
 
-        self._pids = {pid: _role(pid) for pid in session_members(server.process.pid)}
+        self._pids = {pid: serving.kind_of(pid) for pid in session_members(server.process.pid)}
 
     def reset(self) -> None:
         for pid in self._pids:
@@ -266,19 +214,12 @@ class Memory:
         return found
 
 
-def _role(pid: int) -> str:
-    if Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-spare":
-        return "spare"  # a second engine process, which serves nobody
-    command = Path(f"/proc/{pid}/cmdline").read_text()
-    return "server" if "--model-repository" in command else "engine" if "inflight.worker" in command else "stub"
-
-
 class Bench:
     """One server with its canary and its neighbour."""
 
     def __init__(self, server: Any, neighbour: Neighbour) -> None:
         self._neighbour = neighbour
-        self._stream = Stream(server.grpc_address)
+        self._stream = serving.Streams(server.grpc_address, "demo")
         self._memory = Memory(server)
         self._num_runs = 0
         for _ in range(10):
@@ -303,16 +244,16 @@ class Bench:
         self._neighbour.start([{**wanted, "cache_salt": str(self._num_runs)} for wanted in requests])
         time.sleep(0.02)  # from the client's socket to the server
         times = [self.canary()]
-        while len(times) < NUM_CANARIES and not self._neighbour.done.is_set():
+        while len(times) < NUM_CANARIES and not self._neighbour.done:
             times.append(self.canary())
-        ended = self._neighbour.done.is_set()
+        ended = self._neighbour.done
         self._neighbour.stop()
         result = {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks(), "ended": ended}
         self._settle()
         return result
 
     def _settle(self) -> None:
-        """Until what was cancelled is gone: three canaries in a row take about what they take alone."""
+        """Wait until the cancelled requests are gone: three canaries in a row take about as long as alone."""
         quiet, end = 0, time.monotonic() + 30
         while quiet < 3 and time.monotonic() < end:
             quiet = quiet + 1 if self.canary() < 1.5 * self._usual else 0
@@ -321,27 +262,17 @@ class Bench:
         self._stream.close()
 
 
-def measure(kind: Kind, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Alternating runs on a server of its own: what one kind leaves behind is not the next one's."""
+def measure(kind: Kind, rounds: int) -> dict[str, list[common.Run]]:
+    """Alternating runs on a server of its own: what one kind leaves behind does not disturb the next one."""
     from inflight_tools.launcher import TritonServer
 
-    sides: dict[str, Callable[[Bench], dict[str, Any]]] = {
-        "alone": lambda bench: bench.alone(),
-        "plain": lambda bench: bench.beside(kind.plain),
-        "expensive": lambda bench: bench.beside(kind.expensive),
-    }
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    with ExitStack() as stack:
-        server = stack.enter_context(
-            TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=2)
-        )
-        neighbour = Neighbour(server)
-        stack.callback(neighbour.close)
-        bench = Bench(server, neighbour)
-        stack.callback(bench.close)
+    server = TritonServer(REPOSITORY, model_control_mode="explicit", load_models=["demo"], exit_timeout=2)
+    with server, closing(Neighbour(server)) as neighbour, closing(Bench(server, neighbour)) as bench:
+        runs: dict[str, list[common.Run]] = {"alone": [], "plain": [], "expensive": []}
         for _ in range(rounds):
-            for side, run in sides.items():
-                runs[side].append(run(bench))
+            runs["alone"].append(bench.alone())
+            runs["plain"].append(bench.beside(kind.plain))
+            runs["expensive"].append(bench.beside(kind.expensive))
     return runs
 
 
@@ -361,18 +292,14 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if "--neighbour" in sys.argv:
-        return be_neighbour(*sys.argv[2:4])
-    parser = common.parser(__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", help="measure this kind; may be given several times")
-    parser.add_argument("--list", action="store_true", help="name the kinds")
-    args = parser.parse_args()
+    only = dict(action="append", help="measure this kind; repeatable")
+    args = common.options(__doc__, rounds=3, only=only, list=False)
     known = kinds()
     if args.list:
         return print("\n".join(known))
     unknown = set(args.only or ()) - known.keys()
     if unknown:
-        parser.error(f"--only {min(unknown)}: the kinds are {', '.join(known)}")
+        sys.exit(f"--only {min(unknown)}: the kinds are {', '.join(known)}")
     runs, results = {}, {}
     print(f"{common.machine()}, medians over {args.rounds} alternating runs of the slowest of {NUM_CANARIES} canaries")
     print(
@@ -387,7 +314,7 @@ def main() -> None:
             f"{result['ratio']:>8.2f}{peaks['alone']:>11.0f}{peaks['plain']:>8.0f}{peaks['expensive']:>11.0f}",
             flush=True,
         )
-    common.record(args.output, runs, {"rounds": args.rounds, "only": args.only}, results=results)
+    common.record(args, runs, results=results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What routing is worth: fleets of 8 to 512 replicas on the simulator's clock.
+"""The value of routing: fleets of 8 to 512 replicas on the simulator's clock.
 
-    python bench/fleet_simulated.py [--resume] [--parts size,load] [--draw]
+    python bench/fleet_simulated.py [--resume]
 
 Routers under the same requests at the same times, on replicas of the profile `llama-60m-cpu` with a KV pool of 65,536
 tokens: prompts that share prefixes, and the ramp of month-end without any; undisturbed, with an eighth of the
@@ -11,7 +11,6 @@ not count.  Virtual time depends on nothing that the machine does: the figures r
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 from fleet_picture import draw
 
@@ -34,7 +34,6 @@ from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job, Scenario, SharedPrefixes, find_scenario
 from inflight_tools.workload.slo import SLO
 
-ROOT = Path(__file__).parents[1]
 PROFILE = find_profile("llama-60m-cpu")
 OPTIONS = {"num_gpu_blocks_override": 4096, "max_queue_size": 100_000}
 SLO_ = SLO(ttft=1.0, tpot=0.05, attainment=0.95)
@@ -174,7 +173,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def seen(requests: list[Served]) -> dict[str, float]:
-    """What the users of these requests saw; all were answered, or the simulation had stopped."""
+    """Latencies and attainment of these requests, all of which were answered."""
     assert all(request.error is None for request in requests)
     ttft = [request.ttft for request in requests]
     good = sum(SLO_.met(request.ttft, request.tpot) for request in requests)
@@ -210,7 +209,7 @@ def of_incident(outcome: Outcome) -> dict[str, Any]:
 
 
 def spread(outcome: Outcome, replicas: int) -> float:
-    """How unevenly the work fell: the busiest replica's requests over the mean."""
+    """Imbalance: the busiest replica's requests over the mean."""
     counts = np.bincount([request.replica for request in outcome.requests], minlength=replicas)
     return float(counts.max() / counts.mean())
 
@@ -221,25 +220,17 @@ def quantile(values: Any, q: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "fleet-simulated.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "fleet-simulated.png")
-    parser.add_argument("--parts", default="", help="only these parts, comma-separated; others stay as recorded")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are recorded, and run the others")
-    parser.add_argument("--pause-while", type=Path, help="wait between cells while this file exists")
-    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
-    args = parser.parse_args()
-    record = json.loads(args.output.read_text()) if args.output.exists() else {}
-    wanted = set(filter(None, args.parts.split(",")))
-    cells = [] if args.draw else [(part, cell) for part, cell in study() if not wanted or part in wanted]
-    recorded = record.get("cells", [])
-    rows = recorded if args.draw or args.resume else [row for row in recorded if wanted and row["part"] not in wanted]
+    args = common.options(
+        __doc__,
+        output=dict(type=Path, default=common.HERE / "results" / "fleet-simulated.json"),
+        picture=dict(type=Path, default=common.ROOT / "docs" / "images" / "fleet-simulated.png"),
+        resume=dict(action="store_true", help="keep the cells that are recorded, and run the others"),
+    )
+    rows = json.loads(args.output.read_text())["cells"] if args.resume and args.output.exists() else []
     known = {(row["part"], *(row[name] for name in vars(Cell()))) for row in rows}
-    for part, cell in cells:
+    for part, cell in study():
         if (part, *vars(cell).values()) in known:
             continue
-        while args.pause_while and args.pause_while.exists():
-            time.sleep(2)
         figures = run(cell)
         rows.append({"part": part, **vars(cell), **figures})
         print(

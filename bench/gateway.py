@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the gateway adds to a stream: time to first token, gaps and CPU time; and how much one worker passes on.
+"""The gateway's cost per stream: time to first token, gaps and CPU time; and the throughput of one worker.
 
     python bench/gateway.py [--streams 32] [--rounds 6] [--seconds 9] [--output FILE]
 
@@ -27,12 +27,15 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common
+import serving
 
-HERE = Path(__file__).parent
-MODEL, TOKENS, PAUSE = "bench", 24, 0.06
+if TYPE_CHECKING:
+    from inflight_tools.launcher import TritonServer
+
+MODEL, TOKENS, PAUSE = serving.MODEL, 24, 0.06
 PROMPT = "the list of names and the places where they live"
 REPLAYED_STREAMS, REPLAYED_SECONDS = 16, 6.0
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -46,9 +49,9 @@ Send = Callable[[], Awaitable[list[float]]]  # one request; when it began, and w
 
 
 def free_port() -> int:
-    from inflight_tools.ports import resolve_ports
+    from inflight_tools.ports import pick_ports
 
-    return resolve_ports({"port": 0}, "127.0.0.1")["port"]
+    return pick_ports(1)[0]
 
 
 @contextlib.contextmanager
@@ -64,39 +67,28 @@ def child(command: list[str], cores: set[int] | None = None) -> Iterator[subproc
         process.wait()
 
 
+def wait_for(url: str) -> None:
+    """Wait until it answers with status 200.  Raises RuntimeError after a minute."""
+    import httpx2
+
+    for _ in range(600):
+        with contextlib.suppress(httpx2.TransportError):
+            if httpx2.get(url).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"{url} did not become ready within 60 s")
+
+
 @contextlib.contextmanager
 def gateway(triton: str, cores: set[int] | None = None) -> Iterator[tuple[int, int]]:
     """A gateway with one worker, ready; yields its port and process id."""
-    import httpx2
-
     port = free_port()
     with child([sys.executable, "-c", _GATEWAY, triton, str(port)], cores) as process:
-        for _ in range(200):
-            with contextlib.suppress(httpx2.TransportError):
-                if httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                    break
-            time.sleep(0.05)
-        else:
-            raise RuntimeError("the gateway did not become ready within 10 s")
+        wait_for(f"http://127.0.0.1:{port}/ready")
         yield port, process.pid
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def write_repository(folder: Path) -> None:
-    """A model without a model, which sends every token at once."""
-    import frontends
-
-    frontends.write_repository(folder, 1)
-    options = folder / "repository" / MODEL / "1" / "model.json"
-    options.write_text(json.dumps({**json.loads(options.read_text()), "stream_interval": 1}))
-
-
-# The two clients
+# The two clients# The two clients
 
 
 @contextlib.asynccontextmanager
@@ -122,7 +114,7 @@ async def over_grpc(address: str) -> AsyncIterator[Send]:
 
 
 def stream_request() -> bytes:
-    """What the gateway sends for such a completion."""
+    """The request that the gateway sends for such a completion."""
     from inflight_client.request import GenerationRequest
     from inflight_client.wire import grpc_request
 
@@ -133,15 +125,8 @@ def stream_request() -> bytes:
 
 @contextlib.asynccontextmanager
 async def over_http(port: int, tokens: int = TOKENS) -> AsyncIterator[Send]:
-    body = {
-        "model": MODEL,
-        "prompt": PROMPT,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-    }
-    content = json.dumps(body).encode()
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    content = json.dumps({**body, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     request = head.encode() + content
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -187,30 +172,34 @@ async def load(send: Send, streams: int, seconds: float, seed: int) -> list[list
 def summary(times: list[list[float]], seconds_of: dict[str, float]) -> dict[str, Any]:
     ttft = sorted(1e3 * (own[1] - own[0]) for own in times)
     gaps = sorted(1e3 * (b - a) for own in times for a, b in itertools.pairwise(own[1:]))
+
+    def figures(values: list[float]) -> dict[str, float]:
+        middle, high = (common.percentile(values, percent) for percent in (50, 99))
+        return {"p50": middle, "mean": statistics.fmean(values), "p99": high}
+
     chunks = sum(len(own) - 1 for own in times)
     return {
         "requests": len(times),
         "chunks": chunks,
-        "ttft_ms": {"p50": ttft[len(ttft) // 2], "mean": statistics.fmean(ttft), "p99": ttft[len(ttft) * 99 // 100]},
-        "itl_ms": {"p50": gaps[len(gaps) // 2], "mean": statistics.fmean(gaps), "p99": gaps[len(gaps) * 99 // 100]},
+        "ttft_ms": figures(ttft),
+        "itl_ms": figures(gaps),
         "cpu_us_per_chunk": {name: 1e6 * seconds / chunks for name, seconds in seconds_of.items()},
     }
 
 
-async def paired(server: Any, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    from frontends import cpu_seconds as parts_of
-
+async def paired(server: TritonServer, args: argparse.Namespace) -> dict[str, list[common.Run]]:
     def spent(pid: int) -> dict[str, float]:
-        return {**parts_of(server.process.pid), "gateway": cpu_seconds(pid), "client": time.process_time()}
+        gateway_cpu, client = serving.cpu_seconds(pid), time.process_time()
+        return {**serving.cpu_by_kind(server), "gateway": gateway_cpu, "client": client}
 
-    runs: dict[str, list[dict[str, Any]]] = {"grpc": [], "gateway": []}
+    runs: dict[str, list[common.Run]] = {"grpc": [], "gateway": []}
     with gateway(server.grpc_address) as (port, pid):
         for number in range(args.rounds):
             for side, connected in (("grpc", over_grpc(server.grpc_address)), ("gateway", over_http(port))):
                 async with connected as send:
                     before = spent(pid)
                     times = await load(send, args.streams, args.seconds, number)
-                    cpu = {name: seconds - before[name] for name, seconds in spent(pid).items()}
+                    cpu = {name: seconds - before.get(name, 0.0) for name, seconds in spent(pid).items()}
                 one = summary(times, cpu)
                 runs[side].append(one)
                 text = f"TTFT p50 {one['ttft_ms']['p50']:6.2f} ms  ITL p50 {one['itl_ms']['p50']:6.2f} ms"
@@ -233,7 +222,7 @@ def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 
 def recorded(address: str) -> dict[str, Any]:
-    """What the server answers to the questions of a gateway, and to a request; as hexadecimal text."""
+    """The server's answers to the questions of a gateway and to a request, as hexadecimal text."""
     import grpc
     from tritonclient.grpc import service_pb2 as pb
 
@@ -276,43 +265,30 @@ async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]
     os.sched_setaffinity(0, rest)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "record.json").write_text(json.dumps(record))
-        port = free_port()
-        command = [sys.executable, str(HERE / "replaying_triton.py"), str(Path(folder) / "record.json"), str(port)]
+        file, port = Path(folder) / "record.json", free_port()
+        file.write_text(json.dumps(record))
+        command = [sys.executable, str(common.HERE / "replaying_triton.py"), str(file), str(port)]
         with child(command, rest) as triton, gateway(f"127.0.0.1:{port}", {first}) as (http, pid):
             await flood(http, 1.0)
             for number in range(rounds):
-                before = cpu_seconds(pid), cpu_seconds(triton.pid), time.process_time()
+                before = serving.cpu_seconds(pid), serving.cpu_seconds(triton.pid), time.process_time()
                 begun = time.perf_counter()
                 chunks = await flood(http, REPLAYED_SECONDS)
                 wall = time.perf_counter() - begun
-                after = cpu_seconds(pid), cpu_seconds(triton.pid), time.process_time()
+                after = serving.cpu_seconds(pid), serving.cpu_seconds(triton.pid), time.process_time()
                 cost = [1e6 * (b - a) / chunks for a, b in zip(before, after)]
-                runs.append(
-                    {
-                        "chunks_per_second": chunks / wall,
-                        "cpu_us_per_chunk": dict(zip(("gateway", "replaying_triton", "client"), cost)),
-                    }
-                )
+                each = dict(zip(("gateway", "replaying_triton", "client"), cost))
+                runs.append({"chunks_per_second": chunks / wall, "cpu_us_per_chunk": each})
                 print(f"throughput {number + 1}/{rounds}  {chunks / wall:7.0f} chunks/s  gateway {cost[0]:.0f} us each")
     os.sched_setaffinity(0, cores)
     return runs
 
 
 async def main() -> None:
-    from inflight_tools.launcher import TritonServer
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=9.0, help="of each run")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_repository(Path(folder))
-        with TritonServer(Path(folder) / "repository") as server:
-            record = recorded(server.grpc_address)
-            runs: dict[str, Any] = await paired(server, args)
+    args = common.options(__doc__, streams=32, rounds=6, seconds=9.0)
+    with serving.served({"stream_interval": 1}, step_ms=30.0) as server:
+        record = recorded(server.grpc_address)
+        runs: dict[str, Any] = await paired(server, args)
     runs["throughput"] = await throughput(record, 3)
     added = differences(runs)
     rate = statistics.median(run["chunks_per_second"] for run in runs["throughput"])
@@ -328,8 +304,7 @@ async def main() -> None:
     print(f"  one worker passes on {rate:.0f} chunks/s")
     for side, parts in cost.items():
         print(f"  CPU us per chunk, {side:<10} " + "  ".join(f"{name} {us:.0f}" for name, us in parts.items()))
-    arguments = {"streams": args.streams, "rounds": args.rounds, "seconds": args.seconds, "tokens": TOKENS}
-    common.record(args.output, runs, arguments, added_ms=added, chunks_per_second=rate, cpu_us_per_chunk=cost)
+    common.record(args, runs, added_ms=added, chunks_per_second=rate, cpu_us_per_chunk=cost)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """The GPU attention kernel: correctness, and speed compared with the card's limits.
 
-    python bench/gpu_attention.py [--quick | --tune | --tune-all] [--output record.json]     on a machine with a GPU
+    python bench/gpu_attention.py [--quick | --tune] [--output record.json]     on a machine with a GPU
     python bench/gpu_attention.py --compile [--output record.json]               anywhere
     TRITON_INTERPRET=1 python bench/gpu_attention.py --quick                     anywhere, to see that it works
 
 Requires torch, triton and numpy only.  bench/gpu.py also calls `run`.
 
-Correctness: compared with a float32 reference on the CPU, on new random numbers, with pool and output full of NaN.
+Correctness: some requests of each batch are compared with float32, on new random numbers, with an output full of NaN;
+tests/gpu checks all features.
 Decodes read each key and value once: their bytes per second are compared with a large device-to-device copy (bytes
 read plus written).  Prefills multiply: the causal half of the products is compared with the rate of a bf16 matrix
 product, with torch's flash attention on contiguous keys and values, and with FlashAttention-3 where it is installed.
@@ -15,7 +16,7 @@ Times are medians of graph replays; a batch that reads less than several L2 cach
 so that none of it is left in the cache.
 
 --compile needs no GPU: it compiles the shipped shapes and prints registers, stack (spills) and shared memory.
---tune compares the shipped tiles with a shortlist of twelve, --tune-all with 228, and prints the best ones.
+--tune compares the shipped tiles with a shortlist of twelve, and prints the best ones.
 """
 
 # ruff: noqa: E402  (sys.path comes first: the repository need not be installed)
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -43,14 +43,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("bench", "backend", "tests/support")]
 
 import triton
-from attention_cases import CASES, FP8, case_of, compile_ahead, forced_tile, stored
+from attention_batch import flops_of, metadata_of, scattered_blocks
+from attention_cases import FP8, compile_ahead, forced_tile
 from gpu_rates import FLUSH_BYTES, copy_rate, gemm_rate, seconds
 from gpu_rows import line
-from gpu_tiles import SHORTLIST, all_tiles
+from gpu_tiles import SHORTLIST
 from paged_case import relative_error
 
-from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
-from inflight.attention.reference import ReferenceAttention
+from inflight.attention.base import KVCache, LayerSpec
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Tile
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
@@ -138,30 +138,12 @@ class Batch:
             for pool in (cache.key, cache.value):
                 for part in pool.split(4096):
                     part.copy_(torch.randn(part.shape, dtype=dtype, device=device).to(pool.dtype))
-        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-        for row, chosen in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
-            table[row, : len(chosen)] = chosen
-        query_start_loc = [0, *torch.tensor(shape.query_lens).cumsum(0).tolist()]
-        slots = [
-            int(table[row, position // size]) * size + position % size
-            for row, (length, count) in enumerate(zip(shape.seq_lens, shape.query_lens))
-            for position in range(length - count, length)
-        ]
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(shape.seq_lens, dtype=torch.int32, device=device),
-            block_table=table.to(device),
-            slot_mapping=torch.tensor(slots, device=device),
-            query_start_loc_cpu=query_start_loc,
-            seq_lens_cpu=list(shape.seq_lens),
-            max_query_len=max(shape.query_lens),
-            max_seq_len=max(shape.seq_lens),
-            block_size=size,
-        )
+        table = scattered_blocks(shape.seq_lens, size)
+        metadata = metadata_of(shape.seq_lens, shape.query_lens, table, size, device)
         self.metadata, self.batch = metadata, self.backend.prepare(metadata)
-        self.query = torch.randn(query_start_loc[-1], spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
-        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(shape.seq_lens, shape.query_lens))
-        self.flops = 2 * spec.num_heads * (spec.key_head_size + spec.value_head_size) * pairs
+        rows = sum(shape.query_lens)
+        self.query = torch.randn(rows, spec.num_heads, spec.key_head_size, dtype=dtype, device=device)
+        self.flops = flops_of(spec, shape.seq_lens, shape.query_lens)
 
     def attend(self, cache: KVCache | None = None) -> Tensor:
         return self.backend.attend(self.query, cache or self.caches[0], self.batch, self.shape.spec, None)
@@ -230,41 +212,12 @@ def flash3_seconds(shape: Shape, device: torch.device) -> float | None:
     return Batch(shape, device, backend).seconds()
 
 
-def grid(quick: bool) -> list[tuple[str, torch.dtype, bool]]:
-    """The correctness checks: case, dtype, whether the pool is fp8."""
-    if interpreted():
-        return [
-            ("decode", torch.float32, False),
-            ("all features", torch.bfloat16, False),
-            ("mix", torch.bfloat16, True),
-        ]
-    some = ["decode", "mix", "head size 80, odd group", "all features"]
-    result = [(name, dtype, False) for name in some for dtype in (torch.float32, torch.float16)]
-    result += [(name, torch.bfloat16, False) for name in (some if quick else CASES)]
-    if has_fp8():
-        result += [(name, torch.bfloat16, True) for name in (["mix"] if quick else ["mix", "all features"])]
-    return result
-
-
 def has_fp8() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
-def grid_row(name: str, dtype: torch.dtype, fp8: bool, seed: int, device: torch.device) -> dict[str, Any]:
-    case = case_of(name, dtype, seed=seed, device=device.type)
-    if fp8:
-        case = replace(case, spec=replace(case.spec, kv_cache_dtype=FP8))
-    backend = GpuAttention()
-    cache = case.filled_cache(backend)
-    out = case.attend(backend, cache)
-    exact = (stored(case, cache) if fp8 else case).with_dtype(torch.float32).on("cpu")
-    error = relative_error(out.cpu(), exact.run(ReferenceAttention()))
-    pool = ", fp8 pool" if fp8 else ""
-    return check_row(f"{name}, {str(dtype).removeprefix('torch.')}{pool}", error, dtype)
-
-
-def check_row(shape: str, error: float, dtype: torch.dtype) -> dict[str, Any]:
-    allowed = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+def check_row(shape: str, error: float) -> dict[str, Any]:
+    allowed = torch.finfo(torch.bfloat16).eps
     return dict(name="attention is right", shape=shape, error=error, achieved=error, limit=allowed,
                 ratio=error / allowed, unit="error", passed=bool(error <= allowed))  # fmt: skip
 
@@ -295,7 +248,7 @@ def timed_row(shape: Shape, device: torch.device, rates: dict[str, float]) -> di
 
 
 def run(device: torch.device, quick: bool = False, rates: dict[str, float] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows {name, shape, error, achieved, limit, ratio, unit, ...} as they are measured: small checks, timed batches.
+    """Rows {name, shape, error, achieved, limit, ratio, unit, ...} as they are measured: check and time of a batch.
 
     `error` is relative to float32 (Frobenius norm).  `achieved` and `limit` are in `unit` (bytes/s or FLOP/s), and
     `ratio` is their quotient; in checks they are errors, and for the mixed batch milliseconds: its time, and the
@@ -304,23 +257,17 @@ def run(device: torch.device, quick: bool = False, rates: dict[str, float] | Non
     Args:
         rates: the card's "copy" and "gemm"; None measures them.
     """
-    checks, shapes = grid(quick), cases(quick)
-    jobs = {(shape.spec, torch.bfloat16, shape.block_size, None) for shape in shapes}
-    for name, dtype, fp8 in checks:
-        spec, _, _, block_size = CASES[name]
-        jobs.add((replace(spec, kv_cache_dtype=FP8 if fp8 else None), dtype, block_size, None))
+    shapes = cases(quick)
     if device.type == "cuda":
+        jobs = {(shape.spec, torch.bfloat16, shape.block_size, None) for shape in shapes}
         compile_ahead(sorted(jobs, key=str))
     else:
         shapes = [tiny(shape) for shape in shapes]
-    seed = int.from_bytes(os.urandom(2), "little")
-    for check in checks:
-        yield grid_row(*check, seed=seed, device=device)
     rates = rates or {"copy": copy_rate(device), "gemm": gemm_rate(device)}
     limits = {"bytes": rates["copy"], "flops": rates["gemm"]}
     for shape in shapes:
         timed = timed_row(shape, device, limits)
-        yield check_row(shape.name, timed["error"], torch.bfloat16)
+        yield check_row(shape.name, timed["error"])
         yield timed
         torch.cuda.empty_cache()
 
@@ -347,7 +294,7 @@ def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> list[di
 
 
 def compile_shipped() -> list[dict[str, Any]]:
-    """What each shipped shape takes, for cards that need not be present."""
+    """Registers, stack and shared memory of each shipped shape; the cards need not be present."""
     from gpu_target import card, target
 
     def layer(size: int, **features: Any) -> LayerSpec:
@@ -384,7 +331,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the batches with targets, and some of the checks")
     parser.add_argument("--tune", action="store_true", help="try a shortlist of other tile shapes")
-    parser.add_argument("--tune-all", action="store_true", help="try 228 other tile shapes, for many minutes")
     parser.add_argument("--compile", action="store_true", help="compile the shipped shapes, without a GPU")
     parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
     options = parser.parse_args()
@@ -399,8 +345,8 @@ def main() -> None:
     else:
         device = torch.device("cpu" if interpreted() else "cuda")
         record["card"] = "none" if interpreted() else torch.cuda.get_device_name()
-        if options.tune or options.tune_all:
-            record["rows"] = tune(device, all_tiles() if options.tune_all else SHORTLIST)
+        if options.tune:
+            record["rows"] = tune(device, SHORTLIST)
         else:
             record["rows"] = []
             for row in run(device, options.quick):

@@ -1,7 +1,7 @@
 """Decode steps and prefills of a runner, driven by schedules made here: stages `decode` and `prefill`.
 
-The KV of a decode's context is taken as computed, which saves the prefill of half a million tokens; what it contains
-does not change the time of a step.
+The KV of a decode's context is taken as computed, which saves the prefill of half a million tokens; its values
+do not change the time of a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _new_row(slot: int, tokens: np.ndarray, block_ids: list[int]) -> NewRow:
 
 
 def decode_steps(core: EngineCore, rows: int, context: int, steps: int) -> list[SchedulerOutput]:
-    """Schedules of `steps` steps of `rows` requests, the first of which computes position `context` - 1.
+    """Schedules of `steps` steps of `rows` requests; the first step computes position `context` - 1.
 
     Blocks are scattered over the whole pool, as in a server that has run for a while.
     """

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import common
 import numpy as np
 import torch
 from gpu_model import engine, graphs_captured, llama_8b, qwen3_06b, random_model, refused, words
@@ -20,8 +21,6 @@ from transformers.generation import ContinuousBatchingConfig
 
 from inflight.config import ConfigError
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest
-from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.errors import LoadError
 
 __all__ = ["Request", "arrivals", "itl_gaps", "options", "serve"]
@@ -55,28 +54,21 @@ def _uniform(vocab_size: int, count: int, lengths: tuple[int, int], seed: int) -
     ]  # fmt: skip
 
 
-def _add(core: EngineCore, number: int, request: Request) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=request.output, ignore_eos=True)
-    failure = core.add_request(AddRequest(number, request.prompt, params))
-    assert failure is None, failure
-
-
 def run_ours(core: EngineCore, work: list[Request]) -> float:
     """Seconds until all outputs are complete.
 
     Raises:
         RuntimeError: a request got another number of tokens than it asked for.
     """
-    begun = time.perf_counter()
-    for number, request in enumerate(work):
-        _add(core, number, request)
-    count = 0
-    while core.has_work:
-        count += sum(len(delta.token_ids) for delta in core.step().deltas)
-    spent = time.perf_counter() - begun
+    requests = [{"id": number, "prompt": each.prompt, "out": each.output} for number, each in enumerate(work)]
+    run = common.timed(lambda: common.generate(core, requests))
+    _require(run["tokens"], work)
+    return run["seconds"]
+
+
+def _require(count: int, work: list[Request]) -> None:
     if count != sum(request.output for request in work):
         raise RuntimeError(f"{count} tokens of {sum(request.output for request in work)}")
-    return spent
 
 
 # -------------------------------------------------------------------------------------------------------- serve
@@ -129,8 +121,7 @@ def _run_peer(model: Any, run: Run, work: list[Request]) -> tuple[float, str]:
         spent = time.perf_counter() - begun
         graphs = getattr(manager.continuous_batching_config, "use_cuda_graph", None)
         note = f"attention {model.config._attn_implementation}, CUDA graphs (varlen, decode) {graphs}"
-    if count != sum(request.output for request in work):
-        raise RuntimeError(f"{count} tokens of {sum(request.output for request in work)}")
+    _require(count, work)
     return spent, note
 
 
@@ -219,7 +210,8 @@ def itl_gaps(core: EngineCore, load: list[Request]) -> list[float]:
     begun = time.perf_counter()
     while waiting or core.has_work:
         while waiting and waiting[0][1].at <= time.perf_counter() - begun:
-            _add(core, *waiting.popleft())
+            number, request = waiting.popleft()
+            common.add(core, number, request.prompt, max_tokens=request.output)
         if not core.has_work:
             time.sleep(max(0.0, waiting[0][1].at - (time.perf_counter() - begun)))
             continue

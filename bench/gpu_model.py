@@ -1,4 +1,4 @@
-"""Models with random weights on the device, engines and runners on them, and what one step must read and multiply."""
+"""Models with random weights on the device, engines and runners on them, and the least work of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cpu_floor import ModelShape
 from gpu_rows import Run
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -21,7 +22,7 @@ from inflight.runner.pipeline import make_runner
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["NotBuilt", "Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
+__all__ = ["Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
 
 _IDS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=0)
 _TOY = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -50,13 +51,9 @@ def words(config: PreTrainedConfig) -> str:
     return f"{size / 1e9:.1f}B" if size > 1e8 else f"{size / 1e3:.0f}K"
 
 
-class NotBuilt(RuntimeError):
-    """This version of the engine has no such option, or not this value of it."""
-
-
 @dataclass(frozen=True)
 class Work:
-    """What the steps of a decoder of the llama family cost at least.
+    """The least work of the steps of a decoder of the llama family.
 
     Attributes:
         itemsize: bytes of a weight and of a number of KV.
@@ -66,38 +63,31 @@ class Work:
     itemsize: int
 
     @property
-    def weights(self) -> int:
-        """Weights that every token is multiplied with: linear layers and output head."""
-        c = self.config
-        attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-        return c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + self._head
+    def _shape(self) -> ModelShape:
+        return ModelShape.of(self.config)
 
     @property
-    def _head(self) -> int:
-        return self.config.vocab_size * self.config.hidden_size
+    def weights(self) -> int:
+        """Weights that every token is multiplied with: linear layers and output head."""
+        return self._shape.layer_parameters + self._shape.head_parameters
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV per token."""
-        c = self.config
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.itemsize
+        return self._shape.kv_elements(1) * self.itemsize
 
     def decode_bytes(self, rows: int, context: int) -> int:
         """Bytes that a decode step reads: each weight once, and the KV of every row."""
         return self.weights * self.itemsize + rows * context * self.kv_bytes
 
     def decode_flops(self, rows: int, context: int) -> int:
-        return 2 * rows * self.weights + rows * context * self._flops_per_pair
+        return 2 * rows * self.weights + self._shape.attention_flops(rows * context)
 
     def prefill_flops(self, tokens: int) -> int:
-        """Of a prompt in one step, causal, with the logits of the last token only."""
-        pairs = tokens * (tokens + 1) // 2
-        return 2 * tokens * (self.weights - self._head) + 2 * self._head + pairs * self._flops_per_pair
-
-    @property
-    def _flops_per_pair(self) -> int:
-        """Of a query and a key, over all layers and heads."""
-        return 4 * self.config.num_hidden_layers * self.config.num_attention_heads * self.config.head_dim
+        """FLOPs of a prompt in one step, causal, with the logits of the last token only."""
+        shape = self._shape
+        products = 2 * tokens * shape.layer_parameters + 2 * shape.head_parameters
+        return products + shape.attention_flops(tokens * (tokens + 1) // 2)
 
 
 @torch.no_grad()
@@ -121,7 +111,6 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         options: of model.json, beside model, device and dtype.
 
     Raises:
-        NotBuilt: see there.
         ConfigError, LoadError: the engine does not take these options here.
     """
     device = torch.device(run.device)
@@ -130,8 +119,6 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
                       load_format="dummy", enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
-        if unknown := [f"{key}={value!r}" for key, value in options.items() if not _known(key, value)]:
-            raise NotBuilt(", ".join(unknown))
         engine_config = EngineConfig.from_dict(values)
         core = EngineCore(engine_config, make_runner(engine_config))
     try:
@@ -148,19 +135,8 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _known(key: str, value: Any) -> bool:
-    """Whether this version of the engine has the option, with this value."""
-    try:
-        EngineConfig.from_dict({"model": "", key: value})
-    except ConfigError:
-        return False
-    return True
-
-
 def refused(error: Exception, name: str, shape: str) -> dict[str, Any]:
-    """The row of what raised `error`, with a status of "not built", "refused" (at load, by name) or "failed"."""
-    if isinstance(error, NotBuilt):
-        return dict(name=name, shape=shape, status="not built", why=f"the engine does not know {error}")
+    """The row of what raised `error`, with the status "refused" (at load, by name) or "failed"."""
     status = "refused" if isinstance(error, (ConfigError, LoadError)) else "failed"
     reason = (str(error).splitlines() or [""])[0]
     return dict(name=name, shape=shape, status=status, why=f"{type(error).__name__}: {reason}")

@@ -159,7 +159,7 @@ def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
 
 
 def _timed_rotate_and_write(spec: LayerSpec, num_tokens: int, device: torch.device) -> Callable[..., Tensor]:
-    """In one pool for all copies of the operands, which is written and not read."""
+    """All copies of the operands write to one pool, which is not read."""
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
     layers = {ops: _layer(ops, spec, num_tokens, like) for ops in OPS}
     batch, positions = _batch(num_tokens, device), torch.arange(num_tokens, device=device)
@@ -188,7 +188,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def quantized_check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Share of values that differ from the reference's for the plain result: the sum of a norm may have another order.
+    """Share of values that differ from the reference's for the plain result: the sum of a norm can have another order.
 
     Not in the interpreter, which rounds to e4m3 in its own way.
     """

@@ -1,4 +1,4 @@
-"""What the card can do at best: bytes per second of a copy and of reading, FLOP/s of a bf16 matrix product.
+"""The best rates of the card: bytes per second of a copy and of reading, FLOP/s of a bf16 matrix product.
 
 Everything else in bench/gpu*.py is compared with these.  Requires torch and triton only.
 """

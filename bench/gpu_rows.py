@@ -1,4 +1,4 @@
-"""The rows of bench/gpu.py: what a stage is told, the file that its rows go to, and a row as a line of a table.
+"""The rows of bench/gpu.py: the settings of a stage, the file that its rows go to, and a row as a line of a table.
 
 Only the standard library is used, so that the process that starts the stages holds nothing on the card.
 """
@@ -39,7 +39,7 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a stage is told.
+    """The settings of a stage.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -68,7 +68,7 @@ def require_msgspec() -> None:
 
 
 def about(device: str) -> dict[str, Any]:
-    """What every row says of its origin: card, date, versions.  Imports torch on a GPU."""
+    """The origin of a row: card, date, versions.  Imports torch on a GPU."""
     card = "cpu"
     if device == "cuda":
         import torch
@@ -105,7 +105,7 @@ def write_record(output: Path | None, what: str, content: dict[str, Any]) -> Pat
 
     Args:
         output: a file if it ends in .json, else a folder; None is `folder()`.
-        content: has "card", of which the file gets its name.
+        content: its "card" names the file.
     """
     path = output if output and output.suffix == ".json" else (output or folder()) / file_name(what, content["card"])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ STAGES = (
 
 
 def limits(stages: Sequence[Stage], index: int, seconds_left: float, budget: float) -> float:
-    """Seconds that stage `index` may take: all that the shares of the later ones leave."""
+    """Time limit of stage `index` in seconds: what the shares of the later stages leave."""
     scale = budget / sum(stage.seconds for stage in stages)
     return max(0.0, seconds_left - scale * sum(stage.seconds for stage in stages[index + 1 :]))
 

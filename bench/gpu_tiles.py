@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.kernels.gpu.gpu_attention_configs import Tile
 
-__all__ = ["SHORTLIST", "all_tiles"]
+__all__ = ["SHORTLIST"]
 
 # The timed batch -> tiles worth comparing with the shipped one on a Hopper card, whose SMs have 227 KiB of shared
 # memory and 64 Ki registers.  A decode reads at full speed if the programs of an SM have about 64 KiB in flight: few
@@ -28,14 +28,3 @@ SHORTLIST = {
     # Shipped: 128 x 32.  Larger tiles, at the price of spilling 64 bytes.
     "prefill 4K d256": (Tile(128, 64, 8, 2),),
 }
-
-
-def all_tiles() -> dict[str, tuple[Tile, ...]]:
-    """228 tiles, most of which compile for nothing: for a card that the shortlist does not fit."""
-    sizes = (16, 32, 64, 128)
-    decode = tuple(Tile(0, n, warps, stages) for n in sizes for warps in (2, 4, 8) for stages in (2, 3, 4, 5))
-    prefill = tuple(
-        Tile(m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
-    )
-    decodes = ("decode 64 x 2K", "decode 8 x 16K", "decode 64 x 4K fp8", "decode 64 x 2K d64")
-    return dict.fromkeys(decodes, decode) | {"prefill 8K": prefill}

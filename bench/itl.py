@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a long prompt does to running streams: the gaps between their tokens with and without `itl_target_ms`.
+"""The effect of a long prompt on running streams: the gaps between their tokens with and without `itl_target_ms`.
 
     python bench/itl.py [--target-ms 40] [--streams 8] [--prompt 12000] [--rounds 3] [--output FILE]
 
@@ -11,8 +11,6 @@ is that of the other benchmarks, with more positions if the prompt needs them.
 from __future__ import annotations
 
 import json
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ _ROOM_TO_DECODE = 2048  # positions for the streams beyond those of the long pro
 
 def checkpoint(dtype: str, positions: int) -> str:
     """Directory of the benchmarks' checkpoint with at least that many positions; rotary embeddings have no limit."""
-    source = Path(common.checkpoint(dtype))
+    source = Path(common.checkpoint(dtype=dtype))
     config = json.loads((source / "config.json").read_text())
     if config["max_position_embeddings"] >= positions:
         return str(source)
@@ -41,31 +39,18 @@ def checkpoint(dtype: str, positions: int) -> str:
     return str(path)
 
 
-def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    from inflight.config import EngineConfig
-    from inflight.engine.core import EngineCore
-    from inflight.engine.messages import AddRequest
-    from inflight.engine.sampling_params import SamplingParams
-    from inflight.runner.pipeline import make_runner
-
-    options = {
-        "model": checkpoint(arguments["dtype"], arguments["prompt"] + _ROOM_TO_DECODE),
-        "dtype": arguments["dtype"],
-        "cpu_threads": arguments["threads"],
-        "max_num_batched_tokens": 512,
-        "kv_cache_memory": "2GiB",
-        "enable_prefix_caching": False,
-    }
+def run(side: str, arguments: dict[str, Any]) -> common.Run:
+    model = checkpoint(arguments["dtype"], arguments["prompt"] + _ROOM_TO_DECODE)
+    options = {**common.engine_options(arguments), "model": model, "max_num_batched_tokens": 512}
+    del options["max_num_seqs"]
     if side != "static":
         options["itl_target_ms"] = arguments["target_ms"]
-    config = EngineConfig.from_dict(options)
-    core = EngineCore(config, make_runner(config))
+    core = common.engine(options)
     rng = np.random.default_rng(1)
 
     def add(request_id: int, prompt: int, output: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0)
         tokens = rng.integers(300, core.info.vocab_size, prompt).tolist()
-        assert core.add_request(AddRequest(request_id, tokens, params)) is None
+        common.add(core, request_id, tokens, max_tokens=output)
 
     for stream in range(arguments["streams"]):
         add(stream, 64, core.info.max_model_len)
@@ -98,39 +83,22 @@ def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if "--side" in sys.argv:
-        print(json.dumps(run(sys.argv[sys.argv.index("--side") + 1], json.load(sys.stdin))))
+    if common.ran_side(run):
         return
-    parser = common.parser(__doc__.splitlines()[0])
-    parser.add_argument("--target-ms", type=float, default=40.0)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=12_000, help="tokens")
-    args = parser.parse_args()
-    arguments = {
-        "dtype": args.dtype,
-        "threads": args.threads,
-        "target_ms": args.target_ms,
-        "streams": args.streams,
-        "prompt": args.prompt,
-        "warm_up_steps": 60,
-    }
+    sides = common.engine_sides(target_ms=40.0, streams=8, prompt=dict(type=int, default=12_000, help="tokens"))
+    del sides["requests"]
+    args = common.options(__doc__, **sides)
+    arguments = {**vars(args), "output": None, "warm_up_steps": 60}
     checkpoint(args.dtype, args.prompt + _ROOM_TO_DECODE)
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for number in range(args.rounds):
-        for side in SIDES:
-            runs[side].append(common.in_fresh_process(__file__, side, arguments))
-            print(f"round {number + 1}/{args.rounds}  {side:<8} {runs[side][-1]}", flush=True)
+    runs = common.alternate(SIDES, args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), str)
     print(f"\n{common.machine()}, {args.dtype}, target {args.target_ms:g} ms, medians of {args.rounds}")
-    summary = {}
-    for side in SIDES:
-        keys = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_of_the_prompt_s")
-        medians = {key: statistics.median(one[key] for one in runs[side]) for key in keys if runs[side][0][key]}
-        summary[side] = medians
-        print(f"  {side:<8} " + "  ".join(f"{key} {value:.2f}" for key, value in medians.items()))
-    rise = summary["target"]["itl_p99_ms"] - summary["alone"]["itl_p99_ms"]
-    longer = summary["target"]["ttft_of_the_prompt_s"] / summary["static"]["ttft_of_the_prompt_s"]
+    found = common.medians(runs, "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_of_the_prompt_s")
+    for side, figures in found.items():
+        print(f"  {side:<8} " + "  ".join(f"{key} {value:.2f}" for key, value in figures.items()))
+    rise = found["target"]["itl_p99_ms"] - found["alone"]["itl_p99_ms"]
+    longer = found["target"]["ttft_of_the_prompt_s"] / found["static"]["ttft_of_the_prompt_s"]
     print(f"  with the target the prompt raises the ITL p99 by {rise:.1f} ms and waits {longer:.2f} times as long")
-    common.record(args.output, runs, arguments, medians=summary, itl_p99_rise_ms=rise, ttft_over_static=longer)
+    common.record(args, runs, medians=found, itl_p99_rise_ms=rise, ttft_over_static=longer)
 
 
 if __name__ == "__main__":

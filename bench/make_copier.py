@@ -12,7 +12,6 @@ copied one is a matter of temperature: 0.3% at 0.8, 1% at 0.85, 8% at 1, 40% at 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -92,18 +91,11 @@ def write_layers(model: LlamaForCausalLM, generator: torch.Generator) -> None:
 def make(out: Path) -> LlamaForCausalLM:
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=1536,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD,
+            **dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=LAYERS),
+            **dict(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD),
             max_position_embeddings=8192,
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
+            **dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2),
         )
     )
     write_layers(model, torch.Generator().manual_seed(0))
@@ -113,17 +105,9 @@ def make(out: Path) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
-    model = make(parser.parse_args().out)
-    tokens = torch.randint(3, VOCAB, (1, 600), generator=torch.Generator().manual_seed(1))
-    tokens = torch.cat([tokens, tokens[:, :300]], dim=1)
-    tokens[0, 750] = 9  # an odd one: it finds back after it
-    with torch.no_grad():
-        right = model(input_ids=tokens).logits[0, 602:-1].argmax(-1) == tokens[0, 603:]
-    print(
-        json.dumps({"copied": round(right.float().mean().item(), 3), "missed": (~right).nonzero().flatten().tolist()})
-    )
+    make(parser.parse_args().out)
 
 
 if __name__ == "__main__":

@@ -19,4 +19,4 @@ SIDES = {
 
 
 if __name__ == "__main__":
-    common.compare(__file__, __doc__.splitlines()[0], SIDES)
+    common.compare(__file__, __doc__, SIDES)

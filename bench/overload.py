@@ -8,18 +8,16 @@ The real core, scheduler and policies; only the device is simulated, with the st
 only `max_tokens` = 1000 bounds, and a timeout of 10 s, at which their clients give up.  *Good* is a request that ended
 within its timeout.  Capacity is the rate at which an engine that always has enough to do ends requests.
 
-Of the requests that would be shed, one in twenty is let in all the same: those that then miss their deadline say how
-often shedding is right (`precision`).  `recall` is the share of the requests without a chance that were shed.
+Of the requests that would be shed, one in twenty is admitted: the share that then misses its deadline says how often
+shedding is right (`precision`).  `recall` is the share of the requests without a chance that were shed.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import common
@@ -111,7 +109,7 @@ class _Engine(SimulatedEngine):
 
 
 def make_jobs(rate: float, seconds: float, seed: int, timeout: float | None = 10.0) -> list[Job]:
-    """A load of `rate` requests a second; without a timeout, nobody gives up.  Under "edf", timeouts vary."""
+    """A load of `rate` requests a second; without a timeout, no client gives up.  Under "edf", timeouts vary."""
 
     def arrivals() -> Iterator[float]:
         now = 0.0
@@ -187,12 +185,8 @@ def measure(rate: float, seconds: float, options: dict[str, Any], seed: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each load")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    args = parser.parse_args()
+    seconds = dict(type=float, default=300.0, help="virtual seconds of each load")
+    args = common.options(__doc__, seconds=seconds, seed=1, orders=common.choice(ORDERS))
     full = capacity({}, args.seed)
     print(f"capacity {full:.2f} requests/s")
     results: dict[str, Any] = {}
@@ -205,7 +199,7 @@ def main() -> None:
             for load, found in results[name].items():
                 share = found["goodput"] / peak
                 print(f"{name:24} {load:>5} goodput {found['goodput']:6.2f} ({share:4.0%} of its peak) {found}")
-    common.record(args.output, results, {"profile": PROFILE, "seconds": args.seconds}, capacity=round(full, 2))
+    common.record(args, results, profile=PROFILE, capacity=round(full, 2))
 
 
 if __name__ == "__main__":

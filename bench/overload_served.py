@@ -10,24 +10,19 @@ whose work counts against the server.  Loads are in capacities: the rate at whic
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import common
-from overhead import engine_options, wait_for_rest
+import serving
 from overload import Job, make_jobs
 
 from inflight_client import AsyncClient, DeadlineExceededError, RetryPolicy, UnavailableError
-from inflight_tools.launcher import TritonServer
 
-MODEL = "bench"
 AT_ONCE = 256
 
 
@@ -36,14 +31,8 @@ async def ask(client: AsyncClient, job: Job, prompt: list[int]) -> None:
     timeout = None if job.timeout == float("inf") else job.timeout
     begun = time.perf_counter()
     try:
-        await client.generate(
-            input_ids=prompt,
-            max_tokens=job.length,
-            ignore_eos=True,
-            temperature=0.0,
-            return_token_ids=False,
-            timeout=timeout,
-        )
+        params = {"max_tokens": job.length, "ignore_eos": True, "temperature": 0.0, "return_token_ids": False}
+        await client.generate(input_ids=prompt, timeout=timeout, **params)
     except DeadlineExceededError:
         job.ending = "late"
     except UnavailableError:
@@ -56,7 +45,7 @@ async def ask(client: AsyncClient, job: Job, prompt: list[int]) -> None:
 async def offer(address: str, jobs: list[Job], seed: int, at_once: bool = False) -> float:
     """Send all jobs when they arrive; returns the seconds until the last one ended."""
     draw = random.Random(seed)
-    async with AsyncClient(address, model=MODEL, retries=RetryPolicy(max_attempts=1)) as client:
+    async with AsyncClient(address, model=serving.MODEL, retries=RetryPolicy(max_attempts=1)) as client:
         start, tasks = time.perf_counter(), []
         for job in jobs:
             prompt = [draw.randint(2, 1000) for _ in range(job.prompt_tokens)]
@@ -83,29 +72,19 @@ def measure(address: str, rate: float, seconds: float, seed: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=300.0, help="length of the last load; the others take a fifth")
-    parser.add_argument("--times", type=float, nargs="+", default=[1.0, 4.0], help="loads, in capacities")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
-    arguments = parser.parse_args()
+    seconds = dict(type=float, default=300.0, help="length of the last load; the others take a fifth")
+    args = common.options(__doc__, seconds=seconds, times=[1.0, 4.0], seed=1)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        version = Path(folder) / MODEL / "1"
-        version.mkdir(parents=True)
-        (version / "model.json").write_text(json.dumps(engine_options({"dtype": "bfloat16", "threads": 2})))
-        (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-        with TritonServer(folder) as server:
-            wait_for_rest(server)
-            jobs = make_jobs(1000.0, AT_ONCE / 1000.0, 0, timeout=None)
-            capacity = len(jobs) / asyncio.run(offer(server.grpc_address, jobs, 0, at_once=True))
-            print(f"capacity {capacity:.2f} requests/s", flush=True)
-            for load in arguments.times:
-                seconds = arguments.seconds if load == arguments.times[-1] else arguments.seconds / 5
-                found = results[f"{load:g}x"] = measure(server.grpc_address, load * capacity, seconds, arguments.seed)
-                print(f"{load:g}x", json.dumps(found), flush=True)
-    options = {"seconds": arguments.seconds, "times": arguments.times}
-    common.record(arguments.output, results, options, capacity=round(capacity, 2))
+    with serving.served(common.engine_options({"dtype": "bfloat16", "threads": 2})) as server:
+        serving.wait_for_rest(server)
+        jobs = make_jobs(1000.0, AT_ONCE / 1000.0, 0, timeout=None)
+        capacity = len(jobs) / asyncio.run(offer(server.grpc_address, jobs, 0, at_once=True))
+        print(f"capacity {capacity:.2f} requests/s", flush=True)
+        for load in args.times:
+            seconds = args.seconds if load == args.times[-1] else args.seconds / 5
+            found = results[f"{load:g}x"] = measure(server.grpc_address, load * capacity, seconds, args.seed)
+            print(f"{load:g}x", json.dumps(found), flush=True)
+    common.record(args, results, capacity=round(capacity, 2))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def compile_kernels(tree: Path) -> None:
 
 
 def run(tree: Path, command: list[str], figures: dict[str, re.Pattern[str]]) -> dict[str, list[float]]:
-    """What the benchmark prints for each figure.
+    """The values that the benchmark prints for each figure.
 
     Raises:
         SystemExit: it fails, or prints none of a figure.

@@ -11,26 +11,24 @@ the twins of the tests).
 
 from __future__ import annotations
 
-import argparse
 import math
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
+from attention_batch import metadata_of
 from torch import Tensor
 
-sys.path.append(str(common.HERE.parent / "tests" / "support"))  # the twins
+sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
 
 from fp8_twins import fp8_twins
 
-from inflight.attention.base import AttentionMetadata, forward_context
+from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
 
-DEMO = common.HERE.parent / "model_repository" / "demo"
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": dict(dtype="float32"),
     "bfloat16": dict(dtype="bfloat16"),
@@ -48,15 +46,15 @@ def windows(documents: int | None) -> list[list[int]]:
     """Token ids of the held-out documents, concatenated and split into windows that overlap by one token."""
     from tokenizers import Tokenizer
 
-    recipe = runpy.run_path(str(DEMO / "make_checkpoint.py"))
+    recipe = runpy.run_path(str(common.DEMO.parents[1] / "make_checkpoint.py"))
     _, held_out = recipe["split"](recipe["stdlib_documents"]())
-    tokenizer = Tokenizer.from_file(str(DEMO / "1" / "checkpoint" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(common.DEMO / "tokenizer.json"))
     ids = [token for document in held_out[:documents] for token in tokenizer.encode(document.text).ids]
     return [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
 
 
 def loaded(options: dict[str, Any]) -> LoadedModel:
-    values = {"model": str(DEMO / "1" / "checkpoint"), "device": "cpu", "kv_cache_memory": "64MiB", **options}
+    values = {"model": str(common.DEMO), "device": "cpu", "kv_cache_memory": "64MiB", **options}
     with fp8_twins():
         return load(EngineConfig.from_dict(values))
 
@@ -65,17 +63,8 @@ def loaded(options: dict[str, Any]) -> LoadedModel:
 def log_probabilities(model: LoadedModel, ids: list[int]) -> Tensor:
     """float32 [n - 1, V]: of each possible token after each of the n ids but the last, computed in one step."""
     n, block_size = len(ids) - 1, model.config.block_size
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, n], dtype=torch.int32),
-        seq_lens=torch.tensor([n], dtype=torch.int32),
-        block_table=torch.arange(-(-n // block_size), dtype=torch.int32)[None],
-        slot_mapping=torch.arange(n),
-        query_start_loc_cpu=[0, n],
-        seq_lens_cpu=[n],
-        max_query_len=n,
-        max_seq_len=n,
-        block_size=block_size,
-    )
+    table = torch.arange(-(-n // block_size), dtype=torch.int32)[None]
+    metadata = metadata_of([n], [n], table, block_size)
     with forward_context(metadata, model.backend):
         inputs, positions = torch.tensor([ids[:-1]]), torch.arange(n)[None]
         logits = model.model(input_ids=inputs, position_ids=positions, use_cache=False).logits[0]
@@ -83,7 +72,7 @@ def log_probabilities(model: LoadedModel, ids: list[int]) -> Tensor:
 
 
 def compare(prompts: list[list[int]], exact: list[Tensor], found: list[Tensor]) -> dict[str, float]:
-    """Of the distributions `found` for `prompts`, relative to the `exact` ones; divergences are in nats per token."""
+    """Compares the distributions `found` for `prompts` with the `exact` ones; divergences are in nats per token."""
     count = sum(map(len, exact))
     loss = changed = divergence = same = 0.0
     for ids, right, other in zip(prompts, exact, found):
@@ -101,10 +90,7 @@ def compare(prompts: list[list[int]], exact: list[Tensor], found: list[Tensor]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, help="number of held-out documents; default: all")
-    parser.add_argument("--output", type=Path, help="write the record to this file, as JSON")
-    args = parser.parse_args()
+    args = common.options(__doc__, documents=dict(type=int, help="number of held-out documents; default: all"))
     prompts = windows(args.documents)
     runs: dict[str, dict[str, float]] = {}
     exact: list[Tensor] = []
@@ -118,7 +104,7 @@ def main() -> None:
             f"same most likely token {run['same_most_likely_token']:.2%}",
             flush=True,
         )
-    common.record(args.output, runs, {"tokens": sum(map(len, exact)), "window": WINDOW})
+    common.record(args, runs, tokens=sum(map(len, exact)), window=WINDOW)
 
 
 if __name__ == "__main__":

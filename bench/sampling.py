@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it takes to choose the tokens of a step on a CPU: the compiled kernel, and the same with torch's operations.
+"""The time to choose the tokens of a step on a CPU: by the compiled kernel, and by torch's operations.
 
     python bench/sampling.py [--rows 1 32] [--vocab 32000 151936] [--spread 3] [--rounds 9] [--output FILE]
 
@@ -9,12 +9,10 @@ and a trained model's are more peaked still.  Both sides run in turn, and must c
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import common
 import numpy as np
@@ -68,14 +66,7 @@ def milliseconds(run: Callable[[], torch.Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
-    parser.add_argument("--spread", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = common.options(__doc__, rows=[1, 32], vocab=[32_000, 151_936], spread=3.0, rounds=9, threads=2)
     torch.set_num_threads(arguments.threads)
     runs: dict[str, dict[str, list[float]]] = {}
     for vocab in arguments.vocab:
@@ -93,8 +84,7 @@ def main() -> None:
                 kernel, plain = (statistics.median(times[side]) for side in ("kernel", "torch"))
                 print(f"{key:40} kernel {kernel:8.3f} ms   torch {plain:8.3f} ms   {plain / kernel:6.1f}x", flush=True)
     ratios = {key: statistics.median(t["torch"]) / statistics.median(t["kernel"]) for key, t in runs.items()}
-    options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(arguments.output, runs, options, ratio={key: round(value, 2) for key, value in ratios.items()})
+    common.record(arguments, runs, ratio={key: round(value, 2) for key, value in ratios.items()})
 
 
 if __name__ == "__main__":

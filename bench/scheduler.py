@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step costs outside the device: `schedule()` and `update()` with many requests running.
+"""The cost of a step outside the device: `schedule()` and `update()` with many requests running.
 
     python bench/scheduler.py [--running 256 1024] [--waiting 1000] [--steps 400] [--pool 1.0 0.25]
                               [--order fcfs priority sjf edf tenants] [--output FILE]
@@ -18,13 +18,10 @@ microseconds with 256 running requests, 1.2 ms with 1,024.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import common
@@ -105,16 +102,16 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--running", type=int, nargs="+", default=list(TARGET))
-    parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--order", nargs="+", choices=list(ORDERS), default=["fcfs"])
-    parser.add_argument("--admission", choices=["predicted_peak", "free_blocks"], default="predicted_peak")
-    parser.add_argument("--pool", type=float, nargs="+", default=[1.0], help="1: slots are scarce; 0.25: blocks")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="write the record there as JSON")
-    args = parser.parse_args()
+    args = common.options(
+        __doc__,
+        running=list(TARGET),
+        waiting=1000,
+        steps=400,
+        order=dict(nargs="+", choices=list(ORDERS), default=["fcfs"]),
+        admission=common.choice(["predicted_peak", "free_blocks"], "predicted_peak"),
+        pool=dict(type=float, nargs="+", default=[1.0], help="1: slots are scarce; 0.25: blocks"),
+        rounds=3,
+    )
     cases = [(number, order, pool) for pool in args.pool for number in args.running for order in args.order]
     runs = [
         [measure(n, args.waiting, args.steps, seed, order, args.admission, pool) for n, order, pool in cases]
@@ -131,8 +128,7 @@ def main() -> None:
             f"  {row['in_a_step']:5.0f} running, pool {row['pool']:4}, {order:8}: schedule {row['schedule_us']:6.0f} us"
             f" + update {row['update_us']:6.0f} us = {row['both_us']:6.0f} us (p99 {row['both_p99_us']:6.0f}){target}"
         )
-    arguments = json.loads(json.dumps(vars(args), default=str))
-    common.record(args.output, {"scheduler": [row for run in runs for row in run]}, arguments, summary=summary)
+    common.record(args, {"scheduler": [row for run in runs for row in run]}, summary=summary)
 
 
 if __name__ == "__main__":

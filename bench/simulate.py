@@ -9,10 +9,8 @@ to the checkpoint's context), and runs it.
 
 from __future__ import annotations
 
-import json
+import os
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import common
@@ -28,7 +26,7 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
     from inflight_tools.simulator.check import compare
     from inflight_tools.workload.load import Load
 
-    entry = Path(__file__).parents[1] / "model_repository" / "demo" / "1" / "model.json"
+    entry = common.DEMO.parent / "model.json"
     config = msgspec.structs.replace(EngineConfig.from_file(entry), cpu_threads=arguments["threads"])
     core = load_engine(config)
     profile = calibrate(core, "demo", arguments["seconds"])
@@ -44,28 +42,23 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def shown(one: common.Run) -> str:
+    predicted, measured = (one[side]["tokens_per_second"] for side in ("predicted", "measured"))
+    return f"predicted {predicted:.0f} tokens/s, measured {measured:.0f}, ratio {one['ratio']:.3f}"
+
+
 def main() -> None:
-    if "--side" in sys.argv:
-        print(json.dumps(run(json.load(sys.stdin))))
+    if common.ran_side(lambda side, arguments: run(arguments)):
         return
-    parser = common.parser(__doc__.splitlines()[0])
-    parser.set_defaults(requests=96, dtype="float32")
-    parser.add_argument("--users", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of calibration per round")
-    args = parser.parse_args()
-    arguments = {"threads": args.threads, "requests": args.requests, "users": args.users, "seconds": args.seconds}
-    runs = []
-    for number in range(args.rounds):
-        runs.append(common.in_fresh_process(__file__, SIDE, arguments))
-        one = runs[-1]
-        print(
-            f"round {number + 1}/{args.rounds}  predicted {one['predicted']['tokens_per_second']:.0f} tokens/s, "
-            f"measured {one['measured']['tokens_per_second']:.0f}, ratio {one['ratio']:.3f}",
-            flush=True,
-        )
+    seconds = dict(type=float, default=15.0, help="seconds of calibration per round")
+    args = common.options(__doc__, threads=os.cpu_count(), requests=96, rounds=3, users=16, seconds=seconds)
+    arguments = {**vars(args), "output": None}
+    runs = common.alternate(
+        [SIDE], args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), shown
+    )[SIDE]
     ratio = statistics.median(one["ratio"] for one in runs)
     print(f"\n{common.machine()}, demo checkpoint, median of {args.rounds} rounds\n  predicted / measured: {ratio:.3f}")
-    common.record(args.output, {SIDE: runs}, arguments, ratio=ratio)
+    common.record(args, {SIDE: runs}, ratio=ratio)
 
 
 if __name__ == "__main__":

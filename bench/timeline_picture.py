@@ -10,7 +10,6 @@ in 10..370, arrivals over two seconds) and writes OUTPUT.html and, if Chromium i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import shutil
@@ -18,13 +17,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import common
+
 from inflight.config import EngineConfig
 from inflight_client import AsyncClient
 from inflight_tools.launcher import TritonServer
 from inflight_tools.repository import write_entry
 from inflight_tools.trace.files import fetch_trace, render
 
-ROOT = Path(__file__).parents[1]
 REQUESTS, SECONDS = 48, 2.0
 OPTIONS = {
     "dtype": "float32",
@@ -66,12 +66,10 @@ def screenshot(page: Path, height: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "timeline")
-    args = parser.parse_args()
-    checkpoint = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
+    output = dict(type=Path, default=common.ROOT / "docs" / "images" / "timeline")
+    args = common.options(__doc__, output=output)
     with tempfile.TemporaryDirectory() as repository:
-        write_entry(Path(repository), "demo", EngineConfig.from_dict({"model": str(checkpoint), **OPTIONS}))
+        write_entry(Path(repository), "demo", EngineConfig.from_dict({"model": str(common.DEMO), **OPTIONS}))
         with TritonServer(repository) as server:
             asyncio.run(send_all(server.grpc_address))
             trace = fetch_trace(server.http_address, "demo")

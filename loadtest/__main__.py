@@ -13,7 +13,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from inflight.config import ConfigError
 from inflight_tools.installation import LauncherError
+from inflight_tools.repository import parse_setting
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.scenarios import SCENARIOS, Scenario
 from inflight_tools.workload.slo import SLO
@@ -168,16 +170,10 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def _engine_options(settings: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = dict(_ENGINE)
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise LoadTestError(f"--set {setting!r}: expected KEY=VALUE, such as --set max_num_seqs=32")
-        try:
-            options[key] = json.loads(text)
-        except ValueError:
-            options[key] = text
-    return options
+    try:
+        return {**_ENGINE, **dict(map(parse_setting, settings))}
+    except ConfigError as error:
+        raise LoadTestError(str(error)) from None
 
 
 def _endpoints(url: str, grpc: str, http: str, metrics: str) -> tuple[Endpoints | None, str]:

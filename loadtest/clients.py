@@ -112,8 +112,8 @@ class _Timed:
                 if tokens:
                     exchange.arrivals.append((time.perf_counter() - begun, tokens))
                 if exchange.tokens >= max_tokens:
-                    # Triton may close the stream of an answered request seconds later, when it is busy with the
-                    # next batch, so the user does not wait.  A stream that nobody reads would be cancelled.
+                    # Triton can close the stream of an answered request seconds later, when it is busy with the
+                    # next batch, so the user does not wait.  Triton would cancel a stream that is not read.
                     threading.Thread(target=_drain, args=(responses,), daemon=True).start()
                     break
         except _Failed as error:
@@ -293,7 +293,7 @@ class OpenAIClient(_HttpClient):
         }
         before = 0
         for event in self._events("/v1/completions", body):
-            # A router may not pass `continuous_usage_stats` on: then a text counts as a token, until the end tells.
+            # A router can drop `continuous_usage_stats`: then a text counts as a token, until the end tells.
             has_text = any(choice["text"] for choice in event["choices"])
             now = event["usage"]["completion_tokens"] if event.get("usage") else before + has_text
             yield now - before

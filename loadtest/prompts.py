@@ -39,7 +39,7 @@ class TextPrompts:
         return len(self._tokenizer.encode(text).ids)
 
     def make(self, job: Job) -> str:
-        """Text of exactly `job.prompt_tokens` tokens, the first of which it shares with others as `job.hash_ids` says.
+        """Text of exactly `job.prompt_tokens` tokens, whose beginning it shares with others as `job.hash_ids` says.
 
         Blocks that are shared have about 512 tokens.
 
@@ -57,7 +57,7 @@ class TextPrompts:
             if missing == 0:
                 return text
             longer = (text + filler for filler in _FILLERS)
-            # A filler may merge with the text before it: take the first one that adds exactly one token.
+            # A filler can merge with the text before it: take the first one that adds exactly one token.
             found = next((some for some in longer if self.count(some) == wanted - missing + 1), None)
             if found is None:
                 break
@@ -69,7 +69,7 @@ class TextPrompts:
         return [_WORDS[at] for at in rng.integers(0, len(_WORDS), int(HASH_BLOCK / self._per_word))]
 
     def _fitting_words(self, words: list[str], wanted: int) -> int:
-        """How many of the first words fit into `wanted` tokens."""
+        """Number of the first words that fit into `wanted` tokens."""
         low, high = 0, min(len(words), int(wanted / self._per_word * 1.5) + 8)
         while low < high:
             middle = (low + high + 1) // 2

@@ -34,7 +34,6 @@ th:first-child, td:first-child { text-align: left; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
 .three { grid-template-columns: repeat(auto-fit, minmax(min(350px, 100%), 1fr)); }
-.three svg text { font-size: 15px; }
 """
 _METRICS = (("ttft", "time to first text"), ("itl", "inter-token latency"), ("latency", "latency"))
 

@@ -42,7 +42,7 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
     models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
     cores = len(os.sched_getaffinity(0))
     last = {name: results.rounds[model][-1] for name, model in names.items()}
-    # The offered load of a step depends on its few requests, so steps may change places.
+    # The offered load of a step depends on its few requests, so steps can change places.
     sweep = {
         name: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[model]), key=lambda p: p["offered"])
         for name, model in names.items()
@@ -141,7 +141,7 @@ def _ratios(models: dict[str, Any], targets: dict[str, float]) -> list[dict[str,
 
 
 def _remarks(models: dict[str, Any], cores: int) -> list[str]:
-    """What a reader should know to judge the table."""
+    """Notes that a reader needs to judge the table."""
     remarks = []
     for name, model in models.items():
         who = "Inflight" if name == "inflight" else "The baseline"

@@ -35,7 +35,7 @@ _SWEEP_SHARE = 0.35  # of the budget, reserved for the sweep
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run.
+    """The plan of a run.
 
     Attributes:
         load: the requests of a round; each round draws its own from `load.seed`.

@@ -79,7 +79,7 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
     (schedule, forward, sample, update)."""
     if not hasattr(runner.model, "tables"):
         return work()
-    timed = runner.model = TimedDecoder(runner.model)
+    timed = runner.forward._model = TimedDecoder(runner.model)
     parts = work()
     seconds = timed.seconds
     timed.reset()

@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+Generate = Callable[[Any, list[dict[str, Any]]], list[list[int]]]
 TORCH_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -37,7 +38,7 @@ def cpu_seconds() -> float:
     parents, ticks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # the name before it may contain spaces
+            fields = stat.read_text().rpartition(")")[2].split()  # the name before it can contain spaces
         except OSError:
             continue  # the process has ended
         pid = int(stat.parent.name)
@@ -54,24 +55,26 @@ def peak_rss() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def timed(
-    engine: Any,
-    generate: Callable[[Any, list[dict[str, Any]]], list[list[int]] | int],
-    lists: list[list[dict[str, Any]]],
-) -> float:
+def checked(engine: Any, generate: Generate, requests: list[dict[str, Any]]) -> list[list[int]]:
+    """The outputs.  Raises AssertionError if a request did not get exactly the requested number of tokens."""
+    outputs = generate(engine, requests)
+    expected, got = [request["out"] for request in requests], list(map(len, outputs))
+    assert got == expected, f"expected {expected} tokens, got {got}"
+    return outputs
+
+
+def timed(engine: Any, generate: Generate, lists: list[list[dict[str, Any]]]) -> float:
     """Seconds for the lists of requests, one list after the other."""
     start = time.perf_counter()
     for requests in lists:
-        outputs = generate(engine, requests)
-        expected = [request["out"] for request in requests]
-        assert outputs == sum(expected) or [len(output) for output in outputs] == expected  # type: ignore[union-attr]
+        checked(engine, generate, requests)
     return time.perf_counter() - start
 
 
 def run(
     packages: list[str],
     load: Callable[[dict[str, Any]], Any],
-    generate: Callable[[Any, list[dict[str, Any]]], list[list[int]] | int],
+    generate: Generate,
     more: Callable[[Any], dict[str, Any]] | None = None,
 ) -> None:
     """Load, warm up, time one `generate` over all requests, and write the result.
@@ -79,9 +82,8 @@ def run(
     Args:
         packages: distributions whose versions are recorded.
         load: job -> engine, ready for requests.
-        generate: engine, requests -> output token ids in the order of the requests, or their total number if it has
-            checked the lengths itself; greedy unless a request has a temperature, ignoring the end of sequence, all
-            submitted at once.
+        generate: engine, requests -> output token ids in the order of the requests; greedy unless a request has a
+            temperature, ignoring the end of sequence, all submitted at once.
         more: engine -> further parts of the result; called last.
 
     Raises:
@@ -93,22 +95,20 @@ def run(
     generate(engine, task["warm_up"])
     batches = {name: timed(engine, generate, lists) for name, lists in task.get("batches", {}).items()}
     start, busy = time.perf_counter(), cpu_seconds()
-    outputs = generate(engine, task["requests"])
+    outputs = checked(engine, generate, task["requests"])
     seconds, busy = time.perf_counter() - start, cpu_seconds() - busy
     peak = peak_rss()
-    expected = [request["out"] for request in task["requests"]]
-    got = sum(expected) if outputs == sum(expected) else [len(output) for output in outputs]  # type: ignore[union-attr]
-    assert got in (expected, sum(expected)), f"expected {expected} tokens, got {got}"
+    tokens = sum(map(len, outputs))
     result = {
         "seconds": seconds,
         "cpu_seconds": busy,
-        "tokens": sum(expected),
-        "tokens_per_second": sum(expected) / seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
         "ready_seconds": ready_seconds,
         "peak_rss": peak,
         "batches": batches,
         "versions": {name: version(name) for name in packages},
-        "outputs": outputs if isinstance(outputs, list) else None,
+        "outputs": outputs,
         **(more(engine) if more is not None else {}),
     }
     write(result)

@@ -86,7 +86,7 @@ def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[
 
 
 def steps(engine: LoadedEngine) -> dict[str, Any]:
-    """What each step computed, for the floor, and the time of the parts summed over the steps."""
+    """The work of each step, for the floor, and the time of the parts summed over the steps."""
     made = engine.steps
     return {
         "load_parts": engine.load_parts,

@@ -40,7 +40,7 @@ _WORDS = [
 ]
 _STOPS = ("\n", ". ", "the", " a", "e")
 
-# What the server must refuse, and nothing else may notice.
+# Requests that the server must refuse, without an effect on any other.
 BAD_REQUESTS: tuple[dict[str, Any], ...] = (
     {"temperature": -1.0},
     {"max_tokens": 0},
@@ -94,7 +94,7 @@ def answer_of(result: GenerationResult) -> Answer:
 
 
 def matches(got: Answer, known: Answer, whole: bool) -> bool:
-    """Whether an answer is the known one; one that is not `whole` may end early in every sequence."""
+    """Whether an answer is the known one; one that is not `whole` can end early in every sequence."""
     if whole:
         return got == known
     return len(got) == len(known) and all(

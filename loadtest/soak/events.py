@@ -1,4 +1,4 @@
-"""What happens to the server during a soak: engines are killed, models loaded again and unloaded."""
+"""Disturbances of the server during a soak: engines are killed, models are reloaded and unloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORKER = "inflight.worker"  # in the command line of an engine process
 
 
 class Events:
-    """The disturbances, each of which returns when the server has recovered.
+    """The disturbances; each method returns when the server has recovered.
 
     Models are loaded and unloaded over gRPC: over HTTP a load occupies a thread that streams need.
 
@@ -34,7 +34,7 @@ class Events:
         server: it runs with explicit model control.
         model: the model under load.
         model_file: its `model.json`.
-        traffic: told when requests may be refused.
+        traffic: told when the server is allowed to refuse requests.
 
     Attributes:
         counts: events by kind.
@@ -63,14 +63,14 @@ class Events:
         await self._until("a new engine process", lambda: set(self._engines()) - set(victims))
 
     async def reload(self) -> None:
-        """Load the model once more: the new instance takes over, and no request may notice."""
+        """Load the model once more: the new instance takes over, and no request must notice."""
         self._model_file.touch()  # Triton loads again only what has changed
         async with self._unloading():
             await self._step("load", self._control.load_model(self._model))
         self.counts["reloads"] += 1
 
     async def unload_and_load(self) -> None:
-        """At once, while the old instance still works: it must finish what it has; new requests may be refused."""
+        """At once, while the old instance still works: it must finish what it has, but can refuse new requests."""
         async with self._unloading():
             self._traffic.model_away()
             await self._step("unload", self._control.unload_model(self._model))
@@ -107,5 +107,5 @@ class Events:
         deadline = time.monotonic() + _STEP_SECONDS
         while not await asyncio.to_thread(condition):
             if time.monotonic() > deadline:
-                return self._traffic.problem(f"waited {_STEP_SECONDS:g} s in vain for {what}")
+                return self._traffic.problem(f"{what} did not happen within {_STEP_SECONDS:g} s")
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the processes of a server hold while no request is open."""
+"""The resources that the processes of a server hold while no request is open."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from loadtest.monitor import gauges
 __all__ = ["Held", "Idle", "leaks", "measure"]
 
 _MIB = 2**20
-# What may differ between two idle moments: allocators and thread pools grow for a while.
+# Allowed differences between two idle moments: allocators and thread pools grow for a while.
 _MAX_GROWTH = {"rss": (0.15, 48 * _MIB), "fds": (0.0, 8), "threads": (0.0, 8)}
 
 
 @dataclass
 class Held:
-    """What the processes of one kind hold together; `rss` in bytes."""
+    """The resources of all processes of one kind; `rss` in bytes."""
 
     processes: int = 0
     rss: int = 0
@@ -36,7 +36,7 @@ class Held:
 
 @dataclass
 class Idle:
-    """What a server holds at a moment without open requests.
+    """The resources of a server at a moment without open requests.
 
     Attributes:
         by_kind: its processes: "server", "stubs" and "engines".
@@ -54,7 +54,7 @@ class Idle:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is under way: no sequence, no process that still leaves, and the engine's spare has come."""
+        """Whether the server is at rest: no sequence, no process that still ends, and the spare engine has started."""
         processes = {kind: held.processes for kind, held in self.by_kind.items()}
         return not (self.blocks or self.sequences) and processes == {"server": 1, "stubs": 1, "engines": 2}
 
@@ -84,7 +84,7 @@ def measure(server: TritonServer, model: str) -> Idle:
 
 
 def leaks(early: Idle, late: Idle) -> list[str]:
-    """What the server holds late that it did not hold early, and what must not be held at all."""
+    """Resources that grew between the two moments, and blocks or sequences that are still held."""
     found = []
     for kind, before in early.by_kind.items():
         after = late.by_kind[kind]

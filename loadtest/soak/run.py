@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 from inflight.config import EngineConfig
 from inflight_client import AsyncClient, RetryPolicy
-from inflight_tools.causes import OutOfMemory, cause
 from inflight_tools.launcher import TritonServer
 from inflight_tools.repository import write_entry
-from inflight_tools.watch import Watch
+from inflight_tools.watch import wait_for_death
 from loadtest.soak.cases import Answer, Case, answer_of, make_cases
 from loadtest.soak.events import Events
 from loadtest.soak.resources import Idle, leaks, measure
@@ -38,7 +37,6 @@ _ENGINE = {
     "kv_cache_memory": "2MiB",
 }
 _SETTLE_SECONDS = 60.0  # within which an idle server must hold nothing; processes with low priority come and go slowly
-_LOAD_SECONDS = 300.0
 _NOTICE_SECONDS = 2.0  # within which a watch notices a death
 
 _T = TypeVar("_T")
@@ -46,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do.
+    """The plan of a soak.
 
     Attributes:
         seconds: of load, with the warm-up.
@@ -69,7 +67,7 @@ class Plan:
 
 @dataclass
 class Verdict:
-    """What happened.  `problems` are the first ones, in words."""
+    """The outcome.  `problems` are the first ones, in words."""
 
     seconds: float
     counts: Counter[str]
@@ -115,26 +113,24 @@ def soak(plan: Plan, log_file: Path | None, say: Callable[[str], None]) -> Verdi
         server = TritonServer(
             folder, model_control_mode="explicit", load_models=[_MODEL], exit_timeout=10, log_file=log_file
         )
-        before = OutOfMemory()
         with server:
-            return asyncio.run(_run(plan, server, before, say))
+            return asyncio.run(_run(plan, server, say))
 
 
-async def _run(plan: Plan, server: TritonServer, memory: OutOfMemory, say: Callable[[str], None]) -> Verdict:
-    return await _Soak(plan, server, memory, say).run()
+async def _run(plan: Plan, server: TritonServer, say: Callable[[str], None]) -> Verdict:
+    return await _Soak(plan, server, say).run()
 
 
 class _ServerDied(Exception):
-    """The message is the cause."""
+    """The message says which process died, and how."""
 
 
 class _Soak:
     """A soak of a server that is ready."""
 
-    def __init__(self, plan: Plan, server: TritonServer, memory: OutOfMemory, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, server: TritonServer, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._server = server
-        self._memory = memory
         self._say = say
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -221,8 +217,7 @@ class _Soak:
     # -- the server's death ----------------------------------------------------------------
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        death = Watch(self._server, _LOAD_SECONDS).wait()
-        text = cause(death, self._server.log_text(), self._memory)
+        text = wait_for_death(self._server)
         with contextlib.suppress(RuntimeError):  # the soak is over, and the server was stopped
             loop.call_soon_threadsafe(self._death.set_result, text)
 

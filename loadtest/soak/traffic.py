@@ -16,7 +16,7 @@ from loadtest.soak.cases import BAD_REQUESTS, Answer, Case, answer_of, matches
 __all__ = ["Traffic"]
 
 _END_SECONDS = 60.0  # within which every request must end
-_MAX_PROBLEMS = 5  # of those that begin alike; all are counted
+_MAX_PROBLEMS = 5  # reported of problems that begin alike; all are counted
 _SHED = "the queue is too long for the request's deadline"
 
 # What a client does with its requests, and how often.
@@ -52,7 +52,7 @@ class Traffic:
     # -- events ----------------------------------------------------------------------------
 
     def model_away(self, seconds: float = float("inf")) -> None:
-        """New requests may be refused from now on, for so many seconds."""
+        """From now on, for so many seconds, a refused request is no problem."""
         self._away_until = time.monotonic() + seconds
 
     def unloading(self, now: bool) -> None:

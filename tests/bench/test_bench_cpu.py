@@ -94,15 +94,12 @@ def test_the_summary_pairs_ratios_by_round():
     assert cpu_report.summarise({"peer": [run(1)]}, None)["peer"]["ratio"] is None
 
 
-def test_a_slow_engine_leaves_time_for_the_engines_before_it():
-    budget = cpu.Budget(100.0, {"fast": 3, "slow": 3}, started=0.0)
-    budget.ran("fast", 10.0)
-    assert budget.limit("slow", now=10.0) == 70.0  # 90 are left, two rounds of "fast" are to come
+def test_a_run_as_long_as_the_longest_must_fit_into_the_budget():
+    budget = cpu.Budget(100.0, started=0.0)
+    assert budget.fits("slow", now=95.0) and not budget.fits("slow", now=96.0)
     budget.ran("slow", 65.0)
-    assert budget.fits("fast", now=75.0)
-    budget.ran("fast", 10.0)
-    assert not budget.fits("slow", now=85.0)
-    assert budget.fits("fast", now=85.0)
+    assert budget.limit(now=30.0) == 70.0
+    assert budget.fits("slow", now=30.0) and not budget.fits("slow", now=40.0)
 
 
 def test_missing_peer_says_how_to_install_it(tmp_path):

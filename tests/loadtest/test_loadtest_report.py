@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from inflight_tools.workload.slo import SLO
 from loadtest.__main__ import app
 from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
+from loadtest.charts import Series, chart
 from loadtest.monitor import gauges
 from loadtest.report import render
 
@@ -37,9 +38,9 @@ class _Page(HTMLParser):
 def test_page_is_self_contained(canned: dict[str, Any]) -> None:
     text = render(canned)
     page = _Page(text)
-    assert page.fetched == []
+    assert all(name.startswith("#") for name in page.fetched)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not re.search(r"https?://|@import|url\(", text)
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
 
 
 def test_external_text_is_escaped(canned: dict[str, Any]) -> None:
@@ -120,6 +121,14 @@ def test_gauges_are_read_for_the_model_under_load() -> None:
         'nv_gpu_utilization{gpu_uuid="b"} 0.7\n'
     )
     assert gauges(text, "inflight") == {"waiting": 3.0, "pending": 2.0, "gpu": pytest.approx(0.6)}
+
+
+def test_a_chart_shows_its_series_and_no_markup_of_theirs() -> None:
+    points = [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)]
+    svg = chart("t", [Series("$a$", points, "inflight", "both"), Series("b", [], "baseline")], "x", "y", log_x=True)
+    assert "$a$</text>" in svg and "stroke: var(--inflight)" in svg and "--baseline" not in svg and "<style" not in svg
+    assert chart("t", [Series("a", [], "inflight")], "x", "y") == ""
+    assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "inflight")], "<script>", "y")
 
 
 def test_render_writes_the_page_again(canned: dict[str, Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ DEMO = Path(__file__).parents[2] / "model_repository" / "demo"
 REPLICAS = 3
 _START_SECONDS = 120.0
 _STARTS = 4
+_READY_SECONDS = 60.0
 
 
 class Process:
@@ -90,11 +91,8 @@ class Fleet:
 
     def __init__(self) -> None:
         self._ends = contextlib.ExitStack()
-        repository = _repository(self._ends.enter_context(tempfile.TemporaryDirectory()))
-        self.servers = [
-            TritonServer(repository, model_control_mode="explicit", load_models=["demo"], exit_timeout=20)
-            for _ in range(REPLICAS)
-        ]
+        self._repository = _repository(self._ends.enter_context(tempfile.TemporaryDirectory()))
+        self.servers = [self._server({}) for _ in range(REPLICAS)]
         self._ends.callback(lambda: [server.kill() for server in self.servers])
         try:
             for index in range(REPLICAS):
@@ -106,12 +104,23 @@ class Fleet:
             self.close()
             raise
 
+    def _server(self, ports: Mapping[str, int]) -> TritonServer:
+        return TritonServer(
+            self._repository,
+            http_port=ports.get("HTTP", 0),
+            grpc_port=ports.get("GRPC", 0),
+            metrics_port=ports.get("metrics", 0),
+            model_control_mode="explicit",
+            load_models=["demo"],
+            exit_timeout=20,
+        )
+
     def _start(self, index: int) -> None:
         """Again if Triton forgets its model, which happens where its stub gets no CPU time for seconds."""
         for attempt in range(_STARTS):
             self._launch(index)
             try:
-                return self.servers[index].wait_ready()
+                return self.servers[index].wait_ready(_READY_SECONDS)
             except LauncherError:
                 if attempt == _STARTS - 1:
                     raise
@@ -130,7 +139,7 @@ class Fleet:
 
     def _renew(self, index: int) -> None:
         self.servers[index].kill()
-        self.servers[index] = self.servers[index].successor()
+        self.servers[index] = self._server(self.servers[index].ports)
 
     def _door(self, index: int) -> Process:
         own, *others = self.addresses[index:] + self.addresses[:index]

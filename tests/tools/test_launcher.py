@@ -260,21 +260,6 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
     server.stop()
 
 
-@pytest.mark.nightly
-@needs_server
-def test_a_successor_keeps_its_ports_even_if_another_process_took_one(repository: Path, backend: Path) -> None:
-    (backend / "model.py").write_text(WITHOUT_CHILD)
-    with TritonServer(repository, backend_dir=backend, exit_timeout=5, metrics_port=None) as server:
-        ports = dict(server.ports)
-    refused = server.successor()
-    with socket.socket() as thief:
-        thief.bind(("127.0.0.1", ports["GRPC"]))
-        with pytest.raises(LauncherError, match=rf"port {ports['GRPC']} \(GRPC\) .*in use"):
-            refused.start()
-    with refused.successor() as third:
-        assert third.ports == ports
-
-
 @needs_server
 def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path, backend: Path) -> None:
     (repository / "echo").rename(repository / "broken")

@@ -48,6 +48,6 @@ def grpc_metadata(key: str | None) -> dict[str, str]:
 
 
 def restrictions(key: str) -> list[str]:
-    """Arguments with which `tritonserver` refuses the management endpoints to whoever does not send `key`."""
+    """Arguments with which `tritonserver` refuses the management endpoints to callers that do not send `key`."""
     rule = f"{','.join(_CATEGORIES)}:{_HEADER}={key}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]

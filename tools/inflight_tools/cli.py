@@ -20,7 +20,6 @@ from inflight_tools.gateway import ApiKey, ApiKeyFile, gateway, gateway_options,
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
-from inflight_tools.restart import Restarts
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
@@ -62,7 +61,7 @@ _AdminKey = Annotated[
     typer.Option(envvar=admin.ENVIRONMENT, help="Key for the management endpoints; by default a random one, printed."),
 ]
 _Unrestricted = Annotated[
-    bool, typer.Option("--unrestricted", help="Let everybody who reaches the ports manage models: no admin key.")
+    bool, typer.Option("--unrestricted", help="Let every client that reaches the ports manage models: no admin key.")
 ]
 
 
@@ -89,11 +88,7 @@ def serve(
     load_model: Annotated[
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
-    log_file: Annotated[Path | None, typer.Option(help="Also write the server's log to this file.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that models may take to load.")] = _LOAD_TIMEOUT_SECONDS,
-    restart: Annotated[
-        int, typer.Option(min=0, help="Start a server that died or hangs again, up to so many times in 10 minutes.")
-    ] = 0,
+    timeout: Annotated[float, typer.Option(help="Time limit for loading models, seconds.")] = _LOAD_TIMEOUT_SECONDS,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
     openai_port: Annotated[
@@ -109,11 +104,10 @@ def serve(
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
-    The server is watched: if it or a model's stub process dies, or it answers no live check any more, it is ended
-    at once, and one line says why.
+    If the server, a model's stub process or the gateway dies, everything is ended, and one line says how it died.
 
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
-    and died (with --restart: once too often).
+    and died.
     """
     options = {
         "max_num_seqs": max_num_seqs,
@@ -143,7 +137,6 @@ def serve(
             metrics_port=metrics_port,
             model_control_mode="explicit" if load_model else "none",
             load_models=load_model or (),
-            log_file=log_file,
             temporary=[temporary],
             admin_key=_chosen_key(admin_key, unrestricted),
         )
@@ -155,7 +148,7 @@ def serve(
             parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
             with one_line_errors():
                 beside = _gateway_beside(server, openai_port, openai_workers, api_keys=keys, **parsers)
-        run_in_foreground(server, timeout, Restarts(restart), beside)
+        run_in_foreground(server, timeout, beside)
 
 
 @app.command()
@@ -191,17 +184,14 @@ def demo(
         load_models=["demo"],
         admin_key=_chosen_key(admin_key, unrestricted),
     )
-    from inflight_tools.causes import OutOfMemory
     from inflight_tools.demo import run_demo
     from inflight_tools.foreground import run_until_death
 
-    with stop_signals() as stop, one_line_errors():
-        out_of_memory = OutOfMemory()
-        with server:
-            run_demo(server)
-            if not exit_:
-                typer.echo("Press Ctrl-C to stop.")
-                run_until_death(server, _LOAD_TIMEOUT_SECONDS, out_of_memory, stop)
+    with stop_signals() as stop, one_line_errors(), server:
+        run_demo(server)
+        if not exit_:
+            typer.echo("Press Ctrl-C to stop.")
+            run_until_death(server, stop)
 
 
 def _chosen_key(given: str | None, unrestricted: bool) -> str | None:

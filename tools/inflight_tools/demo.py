@@ -120,7 +120,7 @@ END""",
 
 
 def _program(name: str) -> str:
-    """How a shell in the current folder starts a program of the running environment."""
+    """The command with which a shell in the current folder starts a program of the running environment."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
         return name

@@ -24,7 +24,7 @@ def drain_models(server: int, timeout: float, check: Callable[[], None] = lambda
     Args:
         server: process id of tritonserver.
         timeout: seconds to wait; each model's `drain_timeout` bounds them, too.
-        check: called at each look; may raise.
+        check: called at each look; an exception that it raises ends the wait.
 
     Returns:
         Whether all stubs have drained, so that nothing runs in the server.

@@ -22,7 +22,7 @@ ApiKey = Annotated[
     ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="A file with one key a line; empty lines and those that start with # do not count.")
+    Path | None, typer.Option(help="A file with one key a line; empty lines and lines that start with # do not count.")
 ]
 
 
@@ -59,12 +59,12 @@ def gateway(
         str, typer.Option(help="Format of reasoning in the model's text; by default told by the chat template.")
     ] = "",
     allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose pages may call from a browser (CORS); repeatable; * for all.")
+        list[str] | None, typer.Option(help="Origin whose pages can call from a browser (CORS); repeatable; * for all.")
     ] = None,
     tenant_header: Annotated[
         str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
     ] = "",
-    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take; 0 for no limit.")] = 600.0,
+    request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds; 0 for none.")] = 600.0,
     max_open_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time, per process.")] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
     lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown keys of requests.")] = False,
@@ -76,7 +76,7 @@ def gateway(
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams may need more.")
+        int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams can need more.")
     ] = 10,
     admin_key: Annotated[
         str | None,

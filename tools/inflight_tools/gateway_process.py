@@ -13,56 +13,49 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-import typer
 
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.server import ServerOptions
-from inflight_tools.installation import LauncherError
+from inflight_tools.installation import LauncherError, ServerDied
 from inflight_tools.processes import how_it_ended
-from inflight_tools.restart import Restarts
 
 __all__ = ["GatewayProcess"]
 
 _START_SECONDS = 60.0
-_STOP_SECONDS = 5.0  # beyond what open requests may take
+_STOP_SECONDS = 5.0  # beyond the time that open requests have
 _POLL_SECONDS = 0.05
 
 
 class GatewayProcess:
-    """Starts and stops a gateway, and starts it again if it dies.  It stays while a server is restarted: open streams
-    wait for the next one.
+    """Starts and stops a gateway.
 
     Args:
         options: without the addresses of Triton.
         server: where it listens; the port must not be 0.
-        restarts: how often it may be started again.
 
     Call it from the main thread only: the kernel ends the gateway together with the thread that started it.
     """
 
-    def __init__(self, options: GatewayOptions, server: ServerOptions, restarts: Restarts | None = None) -> None:
+    def __init__(self, options: GatewayOptions, server: ServerOptions) -> None:
         self._options = options
         self._server = server
-        self._restarts = restarts or Restarts(5)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """What clients take as `base_url`."""
+        """The `base_url` for clients."""
         host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
         return f"http://{host}:{self._server.port}/v1"
 
     def start(self, triton: str, check: Callable[[], None] = lambda: None) -> None:
-        """Start it in front of `triton` (host:port) and wait until it answers; does nothing if it runs already.
+        """Start it in front of `triton` (host:port) and wait until it answers.
 
         Args:
-            check: called while waiting; may raise.
+            check: called while waiting; an exception that it raises ends the wait.
 
         Raises:
             LauncherError: it ended, or does not answer.
         """
-        if self._process is not None:
-            return
         self._options = replace(self._options, triton=(triton,))
         self._spawn()
         deadline = time.monotonic() + _START_SECONDS
@@ -76,23 +69,12 @@ class GatewayProcess:
             time.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
-        """Start it again if it has died.
-
-        Raises:
-            LauncherError: it died too often.
-        """
-        if self._process is None or self._process.poll() is None:
-            return
-        how = how_it_ended(self._process.returncode)
-        pause = self._restarts.next_pause()
-        if pause is None:
-            raise LauncherError(f"the gateway died too often, lastly of {how}")
-        typer.echo(f"inflight: the gateway died of {how}; it is started again in {pause:g} s", err=True)
-        time.sleep(pause)
-        self._spawn()
+        """Raise ServerDied if it has died."""
+        if self._process is not None and self._process.poll() is not None:
+            raise ServerDied(f"the gateway died ({how_it_ended(self._process.returncode)})")
 
     def stop(self) -> None:
-        """End it: open requests may finish for a while, unless that is interrupted.  Safe to repeat."""
+        """End it: open requests have `exit_timeout` to finish, unless that is interrupted.  Safe to repeat."""
         process = self._process
         if process is None:
             return
@@ -113,7 +95,7 @@ class GatewayProcess:
             [sys.executable, "-m", "inflight_gateway"], stdin=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: noticed by whoever looks next
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `start` or `check` notices
             self._process.stdin.write(msgspec.json.encode(start))
             self._process.stdin.close()
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LauncherError", "TritonInstallation", "find_libpython", "find_wheel", "lay_out_interpreter"]
+__all__ = ["LauncherError", "ServerDied", "TritonInstallation", "find_libpython", "find_wheel", "lay_out_interpreter"]
 
 _OPT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
@@ -30,6 +30,12 @@ class LauncherError(RuntimeError):
     """
 
     status = 1
+
+
+class ServerDied(LauncherError):
+    """A server that was ready has died; the message says which process and how."""
+
+    status = 3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ launcher, which then stops them in order.  Linux only, like Triton.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import shutil
@@ -34,7 +33,7 @@ from inflight_tools.installation import LauncherError, TritonInstallation, find_
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children, end_of
 from inflight_tools.repository import longest_drain
-from inflight_tools.server_log import LoadingModels, end_reason, last_line, load_failure
+from inflight_tools.server_log import end_reason, last_line, load_failure
 from inflight_tools.sweeper import Sweeper, kill_session, remove_shared_memory, session_members
 from inflight_tools.tenant_headers import forward_arguments
 
@@ -42,6 +41,9 @@ __all__ = ["LauncherError", "TritonServer"]
 
 _BACKEND = Path(inflight.__file__).resolve().parent
 _POLL_SECONDS = 0.1
+# A model that is loaded over HTTP occupies a thread of the service, and the streams of that thread can stall forever
+# (docs/operations.md): more threads, fewer streams on each.
+_HTTP_THREADS = 64
 _GRACE_SECONDS = 5.0  # for a stub to notice that it is to drain, and for processes that outlive the server
 
 # Runs in the child before it becomes tritonserver: prctl(PR_SET_PDEATHSIG, SIGTERM) survives execve.
@@ -69,13 +71,11 @@ class TritonServer:
         log_file: receives the server's output; None keeps it in the temporary directory.
         exit_timeout: seconds that open requests have to finish when the server is stopped; None: the longest
             `drain_timeout` of the repository's models.
-        http_threads: threads of the HTTP service.  A model that is loaded over HTTP occupies one of them, and
-            the streams of that thread can stall for good (docs/operations.md): more threads, fewer streams on each.
         backend_dir: folder of the `inflight` backend; None uses the installed package.
         backend_name: name of that backend in `config.pbtxt`.
         temporary: folders to remove if this process is killed; what else the server leaves is removed in any case.
         admin_key: what callers of the management endpoints and of `control` must send; None leaves both open to
-            whoever reaches the ports.  Other users of this machine can read it in the list of processes.
+            every client that reaches the ports.  Other users of this machine can read it in the list of processes.
 
     Call `start()` in a thread that lives as long as the server should: the kernel ends the server
     together with the thread that started it (PR_SET_PDEATHSIG).
@@ -95,7 +95,6 @@ class TritonServer:
         env: Mapping[str, str] | None = None,
         log_file: str | Path | None = None,
         exit_timeout: float | None = None,
-        http_threads: int = 64,
         backend_dir: str | Path | None = None,
         backend_name: str = "inflight",
         temporary: Sequence[str | Path] = (),
@@ -119,16 +118,13 @@ class TritonServer:
         self._log_path = Path(log_file) if log_file else None
         self._given_exit_timeout = exit_timeout
         self._exit_timeout = 0.0
-        self._http_threads = http_threads
         self._backend_dir = Path(backend_dir or _BACKEND).resolve()
         self._backend_name = backend_name
         self._temporary = list(temporary)
         self._sweeper: Sweeper | None = None
-        self._continues_log = False
         self._runtime_dir: Path | None = None
         self._last_log = ""
         self.log_file: Path | None = None
-        self.log_start = 0  # where this server's part of the log file begins, in bytes
         self.process: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
 
@@ -211,8 +207,7 @@ class TritonServer:
             installation.lay_out(self._runtime_dir / "backends", {self._backend_name: self._backend_dir})
             command = [str(installation.binary), *self._arguments()]
             wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid())]
-            with open(self.log_file, "ab" if self._continues_log else "wb") as log:
-                self.log_start = log.tell()
+            with open(self.log_file, "wb") as log:
                 self.process = subprocess.Popen(
                     wrapper + command,
                     stdin=subprocess.DEVNULL,
@@ -237,12 +232,9 @@ class TritonServer:
                 it was not ready after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        loading = None if self.log_file is None else LoadingModels(self.log_file, self.log_start, timeout)
         while not self._is_ready():
             check()
             reason = load_failure(self.log_text())
-            if reason is None and loading is not None:
-                reason = loading.failure(time.monotonic())
             if reason is not None:
                 raise LauncherError(reason)
             if not self.is_running():
@@ -257,22 +249,10 @@ class TritonServer:
         """Whether the server process is alive."""
         return self.process is not None and self.process.poll() is None
 
-    def successor(self) -> TritonServer:
-        """The same server once more, not started: on the ports that this one had, and with its log continued."""
-        server = copy.copy(self)
-        if self.ports:  # or a port was taken, and this server never began
-            server._requested_ports = {service: self.ports.get(service) for service in self._requested_ports}
-        server._continues_log = True
-        server._runtime_dir = server._sweeper = server.log_file = server.process = None
-        server._last_log, server.ports, server.shm_prefix = "", {}, ""
-        return server
-
     def log_text(self) -> str:
         """The server's output so far; still available after `stop()`."""
         if self.log_file is not None and self.log_file.exists():
-            with open(self.log_file, "rb") as log:
-                log.seek(self.log_start)
-                return log.read().decode(errors="replace")
+            return self.log_file.read_bytes().decode(errors="replace")
         return self._last_log
 
     def stop(self, check: Callable[[], None] = lambda: None) -> None:
@@ -330,7 +310,7 @@ class TritonServer:
             f"--model-control-mode={self._control_mode}",
             f"--http-address={self.host}",
             f"--http-port={self.ports['HTTP']}",
-            f"--http-thread-count={self._http_threads}",
+            f"--http-thread-count={_HTTP_THREADS}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports['GRPC']}",
             f"--exit-timeout-secs={math.ceil(self._exit_timeout)}",

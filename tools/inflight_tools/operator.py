@@ -4,7 +4,7 @@ usage."""
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from inflight_client.client import Client
 from inflight_client.endpoint import find_endpoint
 from inflight_client.errors import InflightError, ServerUnreachableError
 from inflight_tools.admin import ENVIRONMENT
+from inflight_tools.terminal import fail
 
 __all__ = ["drain", "status", "status_table"]
 
@@ -52,16 +53,11 @@ def _ask(url: str, model: str, control: str, timeout: float, admin_key: str | No
         with Client(url, protocol=protocol) as client:
             return client.control(control, model, timeout, admin_key)
     except ServerUnreachableError as error:
-        _fail(error.message, 2)
+        fail(error.message, 2)
     except InflightError as error:
-        _fail(error.message, 1)
+        fail(error.message, 1)
     except ValueError as error:
-        _fail(str(error), 2)
-
-
-def _fail(message: str, exit_status: int) -> NoReturn:
-    typer.echo(f"inflight: {message}", err=True)
-    raise typer.Exit(exit_status)
+        fail(str(error), 2)
 
 
 def status_table(found: dict[str, Any]) -> str:
@@ -114,7 +110,7 @@ def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _last_rows(frontend: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the engine said last, where it says nothing now."""
+    """The engine's last report, if it does not answer now."""
     if frontend["last_step"] is None:
         return []
     age = _duration(frontend["seconds_since_step"])

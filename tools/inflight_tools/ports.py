@@ -1,4 +1,4 @@
-"""TCP ports for a server: free ones, and one-line errors for those that cannot be used."""
+"""TCP ports for a server: finds free ones, and explains in one line why a port cannot be used."""
 
 from __future__ import annotations
 

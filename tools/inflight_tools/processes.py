@@ -1,4 +1,4 @@
-"""Processes of a server: which it has left, which have died and how."""
+"""Processes of a server: its children, and how they died."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE, _EXIT_CODE = 0, 49  # fields 3 and 52 of /proc/PID/stat, counted behind 
 
 
 def children(parent: int, name: str) -> list[int]:
-    """Process ids of the children of `parent` whose name starts with `name`, with those that it has not reaped."""
+    """Process ids of the children of `parent` whose name starts with `name`, including zombies."""
     found = []
     for pid in _child_pids(parent):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -41,7 +41,7 @@ def _child_pids(parent: int) -> list[int]:
 
 
 def end_of(pid: int) -> int | None:
-    """How a dead process ended that its parent has not reaped, as `waitpid` reports it; None if it runs or is gone."""
+    """The wait status of a zombie, as `waitpid` reports it; None if the process runs or is gone."""
     with contextlib.suppress(OSError):
         _, fields = _stat(pid)
         if fields[_STATE] == "Z":

@@ -1,4 +1,4 @@
-"""Writes a model repository entry, `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`; reads what others say."""
+"""Writes a model repository entry, `<folder>/<name>/config.pbtxt` and `<name>/1/model.json`; reads those of others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _portable(path: Path, repository: Path, base: Path) -> str:
 
 
 def read_settings(repositories: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """What each `model.json` of the repositories contains; none of those that cannot be read."""
+    """The contents of each `model.json` of the repositories; an unreadable file is left out."""
     for repository in repositories:
         for path in repository.glob("*/*/model.json"):
             try:
@@ -120,8 +120,8 @@ def read_settings(repositories: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def longest_drain(repositories: Iterable[Path]) -> float:
-    """Seconds that running requests of some model of the repositories have to finish: `drain_timeout`, and its
-    default where no `model.json` says anything valid."""
+    """The longest `drain_timeout` of the repositories' models, in seconds; its default if no `model.json` has a valid
+    one."""
     found = []
     default = EngineConfig(model="any").drain_timeout
     for settings in read_settings(repositories):

@@ -19,10 +19,10 @@ __all__ = ["StopRequest", "echo_file", "fail", "one_line_errors", "stop_signals"
 
 
 class StopRequest:
-    """How often a stop signal has come: once to stop in order, twice to end at once.
+    """Counts stop signals: one to stop in order, a second one to end at once.
 
     Its handler raises KeyboardInterrupt wherever the main thread is.  In a finaliser that the garbage collector
-    runs Python drops the exception, so whoever waits in a loop asks `check` or `check_again`, too.  Further
+    runs Python drops the exception, so code that waits in a loop calls `check` or `check_again`, too.  Further
     signals have no effect: what is left to do then is quick, and must be done.
     """
 
@@ -77,13 +77,12 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
-def echo_file(path: Path, start: int) -> Iterator[None]:
-    """Copy a growing file to stderr from byte `start` while the context is open, and the rest of it on exit."""
+def echo_file(path: Path) -> Iterator[None]:
+    """Copy a growing file to stderr while the context is open, and the rest of it on exit."""
     done = threading.Event()
 
     def copy() -> None:
         with open(path, "rb") as source:
-            source.seek(start)
             while True:
                 last = done.is_set()
                 sys.stderr.buffer.write(source.read())

@@ -139,7 +139,7 @@ def calibrate(
 
 
 def describe_machine(device: str) -> str:
-    """The GPU, or the CPU with the number of cores that this process may use."""
+    """The GPU, or the CPU with the number of cores that this process can use."""
     if device.startswith("cuda"):
         import torch
 
@@ -150,7 +150,7 @@ def describe_machine(device: str) -> str:
 
 
 def _options(core: EngineCore, info: Any) -> dict[str, Any]:
-    """The options that costs depend on, as the engine resolved them, and those that a simulation starts from."""
+    """The options that costs depend on, as the engine resolved them, and the options that a simulation starts from."""
     config = core.config
     options = {
         "dtype": info.dtype,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -19,12 +19,13 @@ from inflight.config import ConfigError, EngineConfig
 from inflight_tools.repository import parse_setting, resolve_model
 from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
 from inflight_tools.simulator.profile import Profile, find_profile
-from inflight_tools.simulator.report import Report, summarise, table
+from inflight_tools.simulator.report import summarise, table
 from inflight_tools.simulator.router import ROUTERS
 from inflight_tools.simulator.scene import Scene
 from inflight_tools.simulator.sizing import MAX_REPLICAS, find_size
 from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
 from inflight_tools.simulator.values_file import values_yaml
+from inflight_tools.terminal import fail
 from inflight_tools.workload.errors import WorkloadError
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.scenarios import SCENARIOS
@@ -55,17 +56,13 @@ def calibrate(
 
             core = measuring.load_engine(engine_config)
         except ModuleNotFoundError as error:
-            _fail(f"{error.name} not found; calibrate runs the engine: pip install 'inflight[backend]'")
+            fail(f"{error.name} not found; calibrate runs the engine: pip install 'inflight[backend]'")
         except RuntimeError as error:
-            _fail(str(error))
+            fail(str(error))
         profile = measuring.calibrate(core, output.stem, seconds, lambda line: typer.echo(line, err=True))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    except OSError as error:
-        _fail(f"cannot write {output}: {error.strerror}")
+    _write(output, (msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n").decode())
     typer.echo(
-        f"wrote {output}: {profile.fit.batches} kinds of batches, mean error of the fit "
+        f"{profile.fit.batches} kinds of batches, mean error of the fit "
         f"{100 * profile.fit.mean:.0f}%; {profile.machine}"
     )
     if check:
@@ -173,7 +170,7 @@ def simulate(
 def _find_replicas(scene: Scene, slo: SLO, survive: int, values: Path | None, report: Path | None) -> None:
     size = find_size(scene, slo, survive, lambda line: typer.echo(line, err=True))
     if size is None:
-        _fail(
+        fail(
             f"no number of replicas up to {MAX_REPLICAS} answers {_slo_in_words(slo)}; relax the SLO, or change the "
             "engine's options (--sweep)"
         )
@@ -205,7 +202,7 @@ def _sweep(scene: Scene, slo: SLO, values: dict[str, list[Any]], output: Path | 
     _write_report(report, trials)
     winner = best(trials, slo)
     if winner is None:
-        _fail(f"no setting answers {_slo_in_words(slo)}; reduce the load, relax the SLO or try other values")
+        fail(f"no setting answers {_slo_in_words(slo)}; reduce the load, relax the SLO or try other values")
     typer.echo(f"best: {_named(winner.setting)}\n{table(winner.report, slo)}")
     if output is not None:
         _write(output, json.dumps({**scene.model_json(), **winner.setting}, indent=2) + "\n")
@@ -256,22 +253,14 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        _fail(f"cannot write {path}: {error.strerror}")
+        fail(f"cannot write {path}: {error.strerror}")
     typer.echo(f"wrote {path}")
 
 
 def _write_report(path: Path | None, trials: list[Trial]) -> None:
-    if path is None:
-        return
-    rows = [{"setting": trial.setting, "rate": trial.rate, **_numbers(trial.report)} for trial in trials]
-    try:
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        _fail(f"cannot write {path}: {error.strerror}")
-
-
-def _numbers(report: Report) -> dict[str, Any]:
-    return msgspec.to_builtins(report)  # type: ignore[no-any-return]
+    if path is not None:
+        rows = [{"setting": one.setting, "rate": one.rate, **msgspec.to_builtins(one.report)} for one in trials]
+        _write(path, json.dumps(rows, indent=1) + "\n")
 
 
 @contextlib.contextmanager
@@ -279,9 +268,4 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigError, WorkloadError) as error:
-        _fail(str(error), 2)
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    typer.echo(f"inflight: {message}", err=True)
-    raise typer.Exit(status)
+        fail(str(error), 2)

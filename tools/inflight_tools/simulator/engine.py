@@ -23,19 +23,19 @@ from inflight_tools.workload.scenarios import Job
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
-_SEED = 1  # of which drafts are accepted
+_SEED = 1  # decides which drafts are accepted
 
 
 class Cost(Protocol):
-    """What a step takes."""
+    """The duration of a step."""
 
     def seconds(self, load: StepLoad) -> float:
-        """Of a step with this load."""
+        """The duration of a step with this load."""
 
 
 @dataclass
 class SimulatedInfo:
-    """What the core asks of a loaded checkpoint."""
+    """The properties of a loaded checkpoint that the core needs."""
 
     max_model_len: int
     vocab_size: int

@@ -17,7 +17,7 @@ from inflight_tools.least_squares import nonnegative_least_squares
 
 __all__ = ["fit_cost"]
 
-# Where the curve may bend, in tokens; each knot moves to the nearest number that was measured.
+# Where the curve can bend, in tokens; each knot moves to the nearest number that was measured.
 _KNOTS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, *(1024 << k for k in range(8)))
 _MIN_LAST_RATIO = 1.4  # of the last segment's ends, since that segment is extrapolated
 _REWEIGHTINGS = 5
@@ -28,7 +28,7 @@ def fit_cost(measured: Sequence[tuple[StepLoad, float]]) -> StepCost:
     """Least squares of the errors relative to the expected cost, with no negative coefficient.
 
     Relative to the expected cost rather than the measured one: a step that the machine delayed counts in
-    full, as it does for whoever waits for it, and means remain means.
+    full, as it does for a user who waits for it, and means remain means.
 
     Args:
         measured: load and seconds of each kind of step; seconds above 0.

@@ -22,7 +22,7 @@ class State(Enum):
 
 
 class Gauges(NamedTuple):
-    """What a replica reports after a step: requests that wait and run, and its KV blocks in use."""
+    """The gauges of a replica after a step: requests that wait and run, and its KV blocks in use."""
 
     waiting: int = 0
     running: int = 0

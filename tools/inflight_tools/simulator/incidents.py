@@ -1,4 +1,4 @@
-"""What happens to replicas while they serve: kills and rolling restarts, as data."""
+"""Incidents of replicas while they serve: kills and rolling restarts, as data."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Rollout:
     Attributes:
         at: virtual seconds at which it begins.
         max_unavailable: a replica is taken out only if then at most this many, killed ones included, are not ready.
-        grace: seconds in which a replica that gets no new requests may end those it has; then it is stopped, and the
-            rest go on elsewhere.
+        grace: seconds in which a replica that gets no new requests can finish its open ones; then it is stopped, and
+            the rest go on elsewhere.
     """
 
     at: float
@@ -57,7 +57,7 @@ class Incidents:
         """Reject what a fleet of this size cannot live through.
 
         Raises:
-            ConfigError: a replica that does not exist, a time below 0, or nobody left to go on.
+            ConfigError: a replica that does not exist, a time below 0, or no replica left.
         """
         for kill in self.kills:
             if not 0 <= kill.replica < replicas:

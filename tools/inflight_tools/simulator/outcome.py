@@ -1,4 +1,4 @@
-"""What a simulation recorded: the requests as their users saw them, and the engines."""
+"""The record of a simulation: the requests as their users saw them, and the engines."""
 
 from __future__ import annotations
 

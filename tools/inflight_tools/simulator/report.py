@@ -30,7 +30,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What the users of some of the requests saw.
+    """Latencies and goodput of some of the requests.
 
     Attributes:
         goodput: requests per second that met the SLO, by the time at which they ended.
@@ -46,7 +46,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncidentReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What incidents did to users.
+    """The effect of incidents on users.
 
     Attributes:
         seconds: in which some replica was not ready, or a rollout went on.

@@ -49,7 +49,7 @@ class Restarts:
             at(incidents.rollout.at, self._roll_out)
 
     def disturbed_since(self, now: float) -> float:
-        """What began before this overlaps a window: infinite within one, the end of the last one after it."""
+        """Anything that began before this time overlaps a window: infinite within one, else the end of the last."""
         return self.windows[-1][1] if self.windows else -math.inf
 
     def drained(self, replica: Replica, now: float) -> None:
@@ -66,7 +66,7 @@ class Restarts:
         self._drain_next(now)
 
     def _drain_next(self, now: float) -> None:
-        """Take out replicas while that many may be unavailable; those that died since the rollout began are new."""
+        """Take out replicas while that many can be unavailable; replicas that died since the rollout began are new."""
         rollout = self._incidents.rollout
         while self._to_restart and rollout and self._fleet.unavailable < rollout.max_unavailable:
             replica = self._to_restart.popleft()

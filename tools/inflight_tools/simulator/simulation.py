@@ -24,7 +24,7 @@ __all__ = ["Simulation"]
 _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if every queue is full
 
 
-# Events at one time come in this order: whoever waited for a token may send a request that joins the next step.
+# Events at one time come in this order: a user that waited for a token can send a request that joins the next step.
 _END, _INCIDENT, _ARRIVAL, _BEGIN = range(4)
 
 
@@ -179,7 +179,7 @@ class Simulation:
 
     def _end(self, replica: Replica, engine: SimulatedEngine, begun: float, message: StepMessage, now: float) -> None:
         if replica.engine is not engine or replica.state is State.DOWN:
-            return  # it died while the step ran: nobody got these tokens
+            return  # it died while the step ran: these tokens are lost
         self._fleet.report(replica, message.stats, now - begun)
         disturbed_since = self._restarts.disturbed_since(now)
         for delta in message.deltas:

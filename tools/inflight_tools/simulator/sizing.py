@@ -1,4 +1,4 @@
-"""How many replicas a load needs: a search over simulations, and the autoscaler's thresholds for the answer."""
+"""The number of replicas that a load needs: a search over simulations, and the thresholds of the autoscaler."""
 
 from __future__ import annotations
 

@@ -116,6 +116,6 @@ def highest_rate(attempt: Callable[[float], Trial], start: float, slo: SLO) -> T
 
 
 def best(trials: list[Trial], slo: SLO) -> Trial | None:
-    """The trial with the highest goodput among those that meet the SLO; the first one of equals."""
+    """The trial that meets the SLO with the highest goodput; the first one of equals."""
     meeting = [trial for trial in trials if trial.meets(slo)]
     return max(meeting, key=lambda trial: trial.report.goodput, default=None)

@@ -41,7 +41,7 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
 
 
 def static_requests(timeline: Timeline) -> list[StaticRequest]:
-    """The sequences for the static baseline: those that the trace covers from arrival to end."""
+    """The sequences for the static baseline: sequences that the trace covers from arrival to end."""
     return [
         StaticRequest(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
         for row in timeline.rows

@@ -64,7 +64,7 @@ class Timeline:
     Attributes:
         origin: `time.monotonic()` seconds at the timeline's zero.
         end: end of the last step.
-        prefill_tokens, decode_tokens, refused_tokens: per step; the last are drafts that nobody took.
+        prefill_tokens, decode_tokens, refused_tokens: per step; the last are drafts that were not accepted.
     """
 
     trace: Trace

@@ -9,7 +9,7 @@ __all__ = ["SLO"]
 
 @dataclass(frozen=True)
 class SLO:
-    """What makes a request good, and how many must be.
+    """The limits of a good request, and the share of requests that must be good.
 
     Attributes:
         ttft: seconds to the first token, at most.
