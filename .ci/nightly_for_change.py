@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[1]
 MARK = "mark." + "nightly"
 MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
-# A room of the repository: where the nightly tests are that a change of it can break.
+# For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
+    "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
     "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py"],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
@@ -39,7 +40,7 @@ ROOMS = {
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints, or nothing if it fails."""
+    """The output of a git command, or an empty string if it fails."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
@@ -57,7 +58,7 @@ def rooms_of(changed: list[str]) -> list[str]:
 
 
 def files_for(changed: list[str]) -> list[str]:
-    """Files with nightly tests that a change should run: those of its rooms, and those that changed themselves."""
+    """Files with nightly tests that a change should run: of its rooms, and changed test files."""
     rooms = rooms_of(changed)
     if len(rooms) > MOST_ROOMS:
         return []

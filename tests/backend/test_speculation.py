@@ -1,4 +1,4 @@
-"""Drafts and the demo model: every token is the one without drafts, whatever else is asked for."""
+"""Drafts and the demo model: with every option, each token is the one without drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/cpu.py: workloads, floors, budget, and runs of a stand-in engine; no peers are needed."""
+"""bench/cpu.py: workloads, floors, budget, and runs of a fake engine; no peers are needed."""
 
 from __future__ import annotations
 
@@ -128,22 +128,22 @@ job.run(["pytest"], load, generate)
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """A function that runs a stand-in engine with the options given."""
+def fake_engine(tmp_path, monkeypatch):
+    """A function that runs a fake engine with the options given."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE.format(peers=str(cpu_engines.PEERS)))
-    monkeypatch.setitem(cpu_engines.ENGINES, "stand-in", cpu_engines.Engine(str(script)))
+    monkeypatch.setitem(cpu_engines.ENGINES, "fake", cpu_engines.Engine(str(script)))
     requests = [{"id": 0, "prompt": [1, 2], "out": 12}, {"id": 1, "prompt": [3], "out": 10}]
 
     def start(limit=30.0, **options):
         task = {"requests": requests, "warm_up": [], "options": options}
-        return cpu_engines.run("stand-in", sys.executable, task, limit)
+        return cpu_engines.run("fake", sys.executable, task, limit)
 
     return start
 
 
-def test_run_counts_tokens_time_and_memory(stand_in):
-    result = stand_in(sleep=0.2, busy=0.2)
+def test_run_counts_tokens_time_and_memory(fake_engine):
+    result = fake_engine(sleep=0.2, busy=0.2)
     assert result["tokens"] == 22
     assert result["seconds"] >= 0.4
     assert 0.15 < result["cpu_seconds"] < result["seconds"]
@@ -153,14 +153,14 @@ def test_run_counts_tokens_time_and_memory(stand_in):
     assert result["versions"] == {"pytest": pytest.__version__}
 
 
-def test_a_run_with_too_few_tokens_fails(stand_in):
+def test_a_run_with_too_few_tokens_fails(fake_engine):
     with pytest.raises(RunFailed, match=r"exit status 1: AssertionError: expected \[12, 10\] tokens, got \[11, 9\]"):
-        stand_in(short=1)
+        fake_engine(short=1)
 
 
-def test_a_run_beyond_its_limit_is_stopped(stand_in):
+def test_a_run_beyond_its_limit_is_stopped(fake_engine):
     with pytest.raises(RunFailed, match="cut off after 1 s"):
-        stand_in(limit=1.0, sleep=60)
+        fake_engine(limit=1.0, sleep=60)
 
 
 def test_the_best_rates_count(tmp_path, monkeypatch):

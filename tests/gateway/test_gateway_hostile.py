@@ -15,30 +15,31 @@ from scripted_client import ScriptedClient, text
 from inflight_gateway.app import build_app
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.tool_parsers import FORMATS
 from inflight_gateway.upstream import Upstream
 
 _POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
-_CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>'
+_CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>[f(a=1)]'
 
 
-def answer(method: str, path: str, content: bytes, **headers: str) -> httpx.Response:
-    """The response of a new application."""
+def answer(method: str, path: str, content: bytes, tool_format: str = "hermes", opened: bool = False) -> httpx.Response:
+    """The response of a new application; `opened`: the chat template has opened the reasoning."""
     client = ScriptedClient(lambda request: text("Hel", "lo", _CALL, n=request.n))
-    client.info.update(tool_format="hermes", reasoning_tags=["<think>", "</think>"], reasoning_opened=False)
+    client.info.update(tool_format=tool_format, reasoning_tags=["<think>", "</think>"], reasoning_opened=opened)
     options = GatewayOptions(max_body_depth=20, max_prompts=4, max_n=4)
 
     async def send() -> httpx.Response:
         app = build_app(options, Gateway(options, Upstream(options, client)))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            return await http.request(method, path, content=content, headers=headers)
+            return await http.request(method, path, content=content)
 
     return asyncio.run(send())
 
 
-@given(data=st.data(), path=st.sampled_from(_POSTS))
-def test_any_json(data: Any, path: str) -> None:
-    check_answer(answer("POST", path, encoded(data.draw(bodies(path)))))
+@given(data=st.data(), path=st.sampled_from(_POSTS), tool_format=st.sampled_from(sorted(FORMATS)), opened=st.booleans())
+def test_any_json(data: Any, path: str, tool_format: str, opened: bool) -> None:
+    check_answer(answer("POST", path, encoded(data.draw(bodies(path))), tool_format, opened))
 
 
 @given(content=st.binary(max_size=30), path=st.sampled_from(_POSTS))

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import socket
 
-import httpx
-from hypothesis import given
-from hypothesis import strategies as st
-from scripted_client import ScriptedClient, text
-from starlette.applications import Starlette
+from scripted_client import text
 
-from inflight_gateway.app import build_app
 from inflight_gateway.completion_events import CompletionEvents
-from inflight_gateway.completions import CompletionBody
-from inflight_gateway.gateway import Gateway
-from inflight_gateway.options import GatewayOptions
-from inflight_gateway.upstream import Upstream
 
 
 def request_bytes(body: dict) -> bytes:
@@ -89,37 +79,3 @@ async def test_many_connections_that_come_and_go_leave_nothing(start):
         writer.close()
     while front.gateway.metrics.open_requests or not all(one.cancelled.is_set() for one in front.client.streams):
         await asyncio.sleep(0.01)
-
-
-_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-    | st.sampled_from([2**63, -(2**63) - 1, 1e308, "\x00", "\u2028", "demo"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-_KEYS = st.sampled_from([*CompletionBody.__struct_fields__, *CompletionBody.UNSUPPORTED])
-_BODIES = st.dictionaries(_KEYS, _VALUES, max_size=5) | _VALUES
-
-
-@given(_BODIES, st.booleans())
-def test_no_body_causes_an_error_of_the_gateway(body, with_prompt):
-    if with_prompt and isinstance(body, dict):
-        body = {"prompt": "a", **body}
-    content = json.dumps(body, ensure_ascii=True).encode()
-    assert asyncio.run(status_of(content)) in (200, 400, 404)
-
-
-@functools.cache
-def app() -> Starlette:
-    options = GatewayOptions()
-    client = ScriptedClient(lambda request: text("a", n=request.n))
-    return build_app(options, Gateway(options, Upstream(options, client)))
-
-
-async def status_of(content: bytes) -> int:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app()), base_url="http://gateway", verify=False) as http:
-        return (await http.post("/v1/completions", content=content)).status_code

@@ -271,21 +271,21 @@ def test_arguments_come_before_the_call_ends(format: str) -> None:
 
 
 HOSTILE = {
-    "nested arguments": hermes("weather", '{"a": ' + "[" * 7000),
-    "nested values": f"{hermes('weather', '{' * 9000)}[TOOL_CALLS]now{{{'[' * 9000}",
-    "marks": "<tool_call>" * 1500 + "[TOOL_CALLS]" * 1500 + "<|python_tag|>" * 1500,
-    "half marks": "<tool_call" * 1500 + "[TOOL_CALLS" * 1500,
-    "unclosed": '<tool_call>{"name": "' + "a" * 9000,
-    "late name": '<tool_call>{"arguments": {"a": "' + "x" * 9000 + '"}, "name": "f"}',
-    "escapes": '<tool_call>{"name": "f", "arguments": "' + "\\" * 9000,
-    "python depth": "[weather(city=" + "[" * 9000,
-    "python operators": "[weather(city=" + "-" * 7000 + "1)]",
+    "nested arguments": hermes("weather", '{"a": ' + "[" * 2500),
+    "nested values": f"{hermes('weather', '{' * 3000)}[TOOL_CALLS]now{{{'[' * 3000}",
+    "marks": "<tool_call>" * 500 + "[TOOL_CALLS]" * 500 + "<|python_tag|>" * 500,
+    "half marks": "<tool_call" * 500 + "[TOOL_CALLS" * 500,
+    "unclosed": '<tool_call>{"name": "' + "a" * 3000,
+    "late name": '<tool_call>{"arguments": {"a": "' + "x" * 3000 + '"}, "name": "f"}',
+    "escapes": '<tool_call>{"name": "f", "arguments": "' + "\\" * 3000,
+    "python depth": "[weather(city=" + "[" * 3000,
+    "python operators": "[weather(city=" + "-" * 2500 + "1)]",
     "python sums": "[weather(city=" + "1" + "-1" * 3000 + ")]",
-    "python words": "[weather(city=" + "not " * 9000 + "1)]",
-    "python strings": "[weather(city=" + "'a" * 7001 + ")]",
-    "python digits": "[weather(city=" + "1" * 9000 + "x)]",
-    "parameters": "<function=weather>" + "<parameter=days>" * 1500 + "[" * 9000 + "\n</parameter>\n</function>",
-    "spaces": "<tool_call>" + " \n" * 7000,
+    "python words": "[weather(city=" + "not " * 3000 + "1)]",
+    "python strings": "[weather(city=" + "'a" * 2501 + ")]",
+    "python digits": "[weather(city=" + "1" * 3000 + "x)]",
+    "parameters": "<function=weather>" + "<parameter=days>" * 500 + "[" * 3000 + "\n</parameter>\n</function>",
+    "spaces": "<tool_call>" + " \n" * 2500,
 }
 
 

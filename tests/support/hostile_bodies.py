@@ -1,4 +1,4 @@
-"""Request bodies for OpenAI's endpoints, from right to absurd, and what every answer to them must look like."""
+"""Request bodies for OpenAI's endpoints, from valid to absurd, and a check of the answers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "top_logprobs": st.integers(-1, 3),
     "prompt_logprobs": st.integers(-1, 3),
     "echo": st.booleans(),
-    "tools": st.just([_TOOL]) | st.lists(_JUNK, max_size=2),
+    "tools": st.just([_TOOL])
+    | st.lists(_JUNK, max_size=2)
+    | _JUNK.map(lambda value: [{"type": "function", "function": {"name": "f", "parameters": value}}]),
     "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
     "parallel_tool_calls": st.booleans(),
     "response_format": st.sampled_from(

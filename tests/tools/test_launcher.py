@@ -260,7 +260,6 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
     server.stop()
 
 
-@pytest.mark.nightly
 @needs_server
 def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path, backend: Path) -> None:
     (repository / "echo").rename(repository / "broken")

@@ -29,6 +29,5 @@ def test_why_the_server_ended() -> None:
     ]:
         assert end_reason(log) == says
         if log != START:
-            assert end_reason(START + log) == (says if log else end_reason(START)), (
-                "each start without a GPU logs these"
-            )
+            expected = says if log else end_reason(START)
+            assert end_reason(START + log) == expected, "each start without a GPU logs these"

@@ -1,4 +1,4 @@
-"""A watch notices deaths and hangs, and recognises an ordinary unload."""
+"""A watch notices deaths, and recognises an ordinary unload."""
 
 from __future__ import annotations
 
