@@ -31,15 +31,15 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 @dataclass
 class CompletionOutput:
-    """One of a request's n sequences.
+    """The output of one of a request's n sequences.
 
     Attributes:
-        text: output without the prompt; cut at the stop string that ended it, if any.
+        text: output without the prompt, cut at the stop string that ended it, if any.
         token_ids: output tokens, including the one that ended it.
         finish_reason: "stop" or "length"; None while the sequence runs.
         stop_reason: the stop string or stop token id that ended it.
         cumulative_logprob: sum over the output tokens, if logprobs were requested.
-        logprobs: per token (token id, logprob, rank) triples: the token, then the top ones.
+        logprobs: for each token, (token id, logprob, rank) triples: the token itself, then the top ones.
     """
 
     index: int
@@ -56,7 +56,7 @@ class RequestOutput:
     """Outputs for one prompt.
 
     Attributes:
-        prompt: its text; None if it was given as token ids.
+        prompt: the prompt's text; None if it was given as token ids.
         prompt_logprobs: entry i is for prompt token i; the first is empty.
         num_cached_tokens: prompt tokens served by the prefix cache.
     """
@@ -74,14 +74,14 @@ class RequestOutput:
 
 @dataclass
 class _OpenRequest:
-    """A request under way: what its caller gets, and the text of its sequences."""
+    """A request in progress: the caller's result, and the text of its sequences."""
 
     result: RequestOutput
     sequences: list[SequenceOutput]
     failure: RequestFailed | None = None
 
     def take(self, delta: SequenceDelta) -> bool:
-        """Process a delta; True if a stop string ended its sequence and the engine must be told."""
+        """Process a delta; True if a stop string ended its sequence, which the caller must then abort."""
         if delta.index == 0:
             if delta.num_cached_tokens is not None:
                 self.result.num_cached_tokens = delta.num_cached_tokens
@@ -146,9 +146,8 @@ class LLM:
             params: one for all prompts or one per prompt; None means the checkpoint's defaults (`generation_config`).
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served, or is beyond `max_n` or `max_logprobs`; nothing has
-                run.
-            RequestError: the engine gave up a request; the others are aborted.
+            ValueError: a prompt or parameter cannot be served, or exceeds `max_n` or `max_logprobs`; nothing has run.
+            RequestError: a request failed in the engine; the others are aborted.
             RuntimeError: this process was forked from the one that made the LLM.
         """
         requests = self._submit(prompts, params)
@@ -208,8 +207,8 @@ class LLM:
     def _run(self, requests: dict[int, _OpenRequest]) -> Iterator[None]:
         """Step until all of `requests` are finished; yields after each step that advanced one of them.
 
-        Other open requests (an interleaved `stream()`) are served on the way.  Raises RequestError if
-        the engine gives up one of `requests`.
+        Steps also serve other open requests (an interleaved `stream()`).  Raises RequestError if one of
+        `requests` fails in the engine.
         """
         while not all(request.result.finished for request in requests.values()):
             for request in requests.values():

@@ -2,9 +2,9 @@
 
 Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`; with
 `--spare` a second one of any content follows when the checkpoint is to be loaded.
-The owner is the one frontend (`frontend/engine_client/engine_process.py`), and `engine/messages.py` goes both ways; or,
-with `--shared`, it is the daemon of a shared engine (`frontend/engine_client/shared_engine_daemon.py`), and the pipe
-brings the descriptors of the frontends' pipes.
+The owner is the only frontend (`frontend/engine_client/engine_process.py`), and the pipe carries the messages of
+`engine/messages.py` both ways; or, with `--shared`, the owner is the daemon of a shared engine
+(`frontend/engine_client/shared_engine_daemon.py`), and the pipe brings the descriptors of the frontends' pipes.
 The process exits on `Shutdown`, when its owner's pipe closes, and when loading or a step fails.
 """
 
@@ -58,7 +58,7 @@ _IDLE_BEAT_SECONDS = 1.0
 
 @dataclass
 class Engine:
-    """What the process serves: the core, and the trace of its steps if that is on."""
+    """The core that the process serves, and the trace of its steps, if that is on."""
 
     core: EngineCore
     trace: StepTrace | None
@@ -70,8 +70,8 @@ def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
     return engine.trace.snapshot().to_json()
 
 
-# The handler of each question.  It runs between two steps and returns plain data; a ValueError
-# says what is wrong with the question.
+# The handler of each question.  It runs between two steps and returns plain data; its ValueError
+# explains what is wrong with the question.
 _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
     DumpTrace: _dump_trace,
     GetStats: lambda engine, question: engine_stats(engine.core),
@@ -114,8 +114,8 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
 def settle_garbage_collector() -> None:
     """Keep garbage collections out of the steps: with a loaded model they take milliseconds.
 
-    What lives now is not scanned again.  Steps create no cycles, so objects come and go in balance, and the
-    youngest generation rarely reaches the threshold.
+    Objects that live now are not scanned again.  Steps create no cycles, so as many objects die as are created,
+    and the youngest generation rarely reaches the threshold.
     """
     gc.collect()
     gc.freeze()
@@ -154,12 +154,12 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
 
 
 def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
-    """Queue a request; why it is not taken, if it is not.  One that cannot be queued does not end the engine."""
+    """Queue a request, or return its failure.  A request that cannot be queued does not end the engine."""
     try:
         return core.add_request(message)
     except Exception as error:
         traceback.print_exc()
-        core.abort(message.request_id)  # what of it was queued
+        core.abort(message.request_id)  # the sequences that were queued
         text = f"internal error: the request cannot be queued: {type(error).__name__}: {error}"
         return RequestFailed(message.request_id, "INTERNAL", text)
 
@@ -175,7 +175,7 @@ def _step(engine: Engine, frontends: Frontends) -> None:
     core, trace = engine.core, engine.trace
     message = core.step()
     if core.only_holds and not message.stats.batch_size and not message.failed:
-        time.sleep(HELD_POLL_SECONDS)  # nothing ran, and nothing will before something outside arrives
+        time.sleep(HELD_POLL_SECONDS)  # nothing ran, and nothing runs before an outside event
         return
     start = time.monotonic()
     frontends.send_step(message)
@@ -195,22 +195,22 @@ def _answer(engine: Engine, ask: Ask) -> Answer:
 
 
 def _wait_as_spare(connection: Connection, config: EngineConfig) -> None:
-    """Do what can be done for the checkpoint before its weights are read; return when it is to be loaded.
+    """Prepare as much as possible before the checkpoint's weights are read; return when it is to be loaded.
 
     Raises:
-        EOFError: the owner is gone.
+        EOFError: the owner has closed the pipe.
     """
     from inflight.runner.warm_up import warm_up
 
     _name("inflight-spare")
     warm_up(config)
     gc.collect()
-    gc.freeze()  # the next collection need not look at it
+    gc.freeze()  # the next collection does not scan these objects
     connection.recv_bytes()
 
 
 def _name(name: str) -> None:
-    """What `ps` and `top` show of this process."""
+    """Set the name that `ps` and `top` show for this process."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
@@ -219,9 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
-    parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which to show what this process does")
+    parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which this process records what it does")
     parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
-    parser.add_argument("--shared", action="store_true", help="the owner sends frontends: it is none itself")
+    parser.add_argument("--shared", action="store_true", help="the owner sends frontends and is not one itself")
     args = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
         signal.signal(number, signal.SIG_IGN)
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
-    gc.disable()  # until settled: what imports and loading create stays, and scanning it is a fifth of their time
+    gc.disable()  # until settled: objects of imports and loading stay, and scanning them is a fifth of the time
     try:
         if args.spare:
             _wait_as_spare(connection, config)

@@ -1,4 +1,4 @@
-"""Builds an engine core: scheduler, policies and limits as the options say.  No torch."""
+"""Builds an engine core: the scheduler, policies and limits that the options choose.  No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_core(
     clock: Callable[[], float] = time.monotonic,
     listeners: Iterable[EngineListener] = (),
 ) -> EngineCore:
-    """An engine with these options on `runner`; in-process, served and simulated alike.
+    """An engine with these options on `runner`; the same in-process, served and simulated.
 
     Args:
         clock: see `EngineCore`.

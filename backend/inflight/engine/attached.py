@@ -1,4 +1,4 @@
-"""What travels with a request from the frontend to the runner, unread by the scheduler.  No torch."""
+"""Data that travels with a request from the frontend to the runner; the scheduler does not read it.  No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Attached", "RequestChoice", "attach_choices"]
 
 
 class Attached(msgspec.Struct, array_like=True, frozen=True):
-    """Plain data that serialises.  Policies, listeners, step hooks and replay read it; a feature adds a field.
+    """Plain, serialisable data.  Policies, listeners, step hooks and replay read it; a feature adds a field.
 
     Attributes:
         rope_length: sequence length that a length-dependent rotary embedding is chosen by (`rope_scaling.py`); 0: the
@@ -22,13 +22,13 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestChoice(Protocol):
-    """What a checkpoint chooses for each request on arrival; a step hook reads the choice in `Attached`."""
+    """A choice that a checkpoint makes for each request on arrival; a step hook reads it in `Attached`."""
 
     def attach(self, attached: Attached, num_prompt_tokens: int, max_tokens: int) -> Attached:
         """`attached` with the choice for a request of these lengths."""
 
     def salt(self, attached: Attached) -> str:
-        """Equal for requests whose KV is the same for equal tokens: others never share a prefix."""
+        """Equal for two requests if equal tokens have the same KV in both; other requests never share a prefix."""
 
 
 def attach_choices(

@@ -31,25 +31,25 @@ class Runner(Protocol):
 
     @property
     def draft_runner(self) -> DraftRunner | None:
-        """Runs the model that drafts for this one; None: there is none."""
+        """Runs the draft model; None: there is none."""
 
     @property
     def num_collected_first(self) -> int:
-        """Launches so far that had to wait for the tokens of the step before."""
+        """Launches so far that had to wait for the tokens of the previous step."""
 
     def launch(self, out: SchedulerOutput) -> Any:
-        """Start a step, which may wait for those before it on the device; its ticket goes to `collect`."""
+        """Start a step, which can wait for earlier steps on the device; its ticket goes to `collect`."""
 
     def collect(self, ticket: Any) -> StepOutput:
         """Wait for the tokens of the oldest step that was launched and not collected."""
 
 
 class EngineParts(NamedTuple):
-    """What the core is made of; `engine/assembly.py` builds it from the options.
+    """The parts of the core; `engine/assembly.py` builds them from the options.
 
     Attributes:
         limits: how many sequences may wait.
-        shedding: asked about a request behind `limits`.
+        shedding: asked about a request after `limits`.
     """
 
     scheduler: Scheduler
@@ -61,8 +61,8 @@ class _Launched(NamedTuple):
     """A step that was launched and not collected.
 
     Attributes:
-        start: `clock()` when making it began.
-        ahead: it was made while the step before it ran.
+        start: `clock()` when the scheduler began to make it.
+        ahead: it was made while the previous step ran.
     """
 
     out: SchedulerOutput
@@ -79,7 +79,7 @@ class EngineCore:
         runner: the device side, with the checkpoint loaded.
         parts: made for this runner.
         clock: seconds now, on the clock of deadlines, arrivals and the runner's times.
-        listeners: are told what happens, beside the engine's own.
+        listeners: receive the engine's events, after the engine's own listeners.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class EngineCore:
 
     @property
     def live_ids(self) -> Collection[int]:
-        """Ids of the requests that have not ended, as they are at any time."""
+        """A live view of the ids of the requests that have not ended."""
         return self._live.keys()
 
     @property
     def only_holds(self) -> bool:
-        """Whether all requests wait for something outside of the engine: steps do nothing until it comes."""
+        """Whether all requests wait for something outside the engine: until it arrives, steps do nothing."""
         scheduler = self.scheduler
         return bool(scheduler.held) and not (self._launched or scheduler.running or len(scheduler.waiting))
 
@@ -123,7 +123,7 @@ class EngineCore:
         """Queue a request; its n sequences are counted one by one.
 
         Returns:
-            None, or why the request is not taken (INVALID_ARG, or UNAVAILABLE when the queue is
+            None, or why the request is refused (INVALID_ARG, or UNAVAILABLE when the queue is
             full); then nothing has changed.
         """
         failure = refusal(message, self.info, self.pool)
@@ -142,9 +142,9 @@ class EngineCore:
         return None
 
     def abort(self, request_id: int, index: int | None = None) -> None:
-        """End a request, or one of its sequences; unknown and ended ones are ignored."""
+        """End a request, or one of its sequences; unknown and ended requests are ignored."""
         for request in self._live.get(request_id, []):
-            # A leader takes along the children that still wait for its prompt.
+            # Aborting a leader also aborts the children that still wait for its prompt.
             if request.status is not Status.FINISHED and index in (None, request.index):
                 self.scheduler.abort(request)
         self._forget_if_done(request_id)
@@ -153,7 +153,7 @@ class EngineCore:
         """Schedule, launch, collect, update.  A step that schedules nothing returns no deltas.
 
         With `async_scheduling` the next step is launched before this one is collected; a request that ends
-        with this one's tokens then wastes one row.
+        with the tokens of this step then wastes one row.
         """
         while len(self._launched) < self._max_launched:
             start = self.clock()
@@ -174,7 +174,7 @@ class EngineCore:
     def _report(
         self, step: _Launched, result: StepOutput, deltas: list[SequenceDelta], tokens: TokenColumns
     ) -> StepMessage:
-        """Tell the listeners what the step took, and the frontend what it brought."""
+        """Report the step's cost to the listeners, and its output to the frontend."""
         start, end = result.started if step.ahead else step.start, self.clock()
         stats = step_stats(self, step.out, end - start)
         done = DoneStep(step.out, result, deltas, tokens, stats, start, end)
@@ -184,16 +184,16 @@ class EngineCore:
             if delta.finish_reason is not None:
                 self._forget_if_done(delta.request_id)
         failed = self._give_up()
-        if failed:  # their blocks are back
+        if failed:  # their blocks are free again
             stats = step_stats(self, step.out, end - start)
         return StepMessage(deltas, stats, tokens, failed)
 
     def _give_up(self) -> list[RequestFailed]:
-        """End the requests that the scheduler cannot go on with, each with all its sequences."""
+        """End the requests that the scheduler cannot continue, each with all its sequences."""
         failed = []
         lost, self.scheduler.failed = self.scheduler.failed, []
         for failure in lost:
-            if failure.request_id in self._live:  # else it went with a sibling
+            if failure.request_id in self._live:  # else it ended with a sibling
                 self.abort(failure.request_id)
                 failed.append(failure)
         return failed

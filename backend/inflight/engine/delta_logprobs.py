@@ -1,4 +1,4 @@
-"""Puts a step's log probabilities into the news of its sequences.  No torch."""
+"""Puts a step's log probabilities into the deltas of its sequences.  No torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from inflight.engine.step import SchedulerOutput, StepOutput
 
 __all__ = ["add_logprobs"]
 
-# Triples of a prompt that a delta carries at most: the frontend takes deltas one by one, and others come between.
+# Most prompt triples in one delta: the frontend processes deltas one by one, so those of other requests get their turn.
 _MAX_TRIPLES = 4096
 _NOTHING = Logprobs([0])  # nothing predicts the first token of a prompt
 
 
-def add_logprobs(news: list[SequenceDelta], rows: Sequence[Request], out: SchedulerOutput, step: StepOutput) -> None:
-    """Complete the deltas in `news`; a sequence with prompt log probabilities and no token gets a delta.
+def add_logprobs(deltas: list[SequenceDelta], rows: Sequence[Request], out: SchedulerOutput, step: StepOutput) -> None:
+    """Complete the deltas in `deltas`; a sequence with prompt log probabilities and no token gets a delta.
 
     Args:
         rows: the requests of `out`, in its order.
     """
-    delta_of = {(delta.request_id, delta.index): delta for delta in news}
+    delta_of = {(delta.request_id, delta.index): delta for delta in deltas}
     pieces: list[SequenceDelta] = []
     for row in step.logprobs.keys() | step.prompt_logprobs.keys():
         request = rows[row]
@@ -38,8 +38,8 @@ def add_logprobs(news: list[SequenceDelta], rows: Sequence[Request], out: Schedu
         if delta.token_ids:
             delta.logprobs = step.logprobs[row][: len(delta.token_ids)] if row in step.logprobs else None
         elif delta.prompt_logprobs is not None:
-            news.append(delta)
-    news[:0] = pieces  # before the deltas that may end their sequences
+            deltas.append(delta)
+    deltas[:0] = pieces  # before the deltas that may end their sequences
 
 
 def _split(logprobs: Logprobs) -> list[Logprobs]:
@@ -49,12 +49,12 @@ def _split(logprobs: Logprobs) -> list[Logprobs]:
 
 
 def _new_prompt_logprobs(request: Request, row: int, out: SchedulerOutput, step: StepOutput) -> Logprobs | None:
-    """Those not delivered yet: a preempted request computes its prompt twice."""
+    """The entries not delivered yet: a preempted request computes its prompt twice."""
     entries = step.prompt_logprobs.get(row)
     if entries is None:
         return None
     end = min(out.num_computed_tokens[row] + out.num_scheduled_tokens[row] + 1, request.num_prompt_tokens)
-    start = end - len(entries)  # prompt index that entries[0] speaks of
+    start = end - len(entries)  # prompt index of entries[0]
     new = entries[max(0, request.num_prompt_logprobs - start) :]
     if request.num_prompt_logprobs == 0:
         new = Logprobs.joined([_NOTHING, new])

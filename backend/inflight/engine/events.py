@@ -1,4 +1,4 @@
-"""The engine's events: what happens to requests and steps, told to one list of listeners.  No torch."""
+"""The engine's events about requests and steps, sent to one list of listeners.  No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["DoneStep", "EngineListener"]
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """A step whose tokens the scheduler has.
+    """A step after the scheduler received its tokens.
 
     Attributes:
         deltas, tokens: its output, see `Scheduler.update`.
         stats: the engine's state after it.
-        start: seconds on the engine's clock when making it began; when the device began it, if it was launched ahead.
-        end: when its tokens were known to the scheduler.
+        start: seconds on the engine's clock when the scheduler began to make it; if it was launched ahead, when the
+            device began it.
+        end: when the scheduler had its tokens.
     """
 
     out: SchedulerOutput
@@ -33,28 +34,28 @@ class DoneStep:
 
 
 class EngineListener:
-    """Is told what happens, in the order in which it happens.  Subclasses define the events that they need.
+    """Receives the events in the order in which they happen.  Subclasses define the methods that they need.
 
-    A listener changes no request and no block, and returns quickly: every event is on the engine's path.
+    A listener changes no request and no block, and returns quickly: the engine waits for it.
     """
 
     def arrived(self, sequences: Sequence[Request]) -> None:
-        """The sequences of a request are in the engine; those that resume after their end are left out."""
+        """The sequences of a request are in the engine; a sequence that had already ended is left out."""
 
     def step_begins(self, running: Sequence[Request]) -> None:
         """The scheduler is about to make a step."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """It has a slot and blocks; the prefix cache holds its first `num_cached_tokens` tokens.
+        """The request has a slot and blocks; the prefix cache holds its first `num_cached_tokens` tokens.
 
-        `request.num_computed_tokens` is what it need not compute: cached, or copied back from the host.
+        `request.num_computed_tokens` tokens need no computing: they are cached, or copied back from the host.
         """
 
     def left(self, request: Request) -> None:
-        """It no longer runs, but still has its slot and blocks: it ends next, or was preempted."""
+        """The request no longer runs, but still has its slot and blocks: it ends next, or was preempted."""
 
     def ended(self, request: Request) -> None:
-        """It is FINISHED, whether it ever ran or not; its blocks are back."""
+        """The request is FINISHED, whether it ever ran or not; its blocks are free again."""
 
     def step_made(self, out: SchedulerOutput) -> None:
         """The step is launched next."""
@@ -63,4 +64,4 @@ class EngineListener:
         """The step has run."""
 
     def step_failed(self, step: DoneStep) -> None:
-        """The step was not computed (`step.result.failure`), so its times teach nothing."""
+        """The step was not computed (`step.result.failure`), so its times mean nothing."""

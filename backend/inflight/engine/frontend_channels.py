@@ -1,9 +1,9 @@
-"""The frontends of one engine: who sent what, and whose part of a step goes where.  Pure Python, no torch.
+"""The frontends of one engine: receives their messages, and sends each its part of every step.  Pure Python, no torch.
 
     reader threads ──(frontend, message)──▶ inbox ──▶ step loop ──▶ Frontends.send_step ──▶ channels
 
 A request's id names its frontend (`messages.REQUESTS_PER_FRONTEND`), so nothing is looked up per token.  The
-first frontend *leads*: it publishes what counts for the engine as a whole.  When it leaves, the next one leads.
+first frontend *leads*: it publishes the metrics of the engine as a whole.  When it leaves, the next one leads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "split_step",
 ]
 
-# What a frontend that does not read may leave unread before it is cut off.
+# Unread bytes at which a frontend that does not read is cut off.
 _MAX_UNREAD_BYTES = 64 * 2**20
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -63,7 +63,7 @@ class Channel(Protocol):
 
 
 def _number(request_id: int) -> int:
-    """Of the frontend that a request came from."""
+    """Number of the frontend that a request came from."""
     return request_id // REQUESTS_PER_FRONTEND
 
 
@@ -86,18 +86,18 @@ class Frontend:
 
 
 class Joined:
-    """In the inbox: a frontend that was not there before."""
+    """In the inbox: a new frontend."""
 
 
 class Left:
     """In the inbox: a frontend whose pipe has closed."""
 
 
-Inbox = SimpleQueue[tuple[Frontend, Union[ToEngine, Joined, Left]]]  # who sent it, what
+Inbox = SimpleQueue[tuple[Frontend, Union[ToEngine, Joined, Left]]]  # sender, message
 
 
 def read_into(inbox: Inbox, owner: Frontend, connection: Connection) -> None:
-    """Body of a thread: the messages of an engine's only frontend, which takes it along when it goes."""
+    """Body of a thread: the messages of an engine's only frontend; the engine ends with it."""
     inbox.put((owner, Joined()))
     _read(inbox, owner, connection)
     inbox.put((owner, Shutdown()))
@@ -106,7 +106,7 @@ def read_into(inbox: Inbox, owner: Frontend, connection: Connection) -> None:
 def accept_into(inbox: Inbox, owner: Frontend, connection: Connection) -> None:
     """Body of a thread: frontends that the owner sends, each with a thread that reads its messages.
 
-    A frontend comes as four bytes, its number, with its pipe's descriptor (SCM_RIGHTS).
+    A frontend arrives as its number in four bytes, with its pipe's descriptor (SCM_RIGHTS).
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
         while True:
@@ -127,17 +127,17 @@ def _serve_one(inbox: Inbox, frontend: Frontend, connection: Connection) -> None
 
 
 def _read(inbox: Inbox, frontend: Frontend, connection: Connection) -> None:
-    """Messages arrive while a step runs.  A frame that cannot be read ends the frontend as a closed pipe does."""
+    """Messages arrive while a step runs.  An undecodable frame ends the frontend, as a closed pipe does."""
     with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):
         while True:
             inbox.put((frontend, decode_to_engine(connection.recv_bytes())))
 
 
 class Frontends:
-    """Those that are connected, in the order in which they came.
+    """The connected frontends, in the order in which they connected.
 
     Args:
-        live_ids: the ids of the requests that have not ended, as they are at any time.
+        live_ids: a live view of the ids of the requests that have not ended.
         ready: the first message to each.
     """
 
@@ -157,10 +157,10 @@ class Frontends:
             self._tell_counted(frontend)
 
     def leave(self, frontend: Frontend) -> list[int]:
-        """Serve it no longer.
+        """Stop serving a frontend.
 
         Returns:
-            The ids of its requests that have not ended: nobody listens to them any more.
+            The ids of its requests that have not ended: their output has no receiver any more.
         """
         led = self._connected[0] is frontend
         self._connected.remove(frontend)
@@ -170,12 +170,12 @@ class Frontends:
         return [request_id for request_id in self._live_ids if _number(request_id) == frontend.number]
 
     def _tell_counted(self, leading: Frontend) -> None:
-        """What those that led before have counted: the new one goes on from there."""
+        """Send the counts so far to a new leading frontend, which continues from them."""
         if self._last_stats is not None:
             leading.send(StepMessage([], self._last_stats, leads=False))
 
     def send_step(self, message: StepMessage) -> None:
-        """Send each frontend its part of a step: those with news, those that wait for some, and the leading one."""
+        """Send a step to the leading frontend and to each one with live requests or output: each gets its part."""
         self._last_stats = message.stats
         if len(self._connected) == 1:
             return self._connected[0].send(message)
@@ -187,8 +187,8 @@ class Frontends:
                 listening = listening or set(map(_number, self._live_ids))
                 if frontend.number not in listening:
                     continue
-            news, tokens, failed = part or ([], TokenColumns(), [])
-            frontend.send(StepMessage(news, message.stats, tokens, failed, leads))
+            deltas, tokens, failed = part or ([], TokenColumns(), [])
+            frontend.send(StepMessage(deltas, message.stats, tokens, failed, leads))
             leads = False
 
 
@@ -196,7 +196,7 @@ _Part = tuple[list[SequenceDelta], TokenColumns, list[RequestFailed]]
 
 
 class _ColumnSplitter:
-    """Splits token columns by frontend.  The rows of a step are mostly those of the step before it."""
+    """Splits token columns by frontend.  Most steps have the same rows as the step before."""
 
     def __init__(self) -> None:
         self._rows_of: tuple[list[int], list[int]] = [], []
@@ -215,7 +215,7 @@ class _ColumnSplitter:
 
 
 def split_step(message: StepMessage, columns: _ColumnSplitter | None = None) -> dict[int, _Part]:
-    """What a step brought, by the number of the frontend that it is for."""
+    """The output of a step, by the number of the frontend that receives it."""
     parts: dict[int, _Part] = {}
 
     def part(request_id: int) -> _Part:
@@ -223,7 +223,7 @@ def split_step(message: StepMessage, columns: _ColumnSplitter | None = None) -> 
 
     for number, tokens in (columns or _ColumnSplitter()).split(message.tokens):
         parts[number] = [], tokens, []
-    for delta in message.news:
+    for delta in message.full_deltas:
         part(delta.request_id)[0].append(delta)
     for failure in message.failed:
         part(failure.request_id)[2].append(failure)
@@ -231,20 +231,20 @@ def split_step(message: StepMessage, columns: _ColumnSplitter | None = None) -> 
 
 
 class QueuedChannel:
-    """Frames to a frontend whose pipe may be full: the engine does not wait for it, for the sake of the others.
+    """Frames to a frontend whose pipe may be full: the engine never waits for it, since others wait, too.
 
-    What does not fit is kept and written by a thread.  A frontend that leaves too much unread is cut off; so is
-    one that has closed its end, in silence: its reader thread notices.
+    Frames that do not fit are kept, and a thread writes them.  A frontend that leaves too much unread is cut off.
+    Output for a frontend that has closed its end is dropped silently: its reader thread notices.
 
     Args:
         end: the engine's end of the frontend's socket pair.  The frames are those of `multiprocessing`.
-        max_unread: bytes that are kept.
+        max_unread: most bytes that are kept.
     """
 
     def __init__(self, end: socket.socket, max_unread: int = _MAX_UNREAD_BYTES) -> None:
         self._socket = end
         self._max_unread = max_unread
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._unsent: deque[bytes] = deque()
         self._num_unsent = 0
         self._writer: threading.Thread | None = None
@@ -266,7 +266,7 @@ class QueuedChannel:
                 self._keep(data)
 
     def _send_now(self, data: bytes) -> int:
-        """Bytes written, or given up because nobody will read them."""
+        """Bytes written, or dropped because the other end is closed."""
         try:
             return self._socket.send(data, _NOW)
         except BlockingIOError:
@@ -286,7 +286,7 @@ class QueuedChannel:
         self._changed.notify()
 
     def close(self) -> None:
-        """End both ways: the frontend and the thread that reads from it see the end of the pipe."""
+        """End both directions: the frontend and the thread that reads from it see the end of the pipe."""
         with self._changed:
             if not self._closed:
                 self._cut_off()

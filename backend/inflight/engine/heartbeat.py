@@ -1,4 +1,4 @@
-"""Shared memory in which the engine process shows that it is alive and which sequences it runs.  No torch.
+"""Shared memory in which the engine process records that it is alive and which sequences it runs.  No torch.
 
 The process that started the engine reads the page when no step has arrived for a long time, and after the engine's
 death.  Writing costs nanoseconds: nothing for a token, one addition for a step, one word for a sequence that enters a
@@ -21,7 +21,7 @@ _INDEX_BITS = 8  # n is at most 128
 
 
 class Heartbeat:
-    """The page.  One process writes, others read; each word is written at once.
+    """The page.  One process writes, others read; each word is written atomically.
 
     Args:
         descriptor: of the shared memory; the caller owns it.
@@ -67,7 +67,7 @@ class Heartbeat:
         self._words[_ADDING] = 0 if request_id is None else request_id + 1
 
     def launched(self, out: SchedulerOutput) -> None:
-        """A step is about to run.  A slot keeps its last sequence until another enters it."""
+        """A step is about to run.  A slot keeps its last sequence until another enters or the sequence is preempted."""
         words = self._words
         words[_TOKENS] = out.num_tokens
         for slot in out.preempted:
@@ -76,7 +76,7 @@ class Heartbeat:
             words[_SLOTS + row.slot] = (row.request_id + 1) << _INDEX_BITS | row.index
 
     def ran(self) -> dict[int, set[int]]:
-        """Sequences by request that can have caused the engine's death; some of them ended before it.
+        """Sequences, by request, that can have caused the engine's death; some of them ended before it.
 
         Either the request that was being added, with no sequence, or the requests that ran.
         """

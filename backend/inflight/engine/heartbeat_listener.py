@@ -1,4 +1,4 @@
-"""Writes every step into the engine's `Heartbeat` before it runs.  No torch."""
+"""Records every step in the engine's `Heartbeat` before it runs.  No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["HeartbeatListener"]
 
 
 class HeartbeatListener(EngineListener):
-    """So that the frontend knows which sequences a dead engine ran."""
+    """Records the sequences of each step, so that the frontend knows which ones a dead engine ran."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat

@@ -1,4 +1,4 @@
-"""Requests that wait for something outside of the engine: admission answered "not yet".  No torch."""
+"""Requests that wait for something outside the engine: admission answered "not yet".  No torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from inflight.engine.request import Request
 
 __all__ = ["HELD_POLL_SECONDS", "HeldRequests"]
 
-# Between two looks at requests that all wait for something outside of the engine (`EngineCore.only_holds`).
+# Seconds between two looks at requests that all wait for something outside the engine (`EngineCore.only_holds`).
 HELD_POLL_SECONDS = 0.002
 
 
 class HeldRequests:
-    """They are out of the queue, so that others pass them, and admission is asked about them again in each step.
+    """Held requests: they are out of the queue, so that others pass them, and admission judges them again in each step.
 
     Args:
-        queue: where they wait before and after.
+        queue: where they wait before they are held, and after.
         clock: seconds; a request that is held past its deadline fails.
 
     Attributes:
-        limit: requests held at most.
+        limit: most requests held.
     """
 
     def __init__(self, queue: RequestQueue, clock: Callable[[], float], limit: int = 256) -> None:
@@ -41,7 +41,7 @@ class HeldRequests:
         return request in self._requests
 
     def hold(self, request: Request, answer: NotYet) -> bool:
-        """Take a request out of the queue; False where no more may be held.
+        """Take a request out of the queue; False if no more can be held.
 
         Its deadline counts from the first time that it was held since it last ran.
         """
@@ -54,10 +54,10 @@ class HeldRequests:
         return True
 
     def recall(self, admits: Callable[[Request], bool | NotYet]) -> list[RequestFailed]:
-        """Put requests that have another answer now at the front of the queue, in the order in which they were held.
+        """Return requests whose answer has changed to the front of the queue, in the order in which they were held.
 
         Returns:
-            Why others fail: they can never start, or waited past their deadline.
+            The failures of requests that can never start, or waited past their deadline.
         """
         now = self._clock()
         ready: list[Request] = []

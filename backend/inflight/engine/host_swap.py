@@ -1,6 +1,6 @@
 """Swaps the KV blocks of preempted requests to host memory, where that is cheaper than recomputing them.
 
-    preempted:  unshared blocks [S, H) -> host blocks    others hold the S leading ones
+    preempted:  unshared blocks [S, H) -> host blocks    other requests hold the S leading ones
     readmitted: [0, D) from the prefix cache, [max(S, D), H) from the host, if D >= S; the rest is computed
 
 This is bookkeeping; the copies travel in `SchedulerOutput.swap_out` and `swap_in`, and the runner makes
@@ -23,7 +23,7 @@ __all__ = ["RecomputeCost", "SwapSpace"]
 
 
 class RecomputeCost(Protocol):
-    """What it takes to compute KV again; learned from the steps."""
+    """The time to compute KV again, learned from the steps."""
 
     def seconds(self, start: int, end: int) -> float:
         """To compute the tokens from position `start` to `end` of a request."""
@@ -34,11 +34,11 @@ class RecomputeCost(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    """What a waiting request has on the host.
+    """The host blocks of a waiting request.
 
     Attributes:
-        first: index in its block table of the first block.
-        blocks: host blocks, one for each index from there on.
+        first: index of the first block in its block table.
+        blocks: host blocks, one for each index from `first` on.
         num_computed_tokens: tokens whose KV is in the first `first + len(blocks)` blocks.
     """
 
@@ -53,8 +53,8 @@ class SwapSpace(EngineListener):
     Args:
         num_blocks: blocks that the host memory holds; 0: KV is always computed again.
         block_size: tokens in a block.
-        seconds_per_block: what it takes to copy one block out and in again, as the runner measured it.
-        cost: swap only what costs more to compute again than to copy both ways; None: whenever there is room.
+        seconds_per_block: to copy one block out and in again, as the runner measured it.
+        cost: swap only where computing again costs more than copying both ways; None: whenever there is room.
 
     Attributes:
         num_swapped_out, num_swapped_in: blocks copied, ever.
@@ -71,7 +71,7 @@ class SwapSpace(EngineListener):
         self._cost = cost
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
-        # Of the step that is being made: a host block that it copies in must not be overwritten before.
+        # Of the step that is being made: it must copy a host block in before the block is overwritten.
         self._copies_out: dict[int, int] = {}
         self._returning: list[int] = []
 
@@ -81,10 +81,10 @@ class SwapSpace(EngineListener):
         return self.num_blocks - len(self._free) - len(self._returning)
 
     def swap_out(self, request: Request, pool: KVPool) -> None:
-        """Copy out what a request has computed, if that is cheaper, before `pool` takes its blocks.
+        """Copy out a request's computed KV, if that is cheaper, before `pool` takes its blocks.
 
-        Blocks that others share stay in the pool and need no copy.  Where the host has too little room, the
-        tail is left to be recomputed.
+        Blocks that other requests share stay in the pool and need no copy.  If the host has too little room, the
+        tail is recomputed.
         """
         if not self._free:
             return
@@ -107,7 +107,7 @@ class SwapSpace(EngineListener):
             self._cost.step_done(step)
 
     def send(self, out: SchedulerOutput) -> None:
-        """Hand the pending copies to the step that was just made; a step without rows is not executed."""
+        """Give the pending copies to the step that was just made; a step without rows is not executed."""
         if self._returning:
             self._free += self._returning
             self._returning = []
@@ -115,7 +115,7 @@ class SwapSpace(EngineListener):
             out.swap_out, self._copies_out = self._copies_out, {}
 
     def num_resumable(self, request: Request, num_cached: int) -> int:
-        """Leading tokens that a waiting request need not compute, given `num_cached` blocks of the prefix cache."""
+        """Leading tokens that a waiting request can skip, given `num_cached` blocks of the prefix cache."""
         held = self._held.get(request) if self._held else None
         if held is None or num_cached < held.first:
             return num_cached * self.block_size

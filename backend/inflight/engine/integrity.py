@@ -23,19 +23,19 @@ def check_core(core: EngineCore) -> None:
     live = [request for of_one in core._live.values() for request in of_one if request.status is not Status.FINISHED]
     assert core.limits.num_live == len(live), "a sequence that arrived or ended is not counted"
     if not core.has_work:
-        assert not core._live, "a request is remembered that no queue holds"
+        assert not core._live, "the core remembers a request that no queue holds"
         assert core.pool.num_used == 0, "an idle engine owns blocks"
         assert core.scheduler.swap.num_used == 0, "an idle engine holds host blocks"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert that every request, slot and block is where its status says (invariants 1 to 3)."""
+    """Assert that every request, slot and block is where the request's status puts it (invariants 1 to 3)."""
     queued = [*scheduler.waiting, *scheduler.held]
     live = [*scheduler.running, *queued]
     assert len(set(map(id, live))) == len(live), "a request is in two places"
     assert all(r.status is Status.RUNNING and r.slot >= 0 for r in scheduler.running)
     assert all(r.status is Status.WAITING and r.slot < 0 and not r.block_ids for r in queued)
-    assert len(scheduler.held) <= scheduler.held.limit, "more requests are held than may be"
+    assert len(scheduler.held) <= scheduler.held.limit, "more requests are held than the limit allows"
     slots = [*scheduler._free_slots, *(r.slot for r in scheduler.running)]
     assert sorted(slots) == list(range(scheduler.limits.max_num_seqs)), "a slot is lost or held twice"
     check_pool(scheduler.pool, scheduler.running)
@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_draft_model(model: DraftModel) -> None:
-    """Assert that each slot and block has one place."""
+    """Assert that each slot and block is in exactly one place."""
     rows = model._rows.values()
     slots = [*model._free_slots, *(row.slot for row in rows)]
     assert sorted(slots) == list(range(len(slots))) == list(range(model.max_num_seqs)), "a slot is lost or held twice"

@@ -3,7 +3,7 @@
 A block is `block_size` token slots in every layer's KV cache.  At any time each block is in exactly one of
 three places (invariant 1):
 
-    free     not referenced, holds nothing worth keeping          -> `_free` (a stack)
+    free     not referenced, contents not worth keeping           -> `_free` (a stack)
     cached   not referenced, full, its hash known, can be reused  -> `_cached` (least recent first)
     owned    referenced by one or more block tables               -> `_ref[block] > 0`
 
@@ -15,8 +15,8 @@ everything it shares (invariant 2).
 
 A block can be found as soon as the step that computes it is *scheduled*: steps run in that order, and within
 a step every layer writes its keys and values before it attends.  Requests with a common prefix that arrive
-together therefore compute it once.  Prompts are published that early, outputs when their request releases
-its blocks: they are no prefix of another request before, and steps have less to do.
+together therefore compute it once.  Prompts are published that early, outputs when their request releases its
+blocks: no other request has them as a prefix before that, and steps have less to do.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _BLOCK_HASH = blake2b(digest_size=16)  # empty; a copy is cheaper than a new one
 
 
 def _root_hash(*names: str) -> bytes:
-    """Where the chains of a tenant's requests with these salts start.
+    """The first link in the hash chains of a tenant's requests with these salts.
 
-    The lengths keep ("ab", "c") and ("a", "bc") apart, `person` a root and a block's hash.
+    The lengths keep ("ab", "c") and ("a", "bc") apart; `person` keeps roots and block hashes apart.
     """
     content = "".join(f"{len(name)}:{name}" for name in names).encode("utf-8", "surrogatepass")
     return blake2b(content, digest_size=16, person=b"root").digest()
@@ -51,7 +51,7 @@ class KVPool:
 
     Attributes:
         num_prefix_queries: prompt tokens looked up in the prefix cache so far.
-        num_prefix_hits: those of them that were found.
+        num_prefix_hits: how many of these tokens were found.
         num_references: entries of all block tables; a shared block counts once for each.
     """
 
@@ -62,7 +62,7 @@ class KVPool:
         self.num_prefix_hits = 0
         self.num_references = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        # Not a dict: that would look for its first key past all those deleted before it.
+        # Not a dict: finding a dict's first key means passing all keys deleted before it.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ref = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -70,7 +70,7 @@ class KVPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could take: free ones and cached ones."""
+        """Blocks that an allocation can take: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -85,8 +85,8 @@ class KVPool:
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold the KV of the request's leading tokens, longest prefix.
 
-        At least one token is left to compute, since its logits are needed; where prompt logprobs are asked
-        for, all tokens whose entries were not delivered yet.  Takes no reference: pass the result to `admit`
+        At least one token is left to compute, since its logits are needed; if prompt logprobs are requested,
+        all tokens whose entries were not delivered yet.  Takes no reference: pass the result to `admit`
         before anything else is allocated.
         """
         if not request.caches_blocks:
@@ -108,7 +108,7 @@ class KVPool:
     def missing_blocks(self, request: Request, prefix: Sequence[int]) -> int:
         """Available blocks that all of the request's present tokens and one more would take.
 
-        Blocks of the prefix count where they are only cached now.
+        A block of the prefix counts if no request owns it now.
         """
         return self.blocks_for(request.num_tokens + 1) - len(prefix) + self.num_reclaimed(prefix)
 
@@ -139,7 +139,7 @@ class KVPool:
         """Grow the request's block table to hold `num_tokens` tokens.
 
         Returns:
-            The blocks appended (maybe none), or None when too few are available; then nothing
+            The blocks appended (possibly none), or None when too few are available; then nothing
             has changed.
         """
         need = -(-num_tokens // self.block_size) - len(request.block_ids)
@@ -158,12 +158,12 @@ class KVPool:
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         """Add the full blocks of the request's first tokens to the prefix cache, once their step is scheduled.
 
-        A block whose last token is not known yet has no hash and stays out of it.
+        A block whose last token is not known yet has no hash and is not added.
         """
         full = min(num_computed_tokens, request.num_tokens) // self.block_size if request.caches_blocks else 0
         blocks, hash_of, block_of = request.block_ids, self._hash_of, self._block_of
         if not full or hash_of[blocks[full - 1]] is not None:
-            return  # published, and so is all before it
+            return  # published, and so are all blocks before it
         hashes = request.block_hashes
         if len(hashes) < full:
             self._hash(request, full)
@@ -179,8 +179,8 @@ class KVPool:
         """Remove the request's blocks past its first `num_tokens` tokens from the prefix cache: their step failed.
 
         Returns:
-            The blocks removed.  For a request that has no blocks any more they are those with its hashes, and may
-            be equal ones that another request computed.
+            The blocks removed.  If the request has no blocks any more, they are the blocks with its hashes; another
+            request may have computed them.
         """
         removed = []
         for block_hash in request.block_hashes[num_tokens // self.block_size :]:
@@ -195,9 +195,9 @@ class KVPool:
         return removed
 
     def truncate(self, request: Request, num_tokens: int) -> bool:
-        """Take back the blocks past the request's first `num_tokens` tokens, which refused drafts were to fill.
+        """Free the blocks past the request's first `num_tokens` tokens, which were for drafts now refused.
 
-        They are the request's alone, and in no prefix cache: drafts are never published.
+        No other request shares them, nor does the prefix cache have them: drafts are never published.
 
         Returns:
             Whether there were any.

@@ -23,7 +23,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         counts: triples of each token; 0 for the first token of a prompt, which nothing predicts.
-        token_ids, ranks: int32, those of all tokens behind each other.
+        token_ids, ranks: int32, of all tokens, concatenated.
         values: float32, likewise; not finite where the model's logits are not.
     """
 
@@ -65,7 +65,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return ([next(triples) for _ in range(count)] for count in self.counts)
 
     def __getitem__(self, tokens: slice) -> Logprobs:
-        """Those of consecutive tokens."""
+        """The log probabilities of consecutive tokens."""
         first, end, _ = tokens.indices(len(self))
         if first == 0 and end == len(self):
             return self
@@ -76,7 +76,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         )
 
     def split(self, sizes: Iterable[int]) -> Iterator[Logprobs]:
-        """Parts of so many tokens each, in order."""
+        """Consecutive parts with these numbers of tokens."""
         ends = [0, *accumulate(self.counts)]
         first = 0
         for size in sizes:

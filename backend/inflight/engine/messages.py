@@ -1,7 +1,7 @@
-"""What crosses the pipe between the frontend (Triton's stub) and the engine process.
+"""The messages between the frontend (Triton's stub) and the engine process.
 
 Frames are MessagePack arrays (`encode`, `decode_to_engine`, `decode_to_frontend`).  One
-`StepMessage` a step carries everything that the step produced.  Questions about the engine itself
+`StepMessage` per step carries everything that the step produced.  Questions about the engine itself
 travel as `Ask` and `Answer`, beside the requests.  No torch, no Triton.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "encode",
 ]
 
-# Frontend number k of an engine takes its request ids from k times this: they are unique among all of them.
+# Frontend number k of an engine numbers its requests from k times this, so ids are unique among all frontends.
 REQUESTS_PER_FRONTEND = 2**36
 
 
@@ -48,15 +48,15 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
         request_id: unique while the engine process lives; chosen by the frontend (`REQUESTS_PER_FRONTEND`).
         prompt_token_ids: at least one id.
         params: validated; `seed` is resolved, never None.
-        priority: smaller is sooner.
-        tenant: the account that the request is charged to; "" is the common one.
-        deadline: `time.monotonic()` seconds (one clock for all processes of a machine).
-        cache_salt: prefix-cache hits stay among requests with the same salt.
+        priority: a smaller number is served sooner.
+        tenant: the account that the request is charged to; "" is the common account.
+        deadline: `time.monotonic()` seconds (one clock for all processes on a machine).
+        cache_salt: only requests with the same salt share prefixes in the cache.
         arrival: `time.monotonic()` when the frontend received the request; None means now.
         output_token_ids: tokens that each of the n sequences has already produced; [] starts all from the
             prompt. None: that sequence has ended and does not run.
-        replayed: an engine process that died had taken it: the limits of the queue do not count for it.
-        attached: what policies, listeners and step hooks need beside this.
+        replayed: an engine process that died had accepted it: the queue's limits do not apply to it.
+        attached: data for policies, listeners and step hooks.
     """
 
     request_id: int
@@ -91,11 +91,11 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Question: what the engine has to do now, as the dict that `engine_stats.engine_stats` makes."""
+    """Question: the engine's present load, as the dict that `stats.engine_stats` makes."""
 
 
-# A new question is a message type here and its handler in the table of `inflight.worker`.  Its docstring
-# says what the answer is: plain data (None, numbers, text, bytes, lists, dicts).
+# A new question needs a message type here and a handler in the table of `inflight.worker`.  Its docstring
+# describes the answer: plain data (None, numbers, text, bytes, lists, dicts).
 Question = Union[DumpTrace, GetStats]
 
 
@@ -111,7 +111,7 @@ class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to one sequence.  Never part of a cycle, so the garbage collector need not track it.
+    """The output of one step for one sequence.  Never part of a cycle, so the garbage collector need not track it.
 
     Attributes:
         request_id, index: which sequence.
@@ -121,8 +121,8 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
         stop_token: the EOS or stop token id that ended it; the last of `token_ids`, and not part of
             the text.
         logprobs: of each new token, if requested.
-        prompt_logprobs: of prompt tokens computed in this step, in order, the first token of a prompt with none; a
-            long prompt's come in several deltas.  Of the n sequences, the first that runs has them.
+        prompt_logprobs: of prompt tokens computed in this step, in order; the entry of a prompt's first token is empty.
+            Those of a long prompt come in several deltas.  Only the first of the n sequences to run has them.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
     """
 
@@ -137,10 +137,10 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Sequences that got one token and no other news in a step, as parallel lists.
+    """Sequences whose only output in a step is one token, as parallel lists.
 
-    Most of a step is this, and integers in lists take a fifth of the time that a `SequenceDelta`
-    each takes to build, encode and decode.
+    Most of a step's output is this, and integers in lists take a fifth of the time to build, encode and
+    decode that a `SequenceDelta` for each would take.
     """
 
     request_ids: list[int] = []
@@ -149,7 +149,7 @@ class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
-    """State of the engine after a step; times in seconds, the rest are counts.
+    """State of the engine after a step: times in seconds, and counts.
 
     `*_total` fields never decrease while the engine process lives; nor do `draft_totals`, see `DraftCounts.totals`.
     """
@@ -173,7 +173,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):
-    """Engine -> frontend: the request was refused, or cannot go on.
+    """Engine -> frontend: the request was refused, or cannot continue.
 
     `code` is one of "INVALID_ARG", "UNAVAILABLE", "INTERNAL".  `retry_after` is the seconds after which another
     attempt may succeed; None: unknown.  `shed`: refused because it would have missed its deadline.
@@ -190,14 +190,14 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     """Engine -> frontend: all that one step produced.
 
     Attributes:
-        news: sequences with more to report than one token: their first, their last, several, or log probabilities.
+        full_deltas: sequences with more output than one token: their first, their last, several, or log probabilities.
         stats: counters after the step; `prefix_*_total` count tokens.
         tokens: the other sequences that got a token.
-        failed: requests that cannot go on: they waited too long for something outside the engine.
-        leads: the frontend publishes what counts for the engine as a whole; of several, one does.
+        failed: requests that cannot continue: a step failed, or they waited too long for something outside the engine.
+        leads: the frontend publishes the metrics of the engine as a whole; exactly one of several does.
     """
 
-    news: list[SequenceDelta]
+    full_deltas: list[SequenceDelta]
     stats: StepStats
     tokens: TokenColumns = TokenColumns()
     failed: list[RequestFailed] = []
@@ -207,11 +207,11 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     def deltas(self) -> list[SequenceDelta]:
         """One per sequence that got a token or ended."""
         rows = zip(self.tokens.request_ids, self.tokens.indices, self.tokens.token_ids)
-        return [*self.news, *[SequenceDelta(request_id, index, [token]) for request_id, index, token in rows]]
+        return [*self.full_deltas, *[SequenceDelta(request_id, index, [token]) for request_id, index, token in rows]]
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
-    """Engine -> frontend, once: the checkpoint is loaded and the pool allocated.  `leads` as in `StepMessage`."""
+    """Engine -> frontend, once: the checkpoint is loaded and the pool is allocated.  `leads` as in `StepMessage`."""
 
     max_model_len: int
     vocab_size: int
@@ -228,7 +228,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):
     """Engine -> frontend: loading or a step failed for good; the process exits after sending it.
 
-    `fatal` means that a restart cannot help (a checkpoint that does not fit or is rejected).
+    `fatal` means that a restart cannot help (the checkpoint does not fit or is rejected).
     """
 
     message: str
@@ -239,8 +239,8 @@ class Answer(msgspec.Struct, array_like=True, tag=15, frozen=True):
     """Engine -> frontend: the answer to the `Ask` with this id, or why there is none.
 
     Attributes:
-        value: as the question's docstring says.
-        error: (code, message) in place of a value; the codes of `RequestFailed`.
+        value: described in the question's docstring.
+        error: (code, message) instead of a value; the codes of `RequestFailed`.
     """
 
     question_id: int

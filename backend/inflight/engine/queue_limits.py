@@ -1,8 +1,8 @@
-"""How many sequences may wait: in all, of a priority class, of a tenant.  Pure Python, no torch.
+"""Limits on waiting sequences: in all, per priority class, per tenant.  Pure Python, no torch.
 
 A sequence waits from its request's arrival until it runs, wherever it is kept meanwhile: in the queue, held
-back by admission, or behind the sibling that computes its prompt.  So what waits is what lives and does not
-run, and only arrivals and ends are counted.
+back by admission, or behind the sibling that computes its prompt.  So the waiting sequences are the live ones
+that do not run, and only arrivals and ends are counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class QueueLimits(EngineListener):
 
     Attributes:
         num_live: sequences that have arrived and not ended.
-        accounts: which account a tenant has.
-        of_tenant: live sequences by account, where there are tenants.
+        accounts: maps a tenant to its account.
+        of_tenant: live sequences by account, if tenants are configured.
     """
 
     def __init__(self, config: EngineConfig, accounts: TenantAccounts) -> None:
@@ -57,7 +57,7 @@ class QueueLimits(EngineListener):
                     del self.of_tenant[account]
 
     def refusal(self, sequences: Sequence[Request], running: Sequence[Request]) -> RequestFailed | None:
-        """Why these sequences, all those of one request, may not wait beside the others; None if they may.
+        """Why these sequences, all of one request, may not join the queue; None if they may.
 
         A request that can start immediately never counts against a limit.
         """
@@ -68,7 +68,7 @@ class QueueLimits(EngineListener):
         return None
 
     def _caps(self, request: Request, running: Sequence[Request]) -> Iterator[_Cap]:
-        """Those of the priority class and of the whole queue."""
+        """The limits of the priority class and of the whole queue."""
         slots = self._max_num_seqs
         room = slots - len(running)
         limit = self._class_limits.get(request.priority)
@@ -97,15 +97,15 @@ class QueueLimits(EngineListener):
 
 @dataclass(frozen=True)
 class _Cap:
-    """A limit on waiting sequences, and what it is compared with.
+    """A limit on waiting sequences, and the numbers that it is compared with.
 
     Attributes:
-        queue: what is limited, in words.
+        queue: the limited queue, in words.
         option: the key that limits it, and its value.
         limit: sequences that may wait.
-        waiting: those that wait now.
-        room: those that could start at once.
-        slots: the most that could ever.
+        waiting: sequences that wait now.
+        room: sequences that could start immediately.
+        slots: most sequences that can run at the same time.
     """
 
     queue: str

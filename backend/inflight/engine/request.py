@@ -17,7 +17,7 @@ __all__ = ["FinishReason", "Request", "Status"]
 
 
 class Status(enum.Enum):
-    """Where a request is.  WAITING holds no blocks and no slot; RUNNING holds both."""
+    """Where a request is.  A WAITING request holds no blocks and no slot; a RUNNING one holds both."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,22 +37,22 @@ class Request:
     """One sequence: the unit that the scheduler counts.
 
     A request has `num_tokens` (prompt plus output so far) and `num_computed_tokens` whose KV is in the
-    pool; a step gives it tokens so that computed catches up with total.  There is no phase flag: prefill,
-    decode, resumption after preemption and prefix hits are all that.
+    pool; a step gives it tokens so that the second catches up with the first.  There is no phase flag: prefill,
+    decode, resumption after preemption and prefix hits are all this same process.
 
     Attributes:
         request_id: unique in the engine; the sequences of an n > 1 request share it.
         index: which of the n sequences this is.
-        prompt_token_ids: what `token_ids` starts with.
-        output_token_ids: output that the request already had when it arrived; it goes on from there.
+        prompt_token_ids: the start of `token_ids`.
+        output_token_ids: output that the request already had when it arrived; it continues from there.
         token_ids: int32, prompt followed by output; flat memory is cheaper to copy and to hash than objects.
         num_prompt_tokens: where the output starts in `token_ids`.
         num_given_tokens: tokens that it arrived with.
         num_computed_tokens: leading tokens whose KV is in the pool, once the steps made so far have run;
             drafts that are being verified included.
-        num_computable_tokens: leading tokens that its blocks have room for; never the very last one, whose
-            KV nobody needs.  Owned by `KVPool`.
-        num_total_tokens: `num_tokens`, and those that the steps made so far are certain to sample.
+        num_computable_tokens: leading tokens that its blocks have room for; never the very last one, since no
+            token attends to its KV.  Owned by `KVPool`.
+        num_total_tokens: `num_tokens` plus the tokens that the steps made so far are certain to sample.
         block_ids: block table; owned by `KVPool`.
         block_hashes: chain hashes of the full blocks, grown by `KVPool`.
         slot: its place in the runner's batch state while RUNNING, else -1.
@@ -61,13 +61,13 @@ class Request:
         children: sequences of the same n > 1 request that wait for this prompt's blocks.
         seed: resolved 64-bit seed of this sequence's noise.
         stop_ids: token ids that end this sequence.
-        max_total_tokens: `num_tokens` at which it ends for length.
+        max_total_tokens: `num_tokens` at which it ends because of its length.
         full_delta_at: `num_tokens` at which the next full delta is due: the first token, then the last one;
-            or every token, where log probabilities are asked for.
+            or every token, if log probabilities are requested.
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
-        draft_state: what the drafter knows of it.
+        draft_state: owned by the drafter.
         attached: passed through to the runner; policies, listeners and step hooks read it, the scheduler never does.
-        held_until: when it fails, if what it waits for outside of the engine has not come; None: nothing.
+        held_until: when it fails unless what it waits for outside the engine has arrived; None: it was not held.
     """
 
     request_id: int
@@ -119,13 +119,13 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     def ends_with(self, token: int, num_tokens: int) -> FinishReason | None:
-        """Why `token` as its `num_tokens`-th ends the sequence; None: it goes on."""
+        """Why `token` as its `num_tokens`-th ends the sequence; None: it continues."""
         if token in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
 
     def new_row(self) -> NewRow:
-        """What the runner must know of it in its slot."""
+        """The row that the runner enters into the request's slot."""
         return NewRow(
             self.slot,
             self.request_id,

@@ -1,4 +1,4 @@
-"""What a request must be to enter the engine, and the sequences that it becomes.  No torch."""
+"""Checks that a request can be served, and makes its sequences.  No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASK64 = 2**64 - 1
 
 
 class ModelInfo(Protocol):
-    """What the core must know of the loaded checkpoint."""
+    """The facts of the loaded checkpoint that the core needs."""
 
     max_model_len: int
     vocab_size: int
@@ -33,7 +33,7 @@ class ModelInfo(Protocol):
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """64-bit seed of the `index`-th sequence of a request; the first one keeps the request's.
+    """64-bit seed of the `index`-th sequence of a request; the first one keeps the request's seed.
 
     The mixing is SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring seeds and indices
     give unrelated noise.
@@ -58,10 +58,10 @@ def refusal(message: AddRequest, info: ModelInfo, pool: KVPool) -> RequestFailed
 def make_sequences(
     message: AddRequest, info: ModelInfo, caches_prefixes: bool, clock: Callable[[], float]
 ) -> list[Request]:
-    """The n sequences of a request that `refusal` lets in, by index; those that had ended before are FINISHED.
+    """The n sequences of a request that `refusal` accepts, by index; sequences that had already ended are FINISHED.
 
-    n > 1 shares the prompt's blocks through the prefix cache; where that is off, under a salt of the
-    request's own.  The first that runs computes the prompt, so that it alone has the prompt's log probabilities.
+    With n > 1 they share the prompt's blocks through the prefix cache; where that is off, under a salt of the
+    request's own.  The first one to run computes the prompt, so it alone has the prompt's log probabilities.
     """
     params = message.params
     of_others = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -127,7 +127,7 @@ def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:
 
 
 def _check_outputs(message: AddRequest, info: ModelInfo, limit: int) -> None:
-    """Outputs to go on from: one for each sequence, none of them at its end."""
+    """Check the outputs to continue from: one for each sequence, none of them at its end."""
     outputs, n = message.output_token_ids, message.params.n
     if len(outputs) != n:
         raise ValueError(f"output_token_ids has {len(outputs)} entries: give one for each of the n={n} sequences")

@@ -2,7 +2,7 @@
 
 LongRoPE (arXiv:2402.13753) has one set of frequencies for sequences up to the length that a model was first trained
 at, and another beyond; dynamic NTK scaling has one for each length beyond.  transformers chooses by the longest
-position of the batch that it happens to run.  Here the choice is the request's own: it is made when the request
+position in the present batch.  Here the choice is the request's own: it is made when the request
 arrives, by the length that its prompt and `max_tokens` allow, and holds for every token, in any batch, chunk, replay
 or sequence of n.
 """
@@ -20,11 +20,11 @@ __all__ = ["RopeChoice"]
 
 @dataclass(frozen=True)
 class RopeChoice:
-    """Implements `RequestChoice`: how requests choose.
+    """Implements `RequestChoice` for the frequencies of the rotary embedding.
 
     Attributes:
-        limit: longest sequence with the frequencies for short ones.
-        of_each_length: dynamic NTK: every length beyond `limit` has its own frequencies; else all have the same.
+        limit: longest sequence that has the frequencies for short ones.
+        of_each_length: dynamic NTK: every length beyond `limit` has its own frequencies; else all share one set.
         max_model_len: longest request.
     """
 
@@ -33,9 +33,9 @@ class RopeChoice:
     max_model_len: int
 
     def length(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """The sequence length whose frequencies a request takes.
+        """The sequence length whose frequencies a request uses.
 
-        The KV of its last token is never computed, so that does not count: `generate()` does not see it, either.
+        The KV of its last token is never computed, so this token does not count; nor does `generate()` count it.
         """
         computed = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
         if self.of_each_length:

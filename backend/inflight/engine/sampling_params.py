@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen and when it ends.  No torch."""
+"""The parameters of a request: how its tokens are chosen and when it ends.  No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: subtracted once from tokens of the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id -> value added to its logit before everything else.
-        grammar: what the output must be; `None`: anything.  Its end ends the sequence.
+        grammar: what the output must match; `None`: anything.  Its end ends the sequence.
         allowed_token_ids: the only token ids that may be chosen; `None`: all.
         bad_words_ids: token id sequences that must not appear in the output.
         stop: texts that end the request; matched by the frontend, which owns the text.
@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         prompt_logprobs: the same for each prompt token.
         seed: with it the output depends only on (weights, prompt, params, seed).
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text of the output; without it there are token ids only.
+        detokenize: convert the output to text; False: return token ids only.
     """
 
     n: int = 1

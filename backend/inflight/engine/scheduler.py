@@ -1,4 +1,4 @@
-"""Iteration-level scheduler: who gets how many tokens in the next forward pass.
+"""Iteration-level scheduler: how many tokens each request gets in the next forward pass.
 
 After Orca (Yu et al., OSDI 2022) for iteration-level scheduling and Sarathi-Serve (Agrawal et al., OSDI 2024,
 arXiv:2403.02310) for prefills cut into chunks under one token budget.  Pure Python, no torch: tests and
@@ -27,12 +27,12 @@ from inflight.engine.step_failures import lost_requests
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 _WAITING, _RUNNING, _FINISHED = Status.WAITING, Status.RUNNING, Status.FINISHED  # members are slow to look up
-# Waiting requests that a budget may pass over in one step before no further one is looked at.
+# Waiting requests that the budget may pass over in one step before the scheduler stops looking.
 _LOOK_AHEAD = 16
 
 
 class SchedulerLimits(NamedTuple):
-    """The most that one step has: requests (and slots in the runner's batch state), tokens."""
+    """The most requests (and slots in the runner's batch state) and tokens of one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,17 +41,16 @@ class SchedulerLimits(NamedTuple):
 class Scheduler:
     """Moves requests between waiting, running and finished; owns slots, shares the pool.
 
-    Steps run in the order in which they were made, and are updated in that order, but a step may be made while the
-    one before it still runs:
+    Steps run and are updated in the order in which they are made; a step may be made while the previous one runs:
 
         schedule(1)  schedule(2)  update(1)  schedule(3)  update(2) ...
 
-    `num_computed_tokens` therefore counts what the steps *made* so far will have computed, and `num_total_tokens`
-    also the unknown tokens that they are certain to sample.  How many tokens a row with drafts yields is uncertain,
-    so a request with drafts in flight sits out the next step.  Blocks and slots return as soon as a request ends:
-    their next owner writes them in a later step.
+    `num_computed_tokens` therefore counts the tokens that the steps *made* so far compute, and `num_total_tokens`
+    includes the unknown tokens that they are certain to sample.  A row with drafts yields an uncertain number of
+    tokens, so its request sits out the next step.  Blocks and slots return as soon as a request ends: their next
+    owner writes them in a later step.
 
-    Nothing can deadlock: admission asks for the blocks of a whole prompt, the oldest running request may
+    No deadlock is possible: admission asks for the blocks of a whole prompt, the oldest running request may
     preempt every other, and the pool holds at least one request of `max_model_len` (checked at load).
 
     Args:
@@ -59,9 +58,9 @@ class Scheduler:
         clock: seconds, for the deadlines of requests that are held back.
 
     Attributes:
-        listeners: are told of each event; the engine core appends to them.
-        held: requests whose admission answered "not yet".
-        failed: requests that cannot go on, maybe one for each sequence; who ends them clears it.
+        listeners: receive each event; the engine core appends to them.
+        held: requests for which admission answered "not yet".
+        failed: requests that cannot continue, possibly one entry per sequence; the engine core ends them and clears it.
     """
 
     def __init__(
@@ -84,8 +83,8 @@ class Scheduler:
         self.num_preempted_total = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._rows: list[Request] = []  # of the step that is being made
-        self._in_flight: deque[list[Request]] = deque()  # the rows of the steps made and not taken in yet
-        self._num_kept_blocks: dict[int, int] = {}  # for the next step: slots whose block table was cut
+        self._in_flight: deque[list[Request]] = deque()  # rows of the steps not updated yet
+        self._num_kept_blocks: dict[int, int] = {}  # for the next step: slot -> blocks left after a cut
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +99,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End a live request at once; `update` drops its tokens of the steps in flight."""
+        """End a live request immediately; `update` drops its tokens of the steps in flight."""
         if request.status is _RUNNING:
             self.running.remove(request)
         self._finish(request, FinishReason.ABORT)
@@ -120,23 +119,23 @@ class Scheduler:
             self._admit_urgent(out, self.policies.urgency)
         urgent = self._rows.copy()
         self._schedule_running(out)
-        for request in urgent:  # they have their tokens of this step
+        for request in urgent:  # they already have their tokens of this step
             self.running.insert(self.waiting.position(request, self.running), request)
         if not out.preempted:  # else blocks are scarce: admitting now would preempt again
             self._admit_waiting(out)
         if self.policies.drafter is not None and self.policies.drafter.active:
             self._add_drafts(out, self.policies.drafter)
         self.swap.send(out)
-        if out.slots:  # else it does not run, and what the runner must know waits for the next step
+        if out.slots:  # else it does not run, and the changes for the runner wait for the next step
             self._in_flight.append(self._rows)
             out.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
         return out
 
     def update(self, out: SchedulerOutput, step: StepOutput) -> tuple[list[SequenceDelta], TokenColumns]:
-        """Append the tokens of the oldest step in flight; stop and free what they end.
+        """Append the tokens of the oldest step in flight; end the requests that they complete.
 
         Returns:
-            A full delta of each sequence with more output than a token, and the tokens of the others.
+            A full delta of each sequence with more output than one token, and the tokens of the others.
         """
         rows = self._in_flight.popleft() if out.slots else []
         if step.failure or step.row_failures:
@@ -145,8 +144,8 @@ class Scheduler:
         columns: tuple[list[int], list[int], list[int]] = [], [], []
         request_ids, indices, token_ids = columns
         for request, token in zip(rows, step.token_ids):
-            # A request that ended while the step ran has no blocks, and its token is dropped.  One that was
-            # preempted since gets it: it was sampled from blocks that were whole.
+            # A request that ended while the step ran has no blocks, and its token is dropped.  A request preempted
+            # since then gets its token: it was sampled from intact blocks.
             if token < 0 or request.status is _FINISHED:
                 continue
             request.token_ids.append(token)
@@ -167,12 +166,12 @@ class Scheduler:
         return deltas, TokenColumns(*columns)
 
     def _admission(self, request: Request, prefix: Sequence[int], beside: Sequence[Request]) -> bool | NotYet:
-        """Admission's answer beside these running requests; a yes takes a free slot, too."""
+        """Admission's answer beside these running requests; a yes needs a free slot, too."""
         answer = self.policies.admission.admits(request, prefix, beside, self.pool)
         return answer if isinstance(answer, NotYet) else answer and bool(self._free_slots)
 
     def _admit_urgent(self, out: SchedulerOutput, urgency: UrgencyPolicy) -> None:
-        """Admit requests that outrank running ones, before these get their tokens; one is left to each running."""
+        """Admit requests that outrank running ones, before these get their tokens; leave one token to each of these."""
         for request in urgency.next_requests(self.running):
             left = self.limits.max_num_batched_tokens - out.num_tokens
             victims = list(self.waiting.outranked(request, self.running))
@@ -197,9 +196,9 @@ class Scheduler:
                 return
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
-        """Give running requests whose turn it is their tokens, at least one to each that has one to compute.
+        """Give tokens to the running requests that the turn policy selects: at least one to each that has one to compute.
 
-        A request with more than one token to compute leaves one to each that runs behind it.
+        A request with more than one token to compute leaves one to each running request behind it.
         """
         left = self.limits.max_num_batched_tokens - out.num_tokens
         decodes: list[Request] = []
@@ -223,9 +222,9 @@ class Scheduler:
         out.prepend_decodes([request.slot for request in decodes], positions)
 
     def _make_room(self, request: Request, missing: int, left: int, out: SchedulerOutput) -> int:
-        """Tokens that a request of `running` gets of the `missing` ones; there are blocks for them then."""
+        """How many of its `missing` tokens a request of `running` gets; allocates the blocks for them."""
         if request.status is not _RUNNING:
-            return 0  # preempted for one ahead of it
+            return 0  # preempted for a request ahead of it
         if request.num_computed_tokens + missing >= request.max_total_tokens:
             return 0  # its last token is in flight
         num_tokens = missing
@@ -248,7 +247,7 @@ class Scheduler:
         return num_tokens
 
     def _append(self, out: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        """Schedule the next `num_tokens` tokens of a request that has their blocks; the next one can share them."""
+        """Schedule `num_tokens` tokens of a request that has their blocks; later requests can share these."""
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + num_tokens
         samples = end == request.num_total_tokens
@@ -272,7 +271,7 @@ class Scheduler:
             if isinstance(answer, NotYet) and self.held.hold(request, answer):
                 continue
             if answer is not True:
-                return  # no request overtakes it: it would never find room
+                return  # no request overtakes it, else it might never find room
             num_tokens = self._grant(request, prefix, left)
             if num_tokens > 0:
                 self._admit(out, request, prefix, num_tokens)
@@ -283,12 +282,12 @@ class Scheduler:
                     return
 
     def _grant(self, request: Request, prefix: list[int], left: int) -> int:
-        """Tokens, up to `left`, with which the waiting `request` starts; 0 where the budget passes it over."""
+        """Tokens, up to `left`, with which the waiting `request` starts; 0 if the budget passes it over."""
         missing = request.num_tokens - self.swap.num_resumable(request, len(prefix))
         return self.policies.budget.grant(request, missing, min(missing, left))
 
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
-        """Give it slot, blocks and its tokens of this step; the caller puts it among the running."""
+        """Give a request its slot, blocks and tokens of this step; the caller adds it to `running`."""
         self.waiting.remove(request)
         self.pool.admit(request, prefix)
         request.num_computed_tokens = self.swap.num_resumable(request, len(prefix))
@@ -306,7 +305,7 @@ class Scheduler:
         self._append(out, request, num_tokens)
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
-        """Take slot and blocks; the tokens stay.  Their KV is computed again after readmission, or swapped."""
+        """Take a request's slot and blocks; it keeps its tokens, whose KV is computed again later, or swapped."""
         self.running.remove(request)
         # Drafts in flight are not its tokens yet.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -343,13 +342,13 @@ class Scheduler:
                 request.num_computed_tokens = request.num_total_tokens = computed + len(drafts)
 
     def _take_run(self, request: Request, tokens: Sequence[int], num_drafts: int) -> SequenceDelta:
-        """Append the tokens of a row with drafts, up to the one that ends the request; take back the rest."""
+        """Append the tokens of a row with drafts, up to the one that ends the request; drop the rest."""
         ends = (i for i, token in enumerate(tokens, 1) if request.ends_with(token, request.num_tokens + i) is not None)
         taken = list(tokens[: next(ends, len(tokens))])
         request.token_ids.extend(taken)
         request.num_tokens += len(taken)
         request.num_total_tokens = request.num_tokens
-        if request.status is _RUNNING:  # else it was preempted since, and has nothing computed
+        if request.status is _RUNNING:  # else it was preempted since then, and has nothing computed
             request.num_computed_tokens = request.num_tokens - 1
             if self.pool.truncate(request, request.num_tokens):
                 self._num_kept_blocks[request.slot] = len(request.block_ids)
@@ -358,7 +357,7 @@ class Scheduler:
         return self._full_delta(request, taken)
 
     def _full_delta(self, request: Request, tokens: list[int]) -> SequenceDelta:
-        """Output of a request beyond one more token: it began, it ended, or it got several."""
+        """The delta of a request that began, ended, or got several tokens."""
         delta = SequenceDelta(request.request_id, request.index, tokens)
         if request.full_delta_at == request.num_given_tokens + 1:  # its first tokens
             wants_all = request.params.logprobs is not None
@@ -376,14 +375,14 @@ class Scheduler:
         return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request from any state; the caller takes it out of `running`, which `update` does once for all."""
+        """End a request from any state; the caller removes it from `running`, as `update` does once for all."""
         if request.status is _RUNNING:
             self._release(request)
         elif request in self.held:
             self.held.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        # A leader that ends before its prompt is computed takes its children along.
+        # A leader that ends before its prompt is computed ends its children, too.
         children, request.children = request.children, []
         for sequence in (request, *(child for child in children if child.status is _WAITING)):
             sequence.status, sequence.finish_reason = _FINISHED, reason
@@ -391,7 +390,7 @@ class Scheduler:
                 listener.ended(sequence)
 
     def _release(self, request: Request) -> None:
-        """Return what a running request holds; it is WAITING or FINISHED next."""
+        """Free the slot and blocks of a running request, which is WAITING or FINISHED next."""
         self.pool.publish(request, request.num_computed_tokens)
         for listener in self.listeners:
             listener.left(request)

@@ -1,4 +1,4 @@
-"""The engine's state in numbers: after each step, and for operators who ask.  Pure Python, no torch."""
+"""The engine's state in numbers: after each step, and on an operator's request.  Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_stats", "step_stats"]
 
-_MAX_TENANTS = 100  # made-up names must not make the answer large
+_MAX_TENANTS = 100  # names that clients make up must not make the answer large
 _STARTED = time.monotonic()
 
 
@@ -50,7 +50,7 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
     Returns:
         pid: of the engine process.
         uptime_seconds: since it was started.
-        load: `StepStats` by field, as of now; those of a step are 0.
+        load: the present `StepStats` by field; the fields of a step are 0.
         tenants: with fair queueing, `running` and `waiting` sequences by account, the busiest 100; else None.
         num_tenants: accounts with live sequences, None without fair queueing.
     """

@@ -1,4 +1,4 @@
-"""What a step that was not computed, or not right, takes along.  No torch."""
+"""The requests that fail with a step or a row that was not computed correctly.  No torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["lost_requests"]
 def lost_requests(
     out: SchedulerOutput, step: StepOutput, rows: Sequence[Request], running: Sequence[Request], pool: KVPool
 ) -> list[RequestFailed]:
-    """The live requests that cannot go on after a step, one entry for each sequence.
+    """The live requests that cannot continue after a step, one entry per sequence.
 
-    A step that was not computed ends with UNAVAILABLE: the same request may succeed at once.  A row that failed
-    alone ends with INTERNAL: its KV is not to be trusted, and the same request would fail again.
+    A step that was not computed ends with UNAVAILABLE: the same request may succeed if sent again.  A row that failed
+    alone ends with INTERNAL: its KV cannot be trusted, and the same request would fail again.
 
     Args:
         rows: the requests of `out`, in its order.
@@ -29,7 +29,7 @@ def lost_requests(
     for row, reason in step.row_failures.items():
         request = rows[row]
         lost[request] = ("INTERNAL", reason)
-        request.num_computed_tokens = 0  # none of it is published when its blocks go back
+        request.num_computed_tokens = 0  # none of its blocks is published when it releases them
         pool.forget(request, 0)
     live = [request for request in lost if request.status is not Status.FINISHED]
     return [RequestFailed(request.request_id, *lost[request]) for request in live]
@@ -38,10 +38,10 @@ def lost_requests(
 def _with_the_step(
     out: SchedulerOutput, rows: Sequence[Request], running: Sequence[Request], pool: KVPool
 ) -> list[Request]:
-    """The requests of a step that was not computed, and those that share blocks which it was to compute.
+    """The requests of a step that was not computed, and running requests that share blocks which it was to compute.
 
-    Whoever shares them was admitted to the step that was launched ahead, or is a row of this one.  What was
-    not computed leaves the prefix cache, and nobody counts it as computed.
+    A request that shares them was admitted to the step that was launched ahead, or is a row of this one.  Blocks
+    that were not computed leave the prefix cache, and no request counts them as computed.
     """
     lost = dict.fromkeys(rows)
     blocks: set[int] = set()

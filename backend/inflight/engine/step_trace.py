@@ -1,7 +1,7 @@
-"""Step trace: what each of the last steps did, for which sequences, and how long it took.  No torch.
+"""Step trace: the work of each of the last steps, its sequences, and its times.  No torch.
 
-One `StepRecord` a step is made of lists that the step has anyway; nothing is formatted before a question comes.
-docs/tracing.md says how to ask; `inflight trace` draws the answer.
+One `StepRecord` per step reuses the lists that the step has anyway; nothing is formatted before a question arrives.
+docs/tracing.md describes how to ask; `inflight trace` draws the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FORMAT", "RequestRecord", "StepRecord", "StepTrace", "Trace", "Trace
 FORMAT = "inflight step trace 1"
 
 _MAX_N = 128  # sequences of one request (`SamplingParams.n`)
-_MAX_ENDED = 4096  # a step ends no more sequences; what is aborted beyond that before a step is not kept
+_MAX_ENDED = 4096  # a step ends no more sequences; further sequences aborted before a step are not kept
 
 
 class TraceError(ValueError):
@@ -29,7 +29,7 @@ class TraceError(ValueError):
 
 
 def sequence_key(request_id: int, index: int) -> int:
-    """One integer for a sequence: cheaper to store than a pair."""
+    """One integer that identifies a sequence: cheaper to store than a pair."""
     return request_id * _MAX_N + index
 
 
@@ -41,15 +41,15 @@ class StepRecord(msgspec.Struct, array_like=True):
         start: `time.monotonic()` seconds.
         schedule, forward, sample, update: the four parts of the step, one after the other.  On a
             GPU `forward` ends when its kernels are launched and `sample` includes waiting for them.
-            A step that was made while the one before it ran (`async_scheduling`) has `schedule` 0.
+            A step that was made while the previous one ran (`async_scheduling`) has `schedule` 0.
         send: writing the step's message to the frontend; 0 in-process.
         keys: sequences of the batch, in batch order; the next three lists are parallel.
         tokens: how many tokens each computed, drafts included.
-        computed: how many it had computed before.
-        samples: whether it sampled.
+        computed: how many each had computed before.
+        samples: whether each sampled.
         preempted: sequences that lost slot and blocks while the step was made.
         ended: sequences that ended with this step, or were aborted before the next one.
-        drafts: place in the batch -> how many drafts the sequence had, and how many of them were accepted.
+        drafts: place in the batch -> how many drafts the sequence had, and how many were accepted.
     """
 
     number: int
@@ -73,7 +73,7 @@ class StepRecord(msgspec.Struct, array_like=True):
 
     @property
     def end(self) -> float:
-        """When the step's tokens were taken in; the message to the frontend goes out after it."""
+        """When the scheduler had processed the step's tokens; the message to the frontend is sent after it."""
         return self.start + self.schedule + self.forward + self.sample + self.update
 
 
@@ -81,8 +81,8 @@ class RequestRecord(msgspec.Struct, array_like=True):
     """One sequence and its progress; times are `time.monotonic()` seconds.
 
     Attributes:
-        key: `sequence_key` of the two fields behind it.
-        arrival: when the frontend had the request.
+        key: `sequence_key` of the next two fields.
+        arrival: when the frontend received the request.
         num_cached_tokens: prompt tokens that the prefix cache served.
         end: when it ended, None while it lives.
         finish_reason: "stop", "length", "abort", or None while it lives.
@@ -100,13 +100,13 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
 
 class Trace(msgspec.Struct):
-    """What the ring held when it was read: the content of a trace file.
+    """The content of the ring when it was read, and of a trace file.
 
     Attributes:
         format: `FORMAT`.
         wall_clock: `time.time()` less `time.monotonic()` in the engine process, seconds.
         model: checkpoint, as the configuration names it.
-        requests: the sequences that the steps name, and those that wait.
+        requests: the sequences that the steps name, and the waiting ones.
         steps: oldest first, without gaps.
     """
 
@@ -163,11 +163,11 @@ class StepTrace(EngineListener):
         self._clock = clock
         self._steps: deque[StepRecord] = deque()
         self._live: dict[int, Request] = {}
-        # Ended sequences go when the step that ended them leaves the ring: no later one names them.
+        # An ended sequence is dropped when the step that ended it leaves the ring: no later step names it.
         self._ended: dict[int, RequestRecord] = {}
         self._ended_in_step: list[Request] = []
         self._number = 0
-        self._unsent: StepRecord | None = None  # the step whose message is yet to be sent
+        self._unsent: StepRecord | None = None  # the step whose message is not sent yet
         self._key_of: dict[int, int] = {}  # slot -> the sequence in it
 
     def arrived(self, sequences: Sequence[Request]) -> None:
@@ -220,12 +220,12 @@ class StepTrace(EngineListener):
             self._ended_in_step.append(request)
 
     def sent(self, seconds: float) -> None:
-        """How long it took to send the output of the last step."""
+        """Record how long it took to send the output of the last step."""
         if self._unsent is not None:
             self._unsent.send, self._unsent = seconds, None
 
     def _end(self, request: Request, now: float) -> None:
-        """The end of a sequence belongs to the last step."""
+        """Record the end of a sequence in the last step."""
         key = sequence_key(request.request_id, request.index)
         if self._live.pop(key, None) is None or not self._steps or len(self._steps[-1].ended) >= _MAX_ENDED:
             return
@@ -233,7 +233,7 @@ class StepTrace(EngineListener):
         self._steps[-1].ended.append(key)
 
     def snapshot(self) -> Trace:
-        """The present content; later steps do not change it, but the `send` of the last one may."""
+        """The present content; later steps do not change it, except for the `send` of its last step."""
         requests = [*self._ended.values(), *(_record(request, None) for request in self._live.values())]
         requests.sort(key=lambda request: (request.arrival, request.key))
         return Trace(FORMAT, time.time() - time.monotonic(), *self._head, requests, list(self._steps))

@@ -1,4 +1,4 @@
-"""When a sequence ends by its own tokens.  The engine and the frontend, which reads resumed output, both apply these.
+"""The rules by which tokens end a sequence.  Both the engine and the frontend, which reads resumed output, apply them.
 
 Pure functions, no torch.
 """
@@ -14,10 +14,10 @@ __all__ = ["max_total_tokens", "stop_ids"]
 
 def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
     """Token ids that end a sequence; `eos_token_ids` are the checkpoint's."""
-    ignores_eos = params.ignore_eos and params.grammar is None  # with a grammar it is masked while there is a choice
+    ignores_eos = params.ignore_eos and params.grammar is None  # a grammar masks EOS while there is a choice
     return frozenset(params.stop_token_ids).union(() if ignores_eos else eos_token_ids)
 
 
 def max_total_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens of the prompt and of the longest output, of each of the n sequences."""
+    """Tokens of the prompt and the longest output together, for each of the n sequences."""
     return min(num_prompt_tokens + params.max_tokens, max_model_len)

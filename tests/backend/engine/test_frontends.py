@@ -109,13 +109,13 @@ _IDS = st.builds(request_id, st.integers(0, 3), st.integers(1, 5))
 
 @given(
     tokens=st.lists(st.tuples(_IDS, st.integers(0, 3), st.integers(0, 99))),
-    news=st.lists(st.builds(SequenceDelta, _IDS, st.integers(0, 3), st.lists(st.integers(0, 99)))),
+    full_deltas=st.lists(st.builds(SequenceDelta, _IDS, st.integers(0, 3), st.lists(st.integers(0, 99)))),
     failed=st.lists(st.builds(RequestFailed, _IDS, st.just("UNAVAILABLE"), st.just("late"))),
     waiting=st.lists(_IDS),
 )
-def test_each_delta_reaches_exactly_the_frontend_that_it_is_for(tokens, news, failed, waiting):
+def test_each_delta_reaches_exactly_the_frontend_that_it_is_for(tokens, full_deltas, failed, waiting):
     columns = TokenColumns(*(list(column) for column in zip(*tokens))) if tokens else TokenColumns()
-    message = StepMessage(news, STATS, columns, failed)
+    message = StepMessage(full_deltas, STATS, columns, failed)
     channels = {number: Recorder() for number in (2, 0, 3, 1)}
     frontends = Frontends(waiting, READY)
     for number, channel in channels.items():
@@ -131,7 +131,7 @@ def test_each_delta_reaches_exactly_the_frontend_that_it_is_for(tokens, news, fa
 
             rows = [row for row in tokens if is_for(row[0])]
             mine = StepMessage(
-                [delta for delta in news if is_for(delta.request_id)],
+                [delta for delta in full_deltas if is_for(delta.request_id)],
                 STATS,
                 TokenColumns(*map(list, zip(*rows))),
                 [failure for failure in failed if is_for(failure.request_id)],

@@ -27,14 +27,14 @@ def test_the_last_piece_comes_with_the_token(
     out = core.scheduler.schedule()
     row = len(out.slots) - 1
     entries = [entry(token, count) for token, count in zip(prompt[1:], counts)]
-    news, columns = core.scheduler.update(out, StepOutput([7, 8], prompt_logprobs={row: Logprobs.of(entries)}))
+    deltas, columns = core.scheduler.update(out, StepOutput([7, 8], prompt_logprobs={row: Logprobs.of(entries)}))
     assert not columns.token_ids
-    mine = [delta for delta in news if delta.request_id == 2]
+    mine = [delta for delta in deltas if delta.request_id == 2]
     assert [len(delta.prompt_logprobs) for delta in mine] == sizes
     assert [found for delta in mine for found in delta.prompt_logprobs] == [[], *entries]
     assert [delta.token_ids for delta in mine] == [[]] * (len(sizes) - 1) + [[8]]
     assert [delta.finish_reason for delta in mine] == [None] * (len(sizes) - 1) + ["length"], "nothing comes behind it"
-    assert len(news) == len(mine) + 1
+    assert len(deltas) == len(mine) + 1
 
 
 def test_they_cross_the_pipe_as_they_are() -> None:
@@ -42,4 +42,4 @@ def test_they_cross_the_pipe_as_they_are() -> None:
         1, 0, [7], logprobs=Logprobs.of([entry(7, 3)]), prompt_logprobs=Logprobs.of([[], entry(5, 2)])
     )
     message = StepMessage([delta], StepStats(*[1] * 10, step_seconds=0.5))
-    assert decode_to_frontend(encode(message)).news == [delta]
+    assert decode_to_frontend(encode(message)).full_deltas == [delta]

@@ -53,7 +53,7 @@ def test_the_first_delta_of_a_resumed_request_is_full():
     run_until_idle(core, {}, {})
     add(core, 2, list(range(1, 14)), {"output_token_ids": [[5]]}, max_tokens=6, ignore_eos=True)
     message = core.step()
-    (delta,) = message.news
+    (delta,) = message.full_deltas
     assert delta.num_cached_tokens == 12, "prompt tokens only, as for any request"
     assert not message.tokens.token_ids
 

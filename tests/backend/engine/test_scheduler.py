@@ -212,9 +212,9 @@ def test_a_full_delta_is_made_only_for_more_than_a_token():
         out = scheduler.schedule()
         ids = slots.see(out).request_ids
         entries = {row: Logprobs.of([[(token, -0.5, 1)]]) for row, token in enumerate(tokens) if ids[row] == 2}
-        news, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
+        updated, columns = scheduler.update(out, StepOutput(list(tokens), logprobs=entries))
         deltas = [
-            (delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in news
+            (delta.request_id, delta.index, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in updated
         ]
         return deltas, list(zip(columns.request_ids, columns.indices, columns.token_ids))
 
@@ -236,8 +236,8 @@ def test_a_request_that_ended_while_the_step_ran_gets_no_delta():
     core.abort(2)
     entries = {row: Logprobs.of([[(7, -0.5, 1)]]) for row in (0, 1)}
     prompts = {row: Logprobs.of([[(2, -0.5, 1)]]) for row in (0, 1)}
-    news, columns = core.scheduler.update(out, StepOutput([7, 7], logprobs=entries, prompt_logprobs=prompts))
-    assert [(delta.request_id, delta.logprobs, delta.prompt_logprobs) for delta in news] == [
+    deltas, columns = core.scheduler.update(out, StepOutput([7, 7], logprobs=entries, prompt_logprobs=prompts))
+    assert [(delta.request_id, delta.logprobs, delta.prompt_logprobs) for delta in deltas] == [
         (1, entries[0], Logprobs.of([[], *prompts[0]]))
     ]
     assert columns.token_ids == []

@@ -304,7 +304,7 @@ class Supervisor:
             while True:
                 message = engine_process.receive()
                 if isinstance(message, StepMessage):
-                    had_tokens = had_tokens or bool(message.news or message.tokens.token_ids)
+                    had_tokens = had_tokens or bool(message.full_deltas or message.tokens.token_ids)
                     self._watchdog.step_took(message.stats)
                     events.on_step(message)
                 elif isinstance(message, RequestFailed):

@@ -51,11 +51,11 @@ class TokenGaps:
         """
         last, tokens = self._last, message.tokens
         keys = set(zip(tokens.request_ids, tokens.indices))
-        keys.update((delta.request_id, delta.index) for delta in message.news if delta.token_ids)
+        keys.update((delta.request_id, delta.index) for delta in message.full_deltas if delta.token_ids)
         known = last.keys() & keys
         gaps = Counter(map(last.__getitem__, known))
         last.update(dict.fromkeys(known, now))
-        for delta in message.news:
+        for delta in message.full_deltas:
             key = delta.request_id, delta.index
             if delta.finish_reason is not None:
                 last.pop(key, None)
