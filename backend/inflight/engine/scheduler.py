@@ -196,7 +196,7 @@ class Scheduler:
                 return
 
     def _schedule_running(self, out: SchedulerOutput) -> None:
-        """Give tokens to the running requests that the turn policy selects: at least one to each that has one to compute.
+        """Give tokens to the running requests that the turn policy selects: one or more to each with tokens to compute.
 
         A request with more than one token to compute leaves one to each running request behind it.
         """

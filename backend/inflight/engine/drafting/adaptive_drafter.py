@@ -17,18 +17,18 @@ __all__ = ["AdaptiveDrafter"]
 # more.
 _FIRST_BELIEF = (0.5, 0.4, 0.5, 0.6, 0.8, 0.9)
 _LEVELS = len(_FIRST_BELIEF)
-_TENANT_WEIGHT = 8.0  # tokens of its own that a request's experience needs to count as much as its tenant's
-_FORGET = 0.98  # for each token that was tried
-# Behind tokens that nobody knows yet a draft must bring more than the token of the step that the row then sits out.
+_TENANT_WEIGHT = 8.0  # own tokens with which a request's experience counts as much as its tenant's
+_FORGET = 0.98  # factor of the old counts, for each token tried
+# After tokens that are still unknown, a draft must gain more than the token of the step that the row then sits out.
 _SITTING_OUT = 1.5
-_MAX_TENANTS = 1000  # whose experience is kept
-_PROBE_TOKENS = 128  # of a request without a draft, after which one token is tried whatever its chances
-# What is done in vain may take this share of the time; above it, requests without a draft pause.
+_MAX_TENANTS = 1000  # tenants with experience
+_PROBE_TOKENS = 128  # after so many tokens without a draft, a request tries one draft token, however unlikely
+# Wasted work may take this share of the time; above it, requests without a draft pause.
 _MAX_SHARE = 0.003
 _LONGEST_PAUSE = 64  # tokens
-_FRUITLESS = 16  # steps that accepted no draft token, after which all the work of one is in vain, and pauses are rests
+_FRUITLESS = 16  # steps without an accepted draft token; then all work counts as wasted, and steps are skipped
 _LONGEST_REST = 8  # steps
-_FADING = 0.95  # of what is known about the time that looking up takes, after each step
+_FADING = 0.95  # factor of the measured times, after each step
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class _Experience:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is known of one request.
+    """The drafter's state of one request.
 
     Attributes:
         match: tokens that matched before the draft that is being verified.
         last_draft: `num_tokens` at its last draft.
-        next_look: `num_tokens` from which it is worth looking for a draft again.
+        next_look: `num_tokens` from which to look for a draft again.
     """
 
     experience: _Experience = field(default_factory=_Experience)
@@ -63,13 +63,13 @@ class _Sequence:
 
 
 class AdaptiveDrafter(EngineListener):
-    """Implements `Drafter`: as much of a guess as is likely enough, at the price of the step.
+    """Implements `Drafter`: proposes as much of a guess as pays at the price of the step.
 
     Args:
-        guesser: what might come next.
-        max_tokens: of a draft.
+        guesser: guesses the next tokens.
+        max_tokens: most tokens of a draft.
         target: seconds that a step with drafts should not exceed.
-        clock: seconds, to tell how long it takes to look things up.
+        clock: seconds, to measure how long drafting takes.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class AdaptiveDrafter(EngineListener):
         self.prices = DraftPrices(target)
         self.counts = DraftCounts(at=[0] * max_tokens)
         self._step_accepted = 0
-        self._hoped = 0  # tokens that a guesser that computes was to guess in this step
-        self._asked: set[Request] = set()  # requests for which it was to guess them
+        self._hoped = 0  # tokens that a computing guesser was asked for in this step
+        self._asked: set[Request] = set()  # the requests that it was asked for
         self._clock = clock
         self._pause = 1
-        self._fruitless = 0  # steps since one accepted a draft token
-        self._rest = 0  # steps to come for which nothing is done at all
-        self._spent = 0.0  # seconds on the step that is being made, looking up left out
-        self._in_vain = self._seconds = 0.0  # of what brought no draft, and of steps; both fade
+        self._fruitless = 0  # steps since the last accepted draft token
+        self._rest = 0  # coming steps that are skipped altogether
+        self._spent = 0.0  # seconds spent on the step that is being made, without looking up
+        self._wasted = self._seconds = 0.0  # seconds of work without a draft, and of steps; both fade
 
     @property
     def active(self) -> bool:
@@ -106,7 +106,7 @@ class AdaptiveDrafter(EngineListener):
         start = self._clock()
         self.prices.begin(len(running))
         if self._guesser.computes and self.prices.price >= 1.0:
-            self.prices.room = min(1, self.prices.room)  # who probes must have a model catch up with its text
+            self.prices.room = min(1, self.prices.room)  # a model must catch up with the text of one that probes
         self._hoped = 0
         self._asked.clear()
         self._guesser.begin(running, self._hope)
@@ -118,9 +118,9 @@ class AdaptiveDrafter(EngineListener):
         self.step_took(len(step.out.slots) if only_decodes else 0, num_drafts, step.result.ended - step.start)
 
     def step_took(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """A step is over, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
+        """A step ended, and its tokens were observed; 0 sequences: it computed more than decodes and drafts."""
         self._seconds = _FADING * self._seconds + seconds
-        self._in_vain *= _FADING
+        self._wasted *= _FADING
         if self._rest and not num_drafts:
             self._rest -= 1
             self.prices.passed()
@@ -131,19 +131,19 @@ class AdaptiveDrafter(EngineListener):
         self._fruitless = 0 if self._step_accepted else self._fruitless + 1
         self._step_accepted = 0
         if self._fruitless >= _FRUITLESS:
-            self._in_vain += self._spent + self._clock() - start
+            self._wasted += self._spent + self._clock() - start
         self._spent = 0.0
-        if self._in_vain > _MAX_SHARE * self._seconds:
+        if self._wasted > _MAX_SHARE * self._seconds:
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
-            self._in_vain /= 2.0  # so much less, if that was it
-        elif self._in_vain < _MAX_SHARE / 4 * self._seconds:
+            self._wasted /= 2.0  # what the longer pause is expected to leave
+        elif self._wasted < _MAX_SHARE / 4 * self._seconds:
             self._pause = max(1, self._pause // 2)
-        if self._fruitless >= _FRUITLESS and not self._guesser.computes:  # one that computes does so where it pays
+        if self._fruitless >= _FRUITLESS and not self._guesser.computes:  # a computing guesser works only where it pays
             self._rest = min(_LONGEST_REST, self._pause) - 1
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         limit = min(limit, self._max_tokens, self.prices.room)
-        if limit <= 0 or not request.num_output_tokens:  # who ends without output is not heard of again
+        if limit <= 0 or not request.num_output_tokens:  # `ended` ignores a request without output
             return ()
         sequence = self._sequence(request)
         if request.num_tokens < sequence.next_look:
@@ -154,9 +154,9 @@ class AdaptiveDrafter(EngineListener):
         if guess is not None and not count:
             count = int(self._probes(request, sequence))
         if guess is None or not count:
-            if not self._guesser.computes or request in self._asked:  # else nothing was done
+            if not self._guesser.computes or request in self._asked:  # else no work was done
                 sequence.next_look = request.num_tokens + self._pause
-                self._in_vain += self._clock() - start
+                self._wasted += self._clock() - start
             return ()
         sequence.match, sequence.last_draft = guess.match + num_unknown, request.num_tokens
         self.prices.room -= count
@@ -174,7 +174,7 @@ class AdaptiveDrafter(EngineListener):
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             tenant = self._tenants[request.tenant] = _Experience()
-            if len(self._tenants) > _MAX_TENANTS:  # names may be made up
+            if len(self._tenants) > _MAX_TENANTS:  # clients can make up names
                 del self._tenants[next(iter(self._tenants))]
         for place in range(min(num_drafts, num_accepted + 1)):
             level = _level(sequence.match + place)
@@ -193,7 +193,7 @@ class AdaptiveDrafter(EngineListener):
         return sequence
 
     def _hope(self, request: Request) -> int:
-        """How many tokens are worth guessing, before the guess is known; as many as the step has room for in all."""
+        """How many tokens are worth guessing, before the guess is known; in all, as many as the step has room for."""
         room = min(self._max_tokens, self.prices.room - self._hoped)
         if room <= 0 or not request.num_output_tokens:
             return 0
@@ -209,11 +209,11 @@ class AdaptiveDrafter(EngineListener):
         return count
 
     def _probes(self, request: Request, sequence: _Sequence) -> bool:
-        """Whether one token is tried that does not pay by what is known."""
+        """Whether to try one token that does not pay as far as is known."""
         return self.prices.price >= 1.0 or request.num_tokens - sequence.last_draft >= _PROBE_TOKENS
 
     def _worth(self, guess: Guess, num_unknown: int, request: Request, sequence: _Sequence) -> int:
-        """How many of the tokens behind the first `num_unknown` are each worth their price."""
+        """How many of the tokens after the first `num_unknown` are each worth their price."""
         price = self.prices.price
         if price >= 1.0:
             return 0

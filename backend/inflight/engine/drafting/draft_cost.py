@@ -1,9 +1,9 @@
-"""What a draft token costs, measured in tokens that the engine would emit in the time.  No torch.
+"""The cost of a draft token, in tokens that the engine would emit in the same time.  No torch.
 
 A step with S sequences takes a + m d seconds with d draft tokens, and the engine emits r tokens a second.  To add a
 draft token that is accepted with probability p gains p tokens and costs m r of them, so it pays while p > m r: the
-condition for the most tokens a second.  Where steps read the weights and little else, m r is small; where every
-token costs the same, it is 1 and more.
+condition for the most tokens a second.  Where reading the weights is most of a step, m r is small; where every
+token costs the same, it is 1 or more.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 __all__ = ["DraftPrices"]
 
-_MEMORY = 0.96  # of a step's weight is left after the next one of its size
+_MEMORY = 0.96  # share of a step's weight that is left after the next step of its size
 _PRIOR = 0.1  # price of a draft token while little is known, in a step of one sequence
-_BELIEF_WEIGHT = 16.0  # of what was believed before, in squared draft tokens
-_MARGIN = 1.25  # what is gained must be more than what is spent: drafts take time to find, and prices are estimates
-# Draft tokens of a step that tells what they cost; a later one has at most twice as many as any before.
+_BELIEF_WEIGHT = 16.0  # of the previous belief, in squared draft tokens
+_MARGIN = 1.25  # the gain must exceed the cost by this factor: drafts take time to find, and prices are estimates
+# Draft tokens of a first step that measures their cost; a later step has at most twice as many as any before.
 _FIRST_ROOM = 16
-_OUTLIER = 1.5  # a step that takes so many times as long as expected was disturbed
-_TICK = 1e-9  # seconds; a virtual clock may stand still
+_OUTLIER = 1.5  # a step that takes so many times as long as expected was disturbed by something else
+_TICK = 1e-9  # seconds; a virtual clock may not advance
 _PROBE_STEPS = 128  # steps without drafts until one shows whether they pay now
 
 
@@ -28,8 +28,8 @@ class _Steps:
     """Decayed sums over the steps of about one size.
 
     Attributes:
-        believed: seconds of a draft token in those of a step without drafts, by the steps that have faded.
-        most_drafts: draft tokens of a step, at most.
+        believed: seconds of a draft token, relative to a step without drafts, by the steps that have faded.
+        most_drafts: most draft tokens of a step.
     """
 
     believed: float
@@ -54,7 +54,7 @@ class _Steps:
             self.believed = slope / base
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a step without drafts, and of a draft token."""
+        """Seconds of a step without drafts, and of one draft token."""
         mean, drafts = self.seconds / self.count, self.drafts / self.count
         variance = max(0.0, self.squares - self.count * drafts**2)
         covariance = self.products - self.count * mean * drafts
@@ -64,12 +64,12 @@ class _Steps:
 
 
 class DraftPrices:
-    """Follows what steps cost.
+    """Follows the cost of steps.
 
     Attributes:
         price: of a draft token in the next step; from 1 on none pays.
-        room: draft tokens that the next step may have.  Where none pays, a few all the same if it is long since a
-            step had any: that is how it shows that they pay again.
+        room: draft tokens that the next step may have.  Where none pays, a long time without any still allows a few:
+            they show whether drafts pay again.
     """
 
     def __init__(self, target: float | None = None) -> None:
@@ -80,7 +80,7 @@ class DraftPrices:
         self.room = 0
 
     def begin(self, num_sequences: int) -> None:
-        """A step with so many sequences is about to be made."""
+        """The scheduler is about to make a step with so many sequences."""
         self.price, self.room = float("inf"), 0
         if not num_sequences:
             return
@@ -97,26 +97,26 @@ class DraftPrices:
             self.room = min(self.room, max(0, int((self._target - base) / slope)))
 
     def observe(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """Learn from a step that computed no prompts and took so long."""
+        """Learn from a step without prompts, which took so long."""
         self._without = 0 if num_drafts else self._without + 1
         seconds = max(seconds, _TICK)
         size = _size(num_sequences)
         steps = self._sizes.get(size)
         if steps is None:
             steps = self._sizes[size] = _Steps(self._believed(num_sequences))
-        if steps.count > 1.0 and num_drafts <= steps.most_drafts:  # else nobody knows what to expect
+        if steps.count > 1.0 and num_drafts <= steps.most_drafts:  # else there is nothing to compare with
             base, slope = steps.line()
             seconds = min(seconds, _OUTLIER * (base + slope * num_drafts))
         steps.add(num_drafts, seconds, num_sequences + num_accepted)
 
     def passed(self) -> None:
-        """A step without drafts, from which nothing was learnt."""
+        """Count a step without drafts that taught nothing."""
         self._without += 1
 
     def _believed(self, num_sequences: int) -> float:
-        """Seconds of a draft token in those of a step of a size that was not seen yet: as at the closest one.
+        """Seconds of a draft token, relative to a step of a size not seen yet: as at the closest size seen.
 
-        At first: the larger the batch, the less of a step is reading weights.
+        While no size was seen: the larger the batch, the smaller the part of a step that reads weights.
         """
         if not self._sizes:
             return _PRIOR / num_sequences**0.5
@@ -125,6 +125,6 @@ class DraftPrices:
 
 
 def _size(num_sequences: int) -> int:
-    """Steps are alike whose sequences are as many, or differ by less than an eighth."""
+    """The same for steps whose numbers of sequences are equal or differ by less than an eighth."""
     shift = max(0, num_sequences.bit_length() - 4)
     return (num_sequences >> shift) << shift

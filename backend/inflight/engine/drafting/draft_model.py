@@ -1,8 +1,8 @@
 """A small model that drafts for a large one, with a KV pool of its own.
 
-It computes a request's tokens when it is asked to draft for it, and keeps their keys and values for the next time.
-Tokens that the target refused are computed again.  Its sampling draws with the request's parameters, seed and
-positions: where both models agree, they choose the same tokens at any temperature.  No torch.
+It computes a request's tokens when asked to draft for it, and keeps their keys and values for the next time.
+Tokens that the target refused are computed again.  It samples with the request's parameters, seed and positions:
+where both models agree, they choose the same tokens at any temperature.  No torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Row:
 
     Attributes:
         kv: its blocks in the draft model's pool, and how many leading tokens are computed, drafted ones included.
-        num_known: tokens of the request when it was drafted for.
-        drafts: tokens drafted behind them.
+        num_known: tokens that the request had at its last draft.
+        drafts: tokens drafted after them.
     """
 
     slot: int
@@ -43,20 +43,20 @@ class _Row:
     drafts: list[int] = field(default_factory=list)
 
     def learn(self, request: Request) -> None:
-        """Correct drafts stay computed."""
+        """Compare the drafts with the request's new tokens; correct drafts stay computed."""
         right, end = self.num_known, request.num_tokens
         for draft in self.drafts:
             if right == end or request.token_ids[right] != draft:
                 break
             right += 1
         self.num_known, self.drafts = end, []
-        # The last one's logits are wanted in any case.
+        # The last token is always computed, for its logits.
         self.kv.num_computed_tokens = min(self.kv.num_computed_tokens, right, end - 1)
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A request that gets up to `count` drafts in this call."""
+    """A request that gets up to `count` drafts in this call to `draft`."""
 
     row: _Row
     count: int
@@ -69,7 +69,7 @@ class _Info(Protocol):
 
 
 class DraftRunner(Protocol):
-    """Runs the draft model's steps, as `Runner` (engine/core.py) runs the target's, of the same sizes."""
+    """Runs the draft model's steps, with the limits of the target's, as `Runner` (engine/core.py) runs those."""
 
     @property
     def info(self) -> _Info:
@@ -86,11 +86,11 @@ class DraftModel:
     """Drafts for several requests at once.
 
     Args:
-        max_num_seqs, max_num_batched_tokens, block_size: that the runner was made with.
+        max_num_seqs, max_num_batched_tokens, block_size: as the runner has them.
 
     Attributes:
         pool: of its KV blocks; their requests are the draft model's own.
-        num_computed: tokens that it computed so far.
+        num_computed: tokens computed so far.
     """
 
     def __init__(self, runner: DraftRunner, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
@@ -103,9 +103,9 @@ class DraftModel:
         self.num_computed = 0
 
     def draft(self, wanted: Mapping[Request, int]) -> Mapping[Request, list[int]]:
-        """Up to so many tokens behind the last known one of each request.
+        """Up to so many tokens after the last known one of each request.
 
-        A request of which more is to be computed than a step may have gets its drafts later.
+        A request with more tokens to compute than fit a step gets its drafts later.
         """
         turns: dict[Request, _Turn] = {}
         if wanted:
@@ -118,7 +118,7 @@ class DraftModel:
         return {request: turn.row.drafts for request, turn in turns.items()}
 
     def forget(self, request: Request) -> None:
-        """Free what it keeps of the request, if anything."""
+        """Free the request's slot and blocks, if it has any."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free_slots.append(row.slot)
@@ -148,7 +148,7 @@ class DraftModel:
         wanted: Mapping[Request, int],
         turns: dict[Request, _Turn],
     ) -> None:
-        """Let a step compute what is new of the request, as far as it has room for that."""
+        """Schedule the request's new tokens, as many as the step has room for."""
         row = self._rows.get(request) or self._new_row(request, wanted)
         if row is None:
             return
@@ -157,7 +157,7 @@ class DraftModel:
         while self.pool.extend(row.kv, request.num_tokens + count - 1) is None:
             if not self._evict(wanted):
                 return
-        # The row enters anew, with all of its tokens: drafts behind them are void.
+        # The row enters again with all of its tokens: earlier drafts after them are invalid.
         tokens = request.token_ids[: request.num_tokens].tobytes()
         entry = request.request_id, request.index, tokens, request.num_prompt_tokens
         params = _plain(request)
@@ -178,7 +178,7 @@ class DraftModel:
         return row
 
     def _evict(self, wanted: Mapping[Request, int]) -> bool:
-        """Forget the request that was drafted for longest ago, unless drafts are wanted for it now."""
+        """Forget the request that was drafted for longest ago, except those in `wanted`; False if there is none."""
         for request in self._rows:
             if request not in wanted:
                 self.forget(request)
@@ -186,7 +186,7 @@ class DraftModel:
         return False
 
     def _run(self, out: SchedulerOutput, rows: list[_Row]) -> None:
-        """One step; each row that samples gets a draft, unless it fails."""
+        """Run one step; each row that samples gets a draft, unless it fails."""
         if not out.slots:
             return
         self.num_computed += out.num_tokens
@@ -203,7 +203,7 @@ class DraftModel:
                 by_slot[slot].drafts.append(token)
 
     def _forget_slots(self, slots: Sequence[int]) -> None:
-        """What their blocks contain after a failure is unknown."""
+        """Forget requests after a failure: the contents of their blocks are unknown."""
         for request in [request for request, row in self._rows.items() if row.slot in slots]:
             self.forget(request)
 
@@ -215,12 +215,12 @@ def _add(out: SchedulerOutput, row: _Row, num_tokens: int, samples: bool) -> Non
 
 
 def _plain(request: Request) -> SamplingParams:
-    """The request's parameters without those that only cost time: drafts are not output."""
+    """The request's parameters without the parts that only cost time: drafts are not output."""
     return msgspec.structs.replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
 
 
 class ModelGuesser:
-    """Implements `Guesser`: the first request that asks in a step has the model run for all that will."""
+    """Implements `Guesser`: the first request that asks in a step makes the model run for all of the step."""
 
     computes = True
 
@@ -235,7 +235,7 @@ class ModelGuesser:
 
     def guess(self, request: Request, limit: int) -> Guess | None:
         if self._drafts is None:
-            self._drafts = {}  # if the model raises, it is not asked again in this step
+            self._drafts = {}  # if the model raises, it does not run again in this step
             self._drafts = self._model.draft(self._wanted())
         tokens = list(self._drafts.get(request, ()))[:limit]
         return Guess(tokens, [1.0] * len(tokens), 0) if tokens else None
@@ -244,7 +244,7 @@ class ModelGuesser:
         self._model.forget(request)
 
     def _wanted(self) -> dict[Request, int]:
-        """Requests that sample in this step; all of it is scheduled, except drafts."""
+        """Requests that sample in this step, with the tokens to draft; the step is complete except for its drafts."""
         wanted = {}
         for request in self._running:
             hoped = self._hope(request) if request.num_computed_tokens >= request.num_tokens else 0

@@ -1,4 +1,4 @@
-"""Speculation's seams: who drafts, and where guesses come from.  The answer never depends on a draft.  No torch."""
+"""The interfaces of speculation: drafters and their guessers.  The output never depends on a draft.  No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["DraftCounts", "Drafter", "Guess", "Guesser"]
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Totals of drafts; those that a grammar forces are not counted.
+    """Totals of drafts, without the drafts that a grammar forces.
 
     Attributes:
         drafts: rows that verified a draft.
-        tokens: of these drafts.
+        tokens: tokens of these drafts.
         accepted: tokens that the target chose itself.
         at: accepted tokens by their place in the draft.
     """
@@ -35,19 +35,19 @@ class DraftCounts:
 class Drafter(Protocol):
     """Guesses tokens ahead (Leviathan et al., arXiv:2211.17192).  Called by the scheduler alone.
 
-    `Request.draft_state` is for the one that the scheduler calls.
+    `Request.draft_state` belongs to the drafter that the scheduler calls.
     """
 
     @property
     def active(self) -> bool:
-        """Whether any running request may get a draft; asked once a step."""
+        """Whether any running request can get a draft; read once per step."""
 
     def propose(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
         """Guess up to `limit` tokens that follow; any number of them, none included.
 
         Args:
-            num_unknown: tokens behind the request's known ones that steps in flight are sampling; the first
-                draft stands at position `request.num_tokens + num_unknown`.
+            num_unknown: tokens after the request's known ones that steps in flight are sampling; the first
+                draft is at position `request.num_tokens + num_unknown`.
 
         Returns:
             Token ids of the vocabulary.
@@ -59,12 +59,12 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class Guess:
-    """What might come next.
+    """A guess at the next tokens.
 
     Attributes:
         tokens: in order.
-        shares: of the places that agreed so far, how many agree on each of `tokens`, 0 to 1.
-        match: tokens before the first one that matched the text there.
+        shares: for each of `tokens`, the share, 0 to 1, of the places that agreed so far that agree on it.
+        match: length of the matching text before the first token.
     """
 
     tokens: list[int]
@@ -76,21 +76,21 @@ class Guesser(Protocol):
     """Guesses for one request at a time; `AdaptiveDrafter` decides how much of a guess is used.
 
     Attributes:
-        computes: guessing takes time for each token, so only what is likely to be used may be asked for.
+        computes: guessing takes time for each token, so ask only for tokens that are likely to be used.
     """
 
     computes: bool
 
     def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
-        """A step is about to be made.
+        """The scheduler is about to make a step.
 
         Args:
             running: requests that it may compute.
-            hope: how many tokens are worth guessing for one of them.
+            hope: how many tokens are worth guessing for a request.
         """
 
     def guess(self, request: Request, limit: int) -> Guess | None:
-        """Up to `limit` tokens behind the last known one."""
+        """Guess up to `limit` tokens after the last known one; None: no guess."""
 
     def ended(self, request: Request) -> None:
-        """It will not be asked about again; also called for requests that it was never asked about."""
+        """The request ended; also called for requests that had no guess."""

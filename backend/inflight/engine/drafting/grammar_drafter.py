@@ -1,8 +1,8 @@
-"""Tokens that a grammar leaves no choice about, computed in one step instead of one each.  No torch.
+"""Drafts of the tokens that a grammar forces: one step computes several, instead of one step each.  No torch.
 
-They are drafts like any others: the target's choice under the grammar's masks is what is emitted.  Where a mask admits
-one token, that choice is certain; where a text is certain that could be cut into tokens in several ways, the draft is
-the tokenizer's, and a model that would cut it otherwise does.
+They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a mask admits
+one token, that choice is certain; where a text is certain but has several tokenizations, the draft is the
+tokenizer's, and the model can still choose another.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["GrammarDrafter"]
 
 
 class GrammarDrafter(EngineListener):
-    """Implements `Drafter`: what grammars force, else what `inner` proposes.
+    """Implements `Drafter`: the tokens that a grammar forces, else the proposal of `inner`.
 
     Args:
-        inner: asked for requests without a grammar, and where a grammar leaves a choice.
+        inner: proposes for requests without a grammar, and where a grammar leaves a choice.
     """
 
     def __init__(self, grammars: Grammars, inner: Drafter | None = None) -> None:
@@ -75,7 +75,7 @@ class _Progress:
     """A request's grammar, which its logits rule shares.
 
     Attributes:
-        is_forced: the drafts that are being verified are those of the grammar.
+        is_forced: the drafts that are being verified are the grammar's.
     """
 
     grammar: Grammar

@@ -1,7 +1,7 @@
-"""Drafts from the text itself: what followed the last tokens where they stood before.  No torch.
+"""Drafts from the text itself: the tokens that followed earlier occurrences of the last tokens.  No torch.
 
-N-gram lookup after Saxena's prompt lookup decoding; with past outputs, and drafts that are as long as their match
-deserves, after SuffixDecoding (Oliaro et al., arXiv:2411.04975).
+N-gram lookup after Saxena's prompt lookup decoding; past outputs, and drafts as long as their match
+suggests, after SuffixDecoding (Oliaro et al., arXiv:2411.04975).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from inflight.speculative import SpeculativeConfig
 
 __all__ = ["LookupGuesser"]
 
-_CANDIDATES = 8  # places that vote on what comes next
+_CANDIDATES = 8  # places that vote on the next token
 _SEPARATOR = -1  # between past outputs: no token
-_HALF = 2**15  # tokens of one tenant's past outputs, in each of two halves; 5 MB
+_HALF = 2**15  # tokens in each of the two halves of a tenant's past outputs; 5 MB
 _MAX_PAST_TOKENS = 2**18  # of all tenants; 40 MB
-_WIDTH = 2  # tokens that must match, of "suffix"
+_WIDTH = 2  # tokens that must match, with method "suffix"
 
 
 @dataclass(slots=True)
 class _Past:
-    """Outputs of one tenant: the younger half grows, and takes the older one's place when it is full."""
+    """Outputs of one tenant: the younger half grows, and replaces the older one when it is full."""
 
     width: int
     tokens: list[array[int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Past:
 
 
 class LookupGuesser:
-    """Implements `Guesser`: knows a request's own text, and the past outputs of its tenant and cache salt."""
+    """Implements `Guesser`: copies from a request's own text, and from past outputs with its tenant and cache salt."""
 
     computes = False
 
@@ -66,18 +66,18 @@ class LookupGuesser:
         self._goes_on = suffix
         self._max_past = config.suffix_decoding_max_cached_requests if suffix else 0
         self._own: dict[Request, Occurrences] = {}
-        # Where the last guess was copied from: the text, the place in it, and `num_tokens` at that time.
+        # The source of the last guess: the text, the place in it, and `num_tokens` at that time.
         self._sources: dict[Request, tuple[array[int], int, int]] = {}
         self._past: OrderedDict[tuple[str, tuple[str, ...]], _Past] = OrderedDict()
 
     def begin(self, running: Sequence[Request], hope: Callable[[Request], int]) -> None:
-        """Nothing to prepare: texts are looked up when they are asked for."""
+        """Nothing to prepare: `guess` looks texts up."""
 
     def guess(self, request: Request, limit: int) -> Guess | None:
-        """Up to `limit` tokens behind the last known one; None if nothing like it stood anywhere.
+        """Up to `limit` tokens after the last known one; None without any match.
 
-        Where the last tokens stood nowhere else, but the text before them was copied, it goes on beside them: most
-        changes put one token in the place of another.  The guess's `match` is then 0.
+        If the last tokens occur nowhere else, but the text before them was a copy, the guess continues in the source
+        past the differing tokens: most changes replace one token by another.  The guess's `match` is then 0.
         """
         tokens, end = request.token_ids, request.num_tokens
         if end <= self._width:
@@ -108,7 +108,7 @@ class LookupGuesser:
         return self._vote([(text, place + request.num_tokens - then)], request.token_ids, limit, 0)
 
     def ended(self, request: Request) -> None:
-        """Forget the request; later ones may copy its output."""
+        """Forget the request, but keep its output for later requests to copy."""
         self._sources.pop(request, None)
         own = self._own.pop(request, None)
         output = request.token_ids[request.num_prompt_tokens : request.num_prompt_tokens + _HALF]
@@ -129,12 +129,12 @@ class LookupGuesser:
         found = []
         for place in places:
             match = match_length(text, place, context, self._max_match)
-            if match >= self._width:  # else only the hash was the same
+            if match >= self._width:  # else only the hashes are equal
                 found.append((text, place, match))
         return found
 
     def _vote(self, voters: list[tuple[array[int], int]], own: array[int], limit: int, match: int) -> Guess | None:
-        """What most voters go on with, as long as enough agree."""
+        """The continuation that most voters have, as long as enough agree."""
         guess = Guess([], [], match)
         path = 1.0
         while len(guess.tokens) < limit:
@@ -160,7 +160,7 @@ class LookupGuesser:
         return guess if guess.tokens else None
 
     def _token(self, text: array[int], place: int, own: array[int], guess: Guess) -> int:
-        """What stands there; behind a request's own text stands what is guessed."""
+        """The token at `place`; the guess so far continues a request's own text."""
         if place < len(text):
             return text[place]
         beyond = place - len(text)

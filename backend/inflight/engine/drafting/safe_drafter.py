@@ -1,4 +1,4 @@
-"""A drafter that raises costs its drafts and nothing else: no answer depends on them.  No torch."""
+"""Contains a drafter's exceptions: only its drafts are lost, and no output depends on them.  No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SafeDrafter:
             self._report()
 
     def _report(self) -> None:
-        """Once: it may be asked for every row of every step."""
+        """Log once: the drafter can raise for every row of every step."""
         if not self._reported:
             self._reported = True
-            _log.exception("%s raised: no drafts where it does", type(self.inner).__name__)
+            _log.exception("%s raised: requests go without drafts where it does", type(self.inner).__name__)

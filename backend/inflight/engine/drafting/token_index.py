@@ -1,4 +1,4 @@
-"""Where in a text its last tokens stood before.  No torch."""
+"""An index of a text: finds earlier occurrences of its last tokens.  No torch."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import numpy as np
 
 __all__ = ["Occurrences", "match_length"]
 
-_FACTOR = 0x9E3779B97F4A7C15  # Fibonacci hashing: any odd number whose bits are well mixed
+_FACTOR = 0x9E3779B97F4A7C15  # Fibonacci hashing: any odd number with well mixed bits
 _MASK = 2**64 - 1
-_AT_ONCE = 64  # tokens from which a text is sorted rather than put into the dictionary one by one
+_AT_ONCE = 64  # a text with at least so many tokens is sorted instead of entering the dictionary one by one
 
 
 class Occurrences:
-    """The places behind each run of `width` tokens of one text that grows.
+    """The places after each run of `width` tokens of a growing text.
 
-    What is there at first is sorted, which takes 12 bytes a token; what comes later is in a dictionary, some 150.
-    Runs are compared by a hash: whoever asks must compare the tokens.
+    Initial tokens are sorted, which takes 12 bytes per token; later ones are in a dictionary, at some 150 bytes.
+    Runs are compared by a hash: the caller must compare the tokens.
 
     Args:
-        tokens: the text; grows, and never changes otherwise.
+        tokens: the text; it can only grow.
         width: tokens of a run.
     """
 
     def __init__(self, tokens: array[int], width: int) -> None:
         self._tokens = tokens
         self._width = width
-        self._end = 0  # places up to this one are known
+        self._end = 0  # places up to this one are indexed
         self._keys: np.ndarray | None = None  # uint64, sorted
         self._places = np.empty(0, dtype=np.int32)  # of each key, increasing where keys are equal
         self._latest: dict[int, int] = {}
-        self._before: dict[int, int] = {}  # place -> the one before it behind an equal run
+        self._before: dict[int, int] = {}  # place -> the previous place after an equal run
 
     def key(self, tokens: Sequence[int]) -> int:
-        """Of a run: `width` tokens."""
+        """The key of a run of `width` tokens."""
         key = 0
         for token in tokens:
             key = (key * _FACTOR + token + 1) & _MASK
         return key
 
     def learn(self, end: int) -> None:
-        """Know the places up to `end`, and no token behind it."""
+        """Index the places up to `end`, without reading tokens after it."""
         width = self._width
         if self._keys is None and end - self._end >= _AT_ONCE:
             self._sort(end)
@@ -55,7 +55,7 @@ class Occurrences:
         self._end = max(self._end, end)
 
     def behind(self, key: int, limit: int) -> list[int]:
-        """The last `limit` places behind a run with this key, the latest first."""
+        """The last `limit` places after a run with this key, the latest first."""
         found: list[int] = []
         place = self._latest.get(key)
         while place is not None and len(found) < limit:
@@ -76,12 +76,12 @@ class Occurrences:
             keys = keys * np.uint64(_FACTOR) + tokens[i : i + len(keys)]
         order = keys.argsort(kind="stable")
         self._keys, self._places, self._end = keys[order], (order + width).astype(np.int32), end
-        self._latest.clear()  # what came one by one before is sorted, too
+        self._latest.clear()  # tokens that came one by one before are sorted, too
         self._before.clear()
 
 
 def match_length(tokens: Sequence[int], place: int, context: Sequence[int], limit: int) -> int:
-    """How many tokens right before `place` equal the last ones of `context`, at most `limit`."""
+    """How many tokens directly before `place` equal the last ones of `context`; at most `limit`."""
     end = len(context)
     limit = min(limit, place, end)
     length = 0

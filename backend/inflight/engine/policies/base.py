@@ -1,8 +1,8 @@
-"""Where the scheduler has a choice: who is next, gives way, may start, is in a step; how much at once, what to draft.
+"""The scheduler's choices: which request is next, gives way, starts, is in a step; how much at once, and what to draft.
 
 `Scheduler.schedule()` asks these questions and nothing else; a new answer is a new class here or in a file
-of its own, never a branch there.  `Policies` holds one answer to each; `selection.py` builds what
-`model.json` chooses.
+of its own, never a branch there.  `Policies` holds one answer to each; `selection.py` builds
+the answers that `model.json` chooses.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
 
 
 class RequestQueue(Protocol):
-    """Holds the waiting requests and says which are next; called by the scheduler alone."""
+    """Holds the waiting requests and chooses the next ones; called by the scheduler alone."""
 
     def __len__(self) -> int:
-        """Requests waiting."""
+        """Number of waiting requests."""
 
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests, in any order."""
 
     def __contains__(self, request: object) -> bool:
-        """Whether it waits here."""
+        """Whether the request waits here."""
 
     def add(self, request: Request) -> None:
         """Queue a request that just arrived."""
@@ -51,7 +51,7 @@ class RequestQueue(Protocol):
         """Queue a request that was already admitted once (preempted), or whose leader was."""
 
     def next_requests(self, limit: int) -> list[Request]:
-        """Up to `limit` requests in the order in which to admit them, all of which may run now."""
+        """Up to `limit` requests that may run now, in the order in which to admit them."""
 
     def remove(self, request: Request) -> None:
         """Take a request out: it is admitted or aborted."""
@@ -61,27 +61,27 @@ class Rank(Protocol):
     """Which of two requests goes first.  The relation has no cycles."""
 
     def ahead(self, request: Request) -> list[Request]:
-        """Waiting requests that would be admitted before `request`, which is not queued, if no other arrived."""
+        """Waiting requests that would be admitted before `request`, which is not queued, if no more arrived."""
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
-        """Where in `running` it goes: the first one there has the first tokens of a step."""
+        """The request's place in `running`, where the first request gets the first tokens of a step."""
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:
-        """The running requests that give way to the waiting `request` where room is lacking, in this order.
+        """The running requests that give way to the waiting `request` if room is lacking, in this order.
 
-        After giving way a request is next only after `request`.
+        A request that gave way is next only after `request`.
         """
 
 
 class OrderPolicy(RequestQueue, Rank, Protocol):
-    """Both, over the same requests."""
+    """A queue and a rank over the same requests."""
 
 
 class UrgencyPolicy(Protocol):
     """Which waiting requests start before the running ones get their tokens of a step, even in place of some."""
 
     def next_requests(self, running: Sequence[Request]) -> list[Request]:
-        """Waiting requests, the first one first; each outranks a running request, or ends the list for this step."""
+        """Waiting requests in order; the scheduler stops at the first that outranks no running request."""
 
     def giving_way(
         self,
@@ -91,26 +91,26 @@ class UrgencyPolicy(Protocol):
         victims: Sequence[Request],
         pool: KVPool,
     ) -> Sequence[Request]:
-        """Those of `victims`, which it outranks, to preempt until `request` finds room; none if all are not enough.
+        """The `victims` to preempt until `request`, which outranks them all, has room; none if all are not enough.
 
         Args:
             prefix: the blocks that the prefix cache would give it.
-            beside: the running requests that keep what they have.
+            beside: the running requests that keep their blocks.
         """
 
 
-# Who gives up its blocks, of requests (in the order of `OrderPolicy.position`) not yet in this step.
+# Chooses the request that gives up its blocks.  The candidates, in the running order, are not yet in this step.
 VictimPolicy = Callable[[Sequence[Request]], Request]
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """A request waits for something outside of the engine: a grammar that compiles, KV that arrives.
+    """A request waits for something outside the engine: a grammar to compile, KV to arrive.
 
     Attributes:
-        reason: what it waits for, for the message of its failure.
+        reason: the thing that it waits for, for its failure message.
         seconds: how long it may wait before it fails.
-        failure: why it never will start, in words for the client (INVALID_ARG); "" while it may.
+        failure: why it can never start, in words for the client (INVALID_ARG); "" if it may still start.
     """
 
     reason: str
@@ -119,13 +119,13 @@ class NotYet:
 
 
 class ArrivalPolicy(Protocol):
-    """Whether a request is taken at all."""
+    """Whether the engine accepts a request at all."""
 
     def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
-        """Why the sequences of a request that arrives are not taken; None if they are.
+        """Why an arriving request's sequences are refused; None if they are accepted.
 
         Args:
-            failure: why they are refused anyway; the answer can only add to it.
+            failure: why they are refused in any case; the answer can only add to it.
         """
 
 
@@ -135,10 +135,10 @@ class AdmissionPolicy(Protocol):
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        """Whether it may start beside `running`: all running requests, or those that will not give way to it.
+        """Whether it may start beside `running`: all running requests, or the ones that will not give way to it.
 
-        Yes; no, and then nobody overtakes it; or not yet, and then others pass it.  Not yet comes before no: a
-        no may have running requests preempted, which a request that cannot start is not worth.
+        True; False, and then no request overtakes it; or `NotYet`, and then others pass it.  `NotYet` comes before
+        False, which can preempt running requests: one that cannot start must not cause that.
 
         Args:
             prefix: the blocks that the prefix cache would give it.
@@ -148,13 +148,13 @@ class AdmissionPolicy(Protocol):
 class BudgetPolicy(Protocol):
     """How many tokens of prompts a step computes beside its decodes.
 
-    Decodes (one token each) are never asked about: they come first in every step.
+    Decodes (one token each) need no grant: they come first in every step.
     """
 
     def grant(self, request: Request, missing: int, limit: int) -> int:
-        """How many of the `missing` tokens that the request has yet to compute it gets in this step.
+        """How many of its `missing` tokens, which are not computed yet, the request gets in this step.
 
-        Up to `limit`, for which the step has room; 0 passes it over.
+        At most `limit`, for which the step has room; 0 passes the request over.
         """
 
 
@@ -162,9 +162,9 @@ class TurnPolicy(Protocol):
     """Which running requests are in the next step."""
 
     def take(self, running: Sequence[Request]) -> list[Request]:
-        """Those in the next step, in the order of `running`; the others keep what they hold.
+        """The requests of the next step, in the order of `running`; the others keep their slots and blocks.
 
-        At least one of them, if any runs, and each within a bounded number of steps.
+        At least one, if any runs, and each within a bounded number of steps.
         """
 
 
@@ -175,7 +175,7 @@ class Policies:
     Attributes:
         urgency: None: no waiting request displaces a running one.
         draft_counts: of `drafter`.
-        listeners: are told what happens; the answers that learn from it are among them.
+        listeners: receive the events; they include the policies that learn from them.
     """
 
     order: OrderPolicy

@@ -1,8 +1,8 @@
-"""How much of a prompt goes into a step, beyond `StaticBudget`.
+"""How much of a prompt a step computes, beyond `StaticBudget`.
 
 `LatencyBudget` keeps steps with decodes within a target (`itl_target_ms`).  `PartialPrefillLimits` wraps it, or
 the static budget, and keeps short prompts from queueing behind long ones.  `WeighedPrompts` wraps either, and keeps
-prompts from queueing behind those whose log probabilities are asked for.  Pure Python, no torch.
+prompts from queueing behind prompts with requested log probabilities.  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from inflight.engine.request import Request
 
 __all__ = ["MIN_CHUNK", "STARVED_STEPS", "LatencyBudget", "PartialPrefillLimits", "WeighedPrompts"]
 
-# Prompts progress whatever the target: within STARVED_STEPS consecutive steps with decodes and prompts, at least
+# Prompts progress at any target: within STARVED_STEPS consecutive steps with decodes and prompts, at least
 # MIN_CHUNK tokens of prompts are computed.  A prompt of P tokens that is first in line is therefore computed
 # within STARVED_STEPS * (P / MIN_CHUNK + 1) steps.
 MIN_CHUNK = 32
 STARVED_STEPS = 8
-_PACE = MIN_CHUNK // STARVED_STEPS  # tokens a step; no chunk is smaller by choice
+_PACE = MIN_CHUNK // STARVED_STEPS  # tokens per step; smaller chunks are not granted, except for the end of a prompt
 # A chunk is at most this many times the largest one measured so far.
 _LARGEST_JUMP = 2
-# Steps with prompts by which the headroom is judged, and the headroom before the first of them.
+# Number of steps with prompts that determine the headroom, and the headroom before the first of them.
 _JUDGED = 100
 _INITIAL_HEADROOM = 0.25
-# A step that takes longer than expected by more than this is an outlier, which no headroom covers.
+# A step that exceeds its expected time by more than this share is an outlier, which the headroom does not cover.
 _MAX_HEADROOM = 0.5
-# To rank the vocabulary for so many log probabilities of a prompt token, and to write them as text, costs about as
-# much as to compute a token: measured with a model of 4 M parameters, which is the worst case.
+# Ranking the vocabulary for so many log probabilities of a prompt token, and writing them as text, costs about as
+# much as computing a token: measured with a model of 4 M parameters, which is the worst case.
 _LOGPROBS_PER_TOKEN = 32
-_MOST_LOGPROBS = 1024  # that count: whole vocabularies are not ranked, and every prompt must progress
+_MOST_LOGPROBS = 1024  # most that count: a whole vocabulary is not ranked, and every prompt must progress
 
 
 class LatencyBudget(EngineListener):
     """Gives prompts as many tokens as keep a step with decodes within `target`, by an online model of its cost.
 
-    Without decodes nobody waits for the step, and prompts get all of it.  With decodes,
+    Without decodes no request waits for the step, and prompts get all of it.  With decodes,
 
         expected(decodes + chunks so far + this chunk) * (1 + headroom) <= target
 
     where the headroom is the largest relative overrun of the last hundred steps with prompts, so that about
-    one step in a hundred is late, whatever the machine's noise looks like and whatever the model does not
-    know of the cost (split conformal prediction, Lei et al., arXiv:1604.04173).  While little is known the
-    headroom is large and chunks are small: the first has `MIN_CHUNK` tokens, and none has more than twice as
-    many as the largest one measured.  Where the target cannot be kept it yields: prompts progress as stated
-    at `STARVED_STEPS`.
+    one step in a hundred is late, for any noise of the machine and any error of the model (split conformal
+    prediction, Lei et al., arXiv:1604.04173).  While little is known, the headroom is large and chunks are
+    small: the first has `MIN_CHUNK` tokens, and none has more than twice as many as the largest one measured.
+    If the target cannot be met, it yields: prompts progress as described at `STARVED_STEPS`.
 
     Args:
         target: seconds between two tokens of a running request.
@@ -84,7 +83,7 @@ class LatencyBudget(EngineListener):
 
     def grant(self, request: Request, missing: int, limit: int) -> int:
         computed = request.num_total_tokens - missing
-        if missing == 1:  # a decode that comes back from where it was swapped to
+        if missing == 1:  # a decode that resumes after a swap
             self._load = self._load._replace(
                 decodes=self._load.decodes + 1, context_tokens=self._load.context_tokens + computed + 1
             )
@@ -95,12 +94,12 @@ class LatencyBudget(EngineListener):
             num_tokens = min(limit, MIN_CHUNK) if starved else 0
         self._asked = True
         if num_tokens:
-            self._granted += MIN_CHUNK if num_tokens == missing else num_tokens  # the last one counts as a whole one
+            self._granted += MIN_CHUNK if num_tokens == missing else num_tokens  # a last chunk counts as a full one
             self._load = self._load.with_prefill(computed, num_tokens)
         return num_tokens
 
     def step_done(self, step: DoneStep) -> None:
-        """Learn from a step's time, making it included: those who wait for it wait for that, too."""
+        """Learn from a step's time, including making it: its requests wait for that, too."""
         load, seconds = step_load(step.out), step.result.ended - step.start
         expected = self.model.cost.seconds(load)
         judged = load.prefills and load.decodes and self.model.knows_prompts
@@ -110,7 +109,7 @@ class LatencyBudget(EngineListener):
         self.model.observe(load, seconds)
 
     def _affordable(self, computed: int) -> int:
-        """How many tokens that follow `computed` ones the step has time for."""
+        """How many tokens after `computed` ones the step has time for."""
         cost = self.model.cost
         jump = max(MIN_CHUNK, _LARGEST_JUMP * self.model.largest_prefill) - self._load.prefill_tokens
         room = self.target / (1 + self.headroom) - cost.seconds(self._load.with_prefill(computed, 0))
@@ -128,15 +127,15 @@ class LatencyBudget(EngineListener):
 class PartialPrefillLimits(EngineListener):
     """Bounds how many prompts are partly computed at once, and how much of a step a long one takes.
 
-    A prompt that would be one too many is passed over in favour of short ones behind it that fit the step as
-    a whole.  It stays first in line and takes the place of the next prompt that is complete, so it waits for
-    no more prompts than were partly computed when it reached the front.
+    A prompt beyond the limit is passed over in favour of short ones behind it that fit the step as a whole.  It
+    stays first in line and takes the place of the next prompt that completes, so it waits for no more prompts
+    than were partly computed when it reached the front.
 
     Args:
-        inner: says how much of what is left to each.
+        inner: divides the tokens within these limits.
         max_partial: prompts that may be partly computed after a step.
-        max_long: those of them that may be long.
-        threshold: a request with more tokens to compute counts as long, and gets no more than these in a step.
+        max_long: how many of these may be long.
+        threshold: a request with more tokens to compute is long, and gets at most so many in a step.
     """
 
     def __init__(self, inner: BudgetPolicy, max_partial: int, max_long: int, threshold: int) -> None:
@@ -153,7 +152,7 @@ class PartialPrefillLimits(EngineListener):
         is_long = missing > self._threshold
         if is_long:
             limit = min(limit, self._threshold)
-        counted = request.slot >= 0  # it is running: `begin` has counted it
+        counted = request.slot >= 0  # it is running: `step_begins` has counted it
         if not counted:
             full = self._partial >= self._max_partial and limit < missing
             if full or (is_long and self._long >= self._max_long):
@@ -169,13 +168,13 @@ class PartialPrefillLimits(EngineListener):
 
 
 class WeighedPrompts(EngineListener):
-    """Counts a prompt token as 1 + k / 32 tokens of the step if k log probabilities of it are asked for.
+    """Counts a prompt token as 1 + k / 32 tokens of the step if k of its log probabilities are requested.
 
-    So such prompts make a step at most twice as long, and the tokens that they leave go to the prompts in line behind.
+    So such prompts make a step at most twice as long, and the tokens that they leave go to the prompts behind them.
     The first one of a step gets at least one token.
 
     Args:
-        inner: says how much of what is left to each.
+        inner: divides the tokens that are left.
         max_num_batched_tokens: tokens of a step.
     """
 

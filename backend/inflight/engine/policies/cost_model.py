@@ -1,18 +1,18 @@
-"""What a step costs as a function of its load, and a fit of it to the steps of a serving engine.
+"""A model of a step's cost as a function of its load, and its fit to the steps of a serving engine.
 
     seconds = curve(tokens)
             + per_sequence        * sequences
-            + per_context_token   * tokens that the decodes read from the KV cache
+            + per_context_token   * tokens whose KV the decodes read
             + prefill_fixed, if the step computes prompt tokens
             + per_prefill_token   * prompt tokens
             + per_attention_pair  * query-key pairs of the prompts' attention (quadratic in a prompt)
 
 The curve is piecewise linear over the tokens of a step; with a single knot it is a constant.  The
-model is shared by `OnlineStepCost` (one knot), the simulator's calibration (many knots) and the static
+model serves `OnlineStepCost` (one knot), the simulator's calibration (many knots) and the static
 baseline of a step trace.
 
 No coefficient is negative: adding work never makes a step cheaper, and an extrapolation from a few
-noisy steps must not claim so.  The terms follow Sarathi-Serve (arXiv:2403.02310, section 3) and Vidur
+noisy steps must not predict that.  The terms follow Sarathi-Serve (arXiv:2403.02310, section 3) and Vidur
 (arXiv:2405.05465, section 4).  Pure Python, no torch.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["OnlineStepCost", "StepCost", "StepLoad", "prefill_pairs", "step_load
 
 
 class StepLoad(NamedTuple):
-    """What a step computes.
+    """The work of a step.
 
     A row that computes one token counts as a decode even if that token is the last of a prompt: the
     cost is the same.
@@ -149,7 +149,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # The order of a load's terms is the order in which the descent visits them: prompt terms come first,
-# so that what cannot be told apart is charged to prompts rather than making them look free.
+# so that indistinguishable costs are charged to prompts, which would otherwise look free.
 _TERMS = 6
 
 
@@ -171,7 +171,7 @@ def _cost(weights: Sequence[float]) -> StepCost:
 
 
 class _NormalEquations:
-    """Weighted sums of x x' and x y: all that least squares needs to know of the observed steps."""
+    """Weighted sums of x x' and x y: all that least squares needs of the observed steps."""
 
     def __init__(self) -> None:
         self.gram = [[0.0] * _TERMS for _ in range(_TERMS)]
@@ -189,8 +189,8 @@ class _NormalEquations:
 def _descend(parts: Sequence[_NormalEquations], weights: list[float], sweeps: int) -> None:
     """Coordinate descent towards the non-negative least squares solution, in place.
 
-    Each update is exact for its coordinate, so the terms need no common scale.  Starting from the
-    previous solution, a few sweeps per step suffice to follow a machine that drifts.
+    Each update is exact for its coordinate, so the terms need no common scale.  From the previous
+    solution, a few sweeps per step suffice to follow a machine that drifts.
     """
     gram = [[sum(part.gram[i][j] for part in parts) for j in range(_TERMS)] for i in range(_TERMS)]
     moment = [sum(part.moment[i] for part in parts) for i in range(_TERMS)]
@@ -210,16 +210,16 @@ class _Kind:
 
 
 class OnlineStepCost:
-    """Fits the model to the steps as they come: recursive least squares with forgetting.
+    """Fits the model to the steps one by one: recursive least squares with forgetting.
 
-    Errors count relative to the step; otherwise the few long steps would decide everything.  Steps with
-    and without prompts are remembered separately, so that hours of decoding do not wash out what a
-    prompt costs.  A step that takes far longer than expected (a garbage collection, another process) is
+    Errors are relative to the step; otherwise the few long steps would dominate.  Steps with
+    and without prompts are remembered separately, so that hours of decoding do not erase the
+    cost of a prompt.  A step that takes far longer than expected (a garbage collection, another process) is
     an outlier and counts little more than a slightly slow one (Huber weights).  If outliers persist, the
     tolerance grows by a tenth per step and the model adapts.
 
     Args:
-        memory: number of steps of a kind after which an observation weighs 1/e.
+        memory: number of steps of the same kind after which an observation weighs 1/e.
 
     Attributes:
         cost: the current fit.
@@ -236,7 +236,7 @@ class OnlineStepCost:
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether enough steps with prompts were observed to tell an outlier among them."""
+        """Whether enough steps with prompts were observed to recognise an outlier."""
         return self._kinds[True].count >= _WARM_UP
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -265,4 +265,4 @@ _WARM_UP = 8  # steps of a kind before one of them can count as an outlier
 _SMOOTHING = 0.05
 _MIN_TOLERANCE = 0.05
 _ONLINE_SWEEPS = 8
-_REFIT_EVERY = 4  # steps without prompts, of which there are many alike
+_REFIT_EVERY = 4  # steps without prompts: they are many, and alike

@@ -1,4 +1,4 @@
-"""A request whose deadline passed while it waited is not started: computing its prompt would be wasted.
+"""Does not start a request whose deadline passed while it waited: computing its prompt would be wasted work.
 
 Pure Python, no torch.
 """
@@ -15,16 +15,16 @@ from inflight.engine.request import FinishReason, Request
 
 __all__ = ["AdmissionRecord", "DeadlineAdmission"]
 
-# The frontend ends late requests, and aborts them here; if it has not within this time, the engine does.
+# The frontend ends late requests and aborts them here; after this time the engine ends them itself.
 _GRACE_SECONDS = 1.0
 
 
 class AdmissionRecord:
-    """What admission found, for those who predict when a request will start.
+    """Admission's findings, to predict when a request will start.
 
     Attributes:
-        blocked: in the step made last a request did not find room beside the running ones.
-        lengths: of the outputs of the last requests that ended.
+        blocked: in the step made last, a request had no room beside the running ones.
+        lengths: output lengths of the last requests that ended.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class AdmissionRecord:
 
 
 class DeadlineAdmission(EngineListener):
-    """Asks another policy about requests that are in time, and passes over the late ones.
+    """Implements `AdmissionPolicy`: `inner` for requests in time; late ones are passed over.
 
-    A request that has run before is never late: its output so far is worth something.
+    A request that has run before is never late: its output so far is worth keeping.
 
     Args:
         record: is kept up to date.
@@ -59,8 +59,8 @@ class DeadlineAdmission(EngineListener):
         return answer
 
     def ended(self, request: Request) -> None:
-        """An aborted request counts as long as those that outlived it did (Kaplan and Meier's estimate, by a draw):
-        under load long requests are the ones aborted, and outputs would seem ever shorter."""
+        """An aborted request counts with the length of a random request that outlived it (Kaplan and Meier's estimate):
+        under load, long requests are the ones that are aborted, and outputs would seem ever shorter."""
         if request.num_output_tokens:
             aborted, lengths = request.finish_reason is FinishReason.ABORT, self._record.lengths
             lengths.add(lengths.likely(request) if aborted else request.num_output_tokens)

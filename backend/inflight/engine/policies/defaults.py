@@ -61,14 +61,14 @@ class FcfsOrder:
 
 def last_in_order(candidates: Sequence[Request]) -> Request:
     """The request that the order policy ranks last: the latest admitted under fcfs, of the least urgent class under
-    priority.  Requests ahead of it never lose blocks to it, so what the order says of starvation holds."""
+    priority.  Requests ahead of it never lose blocks to it, so the order's guarantee against starvation holds."""
     return candidates[-1]
 
 
 class FreeBlocksAdmission:
-    """Admits while the blocks of all the request's present tokens and one more are available.
+    """Admits a request if the blocks for all of its present tokens and one more are available.
 
-    They are not reserved, but a request that could not even finish its prompt would only be
+    The blocks are not reserved, but a request that could not even finish its prompt would only be
     preempted again.
 
     Args:

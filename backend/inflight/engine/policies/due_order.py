@@ -1,4 +1,4 @@
-"""Who is next, beyond first come, first served.  Pure Python, no torch.
+"""The order of requests, beyond first come, first served.  Pure Python, no torch.
 
 Every `scheduling_policy` gives each request a patience in seconds.  A request is *due* once it has waited that
 long, and the request that is due first goes first:
@@ -9,9 +9,8 @@ long, and the request that is due first goes first:
     sjf         the most output tokens it may take * sjf_aging_seconds  (shortest job first)
     edf         from arrival to its deadline, or edf_default_timeout    (earliest deadline first)
 
-Due times never change.  So the queue is a sorted list that no step has to search, and nothing starves: of
-the requests that arrive after a request r, only an s that arrives less than patience(r) - patience(s)
-after it can overtake it.
+Due times never change.  So the queue is a sorted list that no step has to search, and no request starves:
+only a request s that arrives less than patience(r) - patience(s) seconds after a request r can overtake it.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class DueOrder:
     """The request that is due first goes first; ties go by request id and index.
 
     With `preempts` a waiting request may take the place of a running one that is of a *strictly lower class
-    and due later*.  Both orders are fixed, so two requests never preempt each other in turn, and a request
-    that is overdue is no longer preempted.
+    and due later*.  Both orders are fixed, so two requests never preempt each other in turn, and an overdue
+    request is not preempted by later arrivals.
 
     Args:
         patience: seconds after a request's arrival until it is due; constant for a request.
@@ -71,7 +70,7 @@ class DueOrder:
         return request in self._entries
 
     def __getitem__(self, index: int) -> Request:
-        """The `index`-th in line."""
+        """The `index`-th request in line."""
         return self._queue[index][3]
 
     def due(self, request: Request) -> float:
@@ -84,7 +83,7 @@ class DueOrder:
         insort(self._queue, entry)
 
     def add_first(self, request: Request) -> None:
-        """It returns to its old place: its arrival time, and so its due time, has not changed."""
+        """The request returns to its old place: its arrival time, and so its due time, has not changed."""
         self.add(request)
 
     def next_requests(self, limit: int) -> list[Request]:
@@ -98,7 +97,7 @@ class DueOrder:
         return [entry[3] for entry in self._queue[:end]]
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
-        """Running requests stand in the order of the queue; the last ones give way first."""
+        """Running requests have the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)
 
     def outranked(self, request: Request, running: Sequence[Request]) -> Iterator[Request]:

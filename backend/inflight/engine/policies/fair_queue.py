@@ -1,16 +1,16 @@
 """Weighted fair queueing across tenants, by tokens served, with caps.  Pure Python, no torch.
 
-A tenant here is an account (`engine/policies/tenant_accounts.py`): names that clients may have made up share one.
+A tenant here is an account (`engine/policies/tenant_accounts.py`): names that clients can make up share one account.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token as the unit of service, as in
 the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each tenant has a tag:
 
-    tag = (tokens computed for it + tokens that its running requests may still take) / weight
+    tag = (tokens computed for it + tokens that its running requests can still take) / weight
 
 and of the tenants in line (a request waits, and the cap on running sequences leaves room) the one with the
-smallest tag is next.  Admission adds a request's largest possible cost to the tag; what the request has not
-used when it leaves is subtracted again.  So the tag ends up exact whatever a client declares as
-`max_tokens`, and no step has anything to count.
+smallest tag is next.  Admission adds a request's largest possible cost to the tag; when the request leaves,
+its unused part is subtracted again.  So the tag ends up exact for any `max_tokens` that a client declares,
+and steps need no counting.
 
     virtual time    the largest tag at which a request was admitted so far
     joining         a tenant that was not in line starts at the virtual time or at its tag, whichever
@@ -21,10 +21,10 @@ largest cost of a request (its prompt and `max_tokens`) and S = `max_num_seqs`,
 
     W_a / w_a - W_b / w_b  <=  L * ((1 + 2 * S) / w_a + (1 + S) / w_b)
 
-since running requests are not taken back: a tenant that was alone may hold all S slots when the
-other arrives.  (At a's last admission its tag was at most b's, so what a was ever served exceeds
-what b was by at most what b's running requests may still take, S * L / w_b, and one request of a;
-the rest bounds how far apart the two may have been at t1.)
+since running requests keep their slots: a tenant that was alone can hold all S slots when the
+other arrives.  (At a's last admission its tag was at most b's, so a's service exceeds b's by at
+most the tokens that b's running requests can still take, S * L / w_b, and one request of a; the
+other terms bound the difference at t1.)
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class _Tenant:
     """A tenant's waiting and running requests.
 
     Attributes:
-        number: unique; keeps comparisons of entries away from the tenant itself.
+        number: unique, so that comparisons of entries never reach the tenant itself.
         tag: virtual time at which it is next; tokens per weight.
-        last_admission: counts the admissions of all tenants; of equal tags the least recent is next.
+        last_admission: number of its last admission among those of all tenants; of equal tags the lowest is next.
         running: in the order of `queue`'s `position`.
         entry: its place in the line, or None while it is not in line.
     """
@@ -75,7 +75,7 @@ class _Tenant:
         return len(self.queue) if cap is None else min(len(self.queue), cap - len(self.running))
 
     def cost(self, request: Request) -> float:
-        """What the request may still take, in units of the tag."""
+        """Tokens that the request can still take, in units of the tag."""
         return (request.max_total_tokens - request.num_computed_tokens) / self.options.weight
 
 
@@ -86,7 +86,7 @@ class FairQueue(EngineListener):
 
     Args:
         make_queue: an empty queue for one more tenant.
-        accounts: which one a request counts against, and the options of each.
+        accounts: maps a request to its account, and an account to its options.
     """
 
     def __init__(self, make_queue: Callable[[], DueOrder], accounts: TenantAccounts) -> None:
@@ -144,7 +144,7 @@ class FairQueue(EngineListener):
             self._line_up(tenant)
 
     def ahead(self, request: Request) -> list[Request]:
-        """Those of its tenant that are due before it; of each other tenant, those whose turn comes at a smaller tag."""
+        """Its tenant's requests that are due before it, and other tenants' requests whose turn comes at a smaller tag."""
         tenant = self._tenant(request)
         found = tenant.queue.ahead(request)
         tag = tenant.tag if tenant.entry is not None else max(tenant.tag, self._virtual_time)
@@ -160,7 +160,7 @@ class FairQueue(EngineListener):
         return found
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
-        """In order of admission, but before those of its tenant that are due later."""
+        """In order of admission, but before requests of its tenant that are due later."""
         tenant = self._tenant(request)
         due = tenant.queue.due(request)
         if not tenant.running or tenant.queue.due(tenant.running[-1]) <= due:
@@ -199,7 +199,7 @@ class FairQueue(EngineListener):
         return tenant
 
     def _line_up(self, tenant: _Tenant) -> None:
-        """Put the tenant where its tag belongs in the line, or take it out of it."""
+        """Put the tenant at its tag's place in the line, or take it out of the line."""
         joins = tenant.entry is None
         if tenant.entry is not None:
             del self._line[bisect_left(self._line, tenant.entry)]

@@ -12,11 +12,11 @@ from inflight.grammars.base import Grammars
 
 __all__ = ["GrammarAdmission"]
 
-_WAIT_SECONDS = 60.0  # compiling ends before that, or fails
+_WAIT_SECONDS = 60.0  # compiling ends or fails before that
 
 
 class GrammarAdmission(EngineListener):
-    """Implements `AdmissionPolicy`: `inner`, and not before the grammar is compiled.  Compiling starts on arrival."""
+    """Implements `AdmissionPolicy`: `inner`, but only once the grammar is compiled.  Compiling starts on arrival."""
 
     def __init__(self, inner: AdmissionPolicy, grammars: Grammars) -> None:
         self._inner = inner

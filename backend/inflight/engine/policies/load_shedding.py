@@ -1,19 +1,18 @@
-"""Refuses requests that would miss their deadline by waiting, when they arrive and nothing has been spent on them.
+"""Refuses requests that would miss their deadline by waiting, on arrival, before any work is spent on them.
 
-An overloaded engine that takes everything serves nothing in time: each request waits until its deadline is near, and
-what was computed for those that miss it is lost.  So an arrival is given a slot on paper:
+An overloaded engine that accepts every request serves none in time: each waits until its deadline is near, and the
+work for requests that miss it is lost.  So the arrival is placed in a forecast of the slots:
 
-    slots      those that run, each until its expected end, and the free ones
-    queue      the requests that are ahead of it (`OrderPolicy.ahead`): each takes the slot that is free first
-    arrival    starts when it is its turn, and takes its own expected time
+    slots      busy ones until the expected end of their requests, and the free ones
+    queue      the requests ahead of it (`OrderPolicy.ahead`): each takes the slot that is free first
+    arrival    starts at its turn, and takes its own expected time
 
-It is refused if it has to wait, and would end after its deadline.  One that could start at once
-is never refused, nor is any before `_WARM_UP` steps have been seen: there is nothing to judge by.
+It is refused if it has to wait and would end after its deadline.  A request that can start immediately is never
+refused, nor is any before `_WARM_UP` steps were observed: there is no basis for a prediction.
 
-What a step takes is measured (`_Pace`): its time without prompts, and the time of a prompt token, separately, since
-waiting prompts come on top of the decodes; and what it brings, since drafts make several tokens of one step.  Expected
-outputs are those of the last requests that ended
-(`OutputLengths`).  Pure Python, no torch.
+`_Pace` measures the time of a step without prompts and of a prompt token, separately, since waiting prompts add to
+the decodes; and the tokens of a step, since drafts can yield several per sequence.  Expected outputs are the lengths
+of the last requests that ended (`OutputLengths`).  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from inflight.engine.scheduler import Scheduler
 
 __all__ = ["LoadShedding"]
 
-_WARM_UP = 20  # steps before anything is predicted
-_WARM_UP_ENDED = 8  # requests that ended, likewise
+_WARM_UP = 20  # steps before the first prediction
+_WARM_UP_ENDED = 8  # ended requests, likewise
 _MEMORY = 100  # steps after which an observation weighs 1/e
-_LATE_SHARE = 0.1  # of the requests that are let in to wait
-_GAIN = 0.005  # small: what becomes of a request is known seconds later, and hundreds are under way
+_LATE_SHARE = 0.1  # share of the requests accepted to wait that end late
+_GAIN = 0.005  # small: the outcome of a request is known seconds later, with hundreds in progress
 _LEAST, _MOST = 0.9, 5.0
 _MAX_OUTPUT = 2**31
-_MAX_AHEAD = 2048  # requests that are placed one by one; the rest count as their mean
+_MAX_AHEAD = 2048  # requests placed one by one; the others count as their mean
 
 
 class _Pace:
-    """What steps take: seconds = base + per_prompt_token * prompt tokens, with the weight on recent ones.
+    """The time of steps: seconds = base + per_prompt_token * prompt tokens; recent steps weigh more.
 
     Attributes:
-        num_steps: observed so far.
+        num_steps: steps observed so far.
         mean: seconds of a step, prompts included.
         gain: tokens that a sequence gets in a step.
     """
@@ -79,20 +78,20 @@ class _Pace:
 
     @property
     def per_token(self) -> float:
-        """Seconds that a sequence takes for a token, prompts of others included."""
+        """Seconds per token of a sequence, including prompts of other requests."""
         return self.mean / self.gain
 
     @property
     def per_token_alone(self) -> float:
-        """Seconds that a sequence takes for a token while nobody computes a prompt."""
+        """Seconds per token of a sequence in steps without prompts."""
         return (self.mean - self.per_prompt_token * self._tokens) / self.gain
 
 
 class _Caution:
-    """By how much predictions are stretched, so that about a tenth of the requests that waited end late.
+    """The factor that stretches predictions, so that about a tenth of the requests that waited end late.
 
-    Learned from what becomes of them: others pass them in line, outputs are longer than those that ended in time
-    suggest, the machine slows down.  A tenth late is where as many are let in as can be.
+    It is learned from their outcomes: others pass them in line, outputs are longer than the requests that ended in
+    time suggest, the machine slows down.  With a tenth late, about as many requests are accepted as can be served.
 
     Attributes:
         factor: of the predicted time, 1 at first.
@@ -102,17 +101,17 @@ class _Caution:
         self.factor = 1.0
 
     def observe(self, late: bool) -> None:
-        """A request that had to wait, and was let in, ended: `late`, or in time."""
+        """A request that was accepted to wait ended: `late`, or in time."""
         factor = self.factor * (1.0 + _GAIN * (1.0 - _LATE_SHARE) if late else 1.0 - _GAIN * _LATE_SHARE)
         self.factor = min(max(factor, _LEAST), _MOST)
 
 
 class LoadShedding(EngineListener):
-    """Judges arrivals.
+    """Implements `ArrivalPolicy` by a prediction.
 
     Args:
-        accounts: what limits of tenants are counted by.
-        record: what admission found.
+        accounts: the units of the tenants' limits.
+        record: admission's findings.
         clock: seconds, on the clock of the deadlines.
     """
 
@@ -131,14 +130,14 @@ class LoadShedding(EngineListener):
         self._pace = _Pace()
         self._record = record
         self._lengths = record.lengths
-        self._slots = scheduler.limits.max_num_seqs  # that requests get at a time: fewer if blocks are scarce
+        self._slots = scheduler.limits.max_num_seqs  # that requests can hold at a time: fewer if blocks are scarce
         self._caution = _Caution()
-        self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of those that were let in to wait
+        self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of requests accepted to wait
         self._last = 0.0  # when the last step ended
-        self._computed = 1.0  # share of the prompts that the prefix cache does not hold
+        self._computed = 1.0  # share of prompt tokens that the prefix cache does not have
         self._queries = self._hits = 0
 
-    # -- what happens ----------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------
 
     def step_done(self, step: DoneStep) -> None:
         scheduler, pool = self._scheduler, self._scheduler.pool
@@ -164,7 +163,7 @@ class LoadShedding(EngineListener):
             self._caution.observe(self._clock() >= deadline)
 
     def _forget_late(self) -> None:
-        """Those that never ran; called when one arrives."""
+        """Forget late and ended requests that never ran; called on an arrival."""
         now = self._clock()
         while self._foretold:
             request, deadline = next(iter(self._foretold.items()))
@@ -174,20 +173,20 @@ class LoadShedding(EngineListener):
             if deadline <= now:
                 self._caution.observe(True)
 
-    # -- what is predicted -----------------------------------------------------------------
+    # -- predictions -----------------------------------------------------------------------
 
     def refusal(self, sequences: Sequence[Request], failure: RequestFailed | None) -> RequestFailed | None:
-        """Why the sequences of a request that arrives are not taken; None if they are.
+        """Why an arriving request's sequences are refused; None if they are accepted.
 
         Args:
-            failure: why the queue does not take them; only its hint is missing.
+            failure: why the queue refuses them; the answer adds `retry_after`.
         """
         if failure is not None:
             return self._hinted(failure, len(sequences))
         first = sequences[0]
         if not self._is_on or first.deadline is None or not self._knows:
             return None
-        if first.num_given_tokens > first.num_prompt_tokens:  # it goes on: what it has must not be lost
+        if first.num_given_tokens > first.num_prompt_tokens:  # a resumed request: its output must not be lost
             return None
         wait, own = self._predict(sequences)
         if not wait:
@@ -208,7 +207,7 @@ class LoadShedding(EngineListener):
         return self._pace.num_steps >= _WARM_UP and self._lengths.num_seen >= _WARM_UP_ENDED
 
     def _predict(self, sequences: Sequence[Request]) -> tuple[float, float]:
-        """Seconds until the last of the sequences starts, 0 if all can at once; and seconds that they take."""
+        """Seconds until the last of the sequences starts, 0 if all can start immediately; and their own seconds."""
         scheduler, first = self._scheduler, sequences[0]
         ahead = _with_children(scheduler.running, scheduler.waiting.ahead(first))
         yielding = set(scheduler.waiting.outranked(first, scheduler.running))
@@ -216,7 +215,7 @@ class LoadShedding(EngineListener):
         wait, own = self._place(sequences, ahead, running, self._slots)
         of, account = self._accounts.of, self._accounts.of(first.tenant)
         cap = self._accounts.options(account).max_running
-        if cap is not None and cap < self._slots:  # its account's slots are fewer
+        if cap is not None and cap < self._slots:  # its account has fewer slots
             ahead, running = ([r for r in some if of(r.tenant) == account] for some in (ahead, running))
             wait = max(wait, self._place(sequences, ahead, running, cap)[0])
         return wait, own
@@ -224,7 +223,7 @@ class LoadShedding(EngineListener):
     def _place(
         self, sequences: Sequence[Request], ahead: Sequence[Request], running: Sequence[Request], slots: int
     ) -> tuple[float, float]:
-        """As `_predict`, on `slots` slots, some of which the `running` requests hold."""
+        """As `_predict`, on `slots` slots; the `running` requests hold some of them."""
         pace, now = self._pace, self._clock()
         own = sequences[0].num_tokens * self._computed * pace.per_prompt_token
         own += self._length(sequences[-1]) * pace.per_token
@@ -233,7 +232,7 @@ class LoadShedding(EngineListener):
         token = max(pace.per_token, 1e-9)
 
         def rest(request: Request, start: float) -> float:
-            """Tokens until it ends, by itself or at its deadline, if it starts (or goes on) after those of `start`."""
+            """Tokens until it ends, by itself or at its deadline, if it starts or continues `start` tokens from now."""
             left = max(1.0, request.num_prompt_tokens + self._lengths.likely(request) - request.num_tokens)
             if request.deadline is not None:
                 left = min(left, max(0.0, (request.deadline - now) / token - start))
@@ -253,11 +252,11 @@ class LoadShedding(EngineListener):
         return scale * (start * pace.per_token_alone + prompt_tokens * self._computed * pace.per_prompt_token), own
 
     def _length(self, request: Request) -> float:
-        """Output tokens that the request itself is expected to yield: a mean, not a draw."""
+        """Expected output tokens of the request: a mean, not a draw."""
         return self._lengths.mean(request.max_total_tokens - request.num_prompt_tokens)
 
     def _hinted(self, failure: RequestFailed, count: int) -> RequestFailed:
-        """With the time until as many sequences more have ended; without, while that is unknown."""
+        """Add the time until `count` more sequences end, if known."""
         if not self._knows or failure.code != "UNAVAILABLE":
             return failure
         seconds = count * self._lengths.mean(_MAX_OUTPUT) / max(1, self._slots) * self._pace.per_token
@@ -265,14 +264,14 @@ class LoadShedding(EngineListener):
 
 
 def _tokens_of_a_row(step: DoneStep) -> float:
-    """Mean over the sequences that got tokens in a step; 1 if none did."""
+    """Mean tokens of the sequences that got any in a step; 1 if none did."""
     several = [len(delta.token_ids) for delta in step.deltas if delta.token_ids]
     rows = len(several) + len(step.tokens.token_ids)
     return (sum(several) + len(step.tokens.token_ids)) / rows if rows else 1.0
 
 
 def _with_children(running: Sequence[Request], ahead: Sequence[Request]) -> list[Request]:
-    """All sequences in line: those whose leader computes their prompt come first, the others behind their leader."""
+    """All sequences in line: children of running leaders come first, other children directly behind their leader."""
     found = [child for request in running for child in request.children]
     for request in ahead:
         found += [request, *request.children]

@@ -1,10 +1,10 @@
-"""Whether there is memory for one more request, now and later.
+"""Admission by KV memory, now and at its predicted peak.
 
 `FreeBlocksAdmission` (defaults.py) looks at the blocks that are free now.  Requests grow, though: a burst of
-short prompts fits at once and preempts for the rest of its life.  `PredictedPeakAdmission` admits a request
+short prompts fits at first, and then preempts until it has ended.  `PredictedPeakAdmission` admits a request
 while the peak that the running ones will reach fits the pool, after the "future" half of the Past-Future
 scheduler (Gong et al., arXiv:2507.10150): memory peaks just before a request ends, so only those moments
-need a look.
+are checked.
 
     blocks   .-'|            e.g. three requests that grow by a block a step, ends at r1, r2, r3:
           .-'   |  .-'|      the peak is the largest of the sums just before r1, r2 and r3
@@ -28,26 +28,26 @@ from inflight.engine.request import Request
 
 __all__ = ["Forecast", "OutputLengths", "PredictedPeakAdmission"]
 
-_WINDOW = 256  # ended requests that outputs are predicted from
-_UNKNOWN = 256  # output tokens expected of a request while nothing is known
-# Share of the pool that the predicted peak leaves free, since outputs vary; and more of it for a request that
-# was preempted before, so that it comes back when it is likely to stay.
+_WINDOW = 256  # ended requests from which outputs are predicted
+_UNKNOWN = 256  # expected output tokens of a request while nothing is known
+# Share of the pool that the predicted peak leaves free, since outputs vary; and the extra share for a request that
+# was preempted before, so that it returns only when it is likely to stay.
 _MARGIN = 0.02
 _MARGIN_PER_PREEMPTION = 0.05
 _MAX_COUNTED_PREEMPTIONS = 4
-_GRAIN = 4  # steps; expected ends are rounded up to multiples of it, so that there are few moments to look at
-# Multiples of these, modulo 1, spread evenly however many there are (additive recurrence).
+_GRAIN = 4  # steps; expected ends are rounded up to multiples of it, so that there are few moments to check
+# Any number of multiples of these, modulo 1, spread evenly (additive recurrence).
 _GOLDEN, _SILVER, _PLASTIC = 0.6180339887498949, 0.4142135623730951, 0.7548776662466927
 
 
 class OutputLengths:
-    """How many tokens a request will yield, judged by the last requests that ended.
+    """Predicts how many tokens a request will yield, from the last requests that ended.
 
-    A request that has n tokens is expected to end like one of those that had more than n.  Which one is
-    drawn for each request, so that together they are spread as those were; with the mean, all would end at
-    once.  One more entry is a guess: 256 tokens, 2 n for a request that has outlived that, and never more
-    than the request's limit.  At first it is the only entry; later it speaks for the outliers.  `max_tokens`
-    itself is no guess: clients declare far more than they use.
+    A request with n output tokens is expected to end like one of the requests that yielded more than n.  This
+    one is drawn for each request, so that together they have the same spread; with the mean, all would end
+    together.  One more entry is a guess: 256 tokens, or 2 n for a request that has outlived that, but at most
+    the request's limit.  At first it is the only entry; later it represents the outliers.  `max_tokens` is no
+    estimate: clients declare far more than they use.
 
     Attributes:
         num_seen: requests that ended, ever.
@@ -60,7 +60,7 @@ class OutputLengths:
         self._sorted: list[int] = []
 
     def add(self, length: int) -> None:
-        """A request ended with so many output tokens."""
+        """Add the output length of a request that ended."""
         self.num_seen += 1
         self._recent.append(length)
         insort(self._sorted, length)
@@ -68,13 +68,13 @@ class OutputLengths:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
 
     def mean(self, limit: int) -> float:
-        """Mean output of those requests, each cut at `limit`; `limit` itself while nothing is known."""
+        """Mean output of these requests, each cut at `limit`; `limit` itself while nothing is known."""
         shorter = bisect_right(self._sorted, limit)
         total = sum(self._sorted[:shorter]) + (len(self._sorted) - shorter) * limit
         return total / len(self._sorted) if self._sorted else limit
 
     def likely(self, request: Request) -> int:
-        """As `expected`, but a guess only where nothing is known: for a sum over many requests."""
+        """As `expected`, but with the guess only where nothing is known: for a sum over many requests."""
         num_tokens = request.num_tokens - request.num_prompt_tokens
         limit = request.max_total_tokens - request.num_prompt_tokens
         longer = bisect_right(self._sorted, num_tokens)
@@ -84,7 +84,7 @@ class OutputLengths:
         return min(self._sorted[longer + int(draw * (len(self._sorted) - longer))], limit)
 
     def expected(self, request: Request) -> int:
-        """Output tokens at which the request is expected to end; each number of tokens that it has draws anew."""
+        """Output tokens at which the request is expected to end; drawn again for each number of tokens that it has."""
         num_tokens = request.num_tokens - request.num_prompt_tokens
         limit = request.max_total_tokens - request.num_prompt_tokens
         longer = bisect_right(self._sorted, num_tokens)
@@ -94,23 +94,23 @@ class OutputLengths:
         return min(guess, limit)
 
 
-# A request that holds `offset + t` tokens in step t, up to step `end`: (offset, end).
+# (offset, end): a request that holds `offset + t` tokens in step t, up to step `end`.
 Growth = tuple[int, int]
 
 
 @dataclass(slots=True)
 class _End:
-    """What ends in one step: requests, and the sum of their offsets."""
+    """The requests that end in one step, and the sum of their offsets."""
 
     requests: set[Request] = field(default_factory=set)
     offsets: int = 0
 
 
 class Forecast:
-    """How many tokens requests will hold together, if each grows by a token a step until its end.
+    """How many tokens requests will hold together, if each grows by one token per step until its end.
 
-    Steps are counted from the first one ever, so that a request's growth stays valid while it keeps to it:
-    only requests that come, go or outlive their end are touched, and only `peak` looks at all ends.
+    Steps are numbered from the engine's first, so that a growth stays valid as long as its request follows it:
+    only requests that come, go or outlive their end are touched, and only `peak` visits all ends.
 
     Attributes:
         final_tokens: tokens of all requests, each at its end; an upper bound of the peak.
@@ -144,7 +144,7 @@ class Forecast:
         self.final_tokens -= offset + step
 
     def pop_ending(self, step: int) -> list[Request]:
-        """Take out the requests whose end is that step."""
+        """Remove and return the requests that end in this step."""
         end = self._ends.pop(step, None)
         if end is None:
             return []
@@ -154,14 +154,14 @@ class Forecast:
         return list(end.requests)
 
     def of(self, requests: Iterable[Request]) -> Forecast:
-        """The same for some of the requests."""
+        """The forecast for some of the requests."""
         forecast = Forecast()
         for request in requests:
             forecast.add(request, self._growths[request])
         return forecast
 
     def peak(self, extra: float) -> float:
-        """The most tokens that they will hold at a time, with `extra` more for each request."""
+        """Most tokens that they will hold at the same time, with `extra` more for each request."""
         alive = offsets = 0
         peak = 0.0
         for step in sorted(self._ends, reverse=True):
@@ -173,18 +173,18 @@ class Forecast:
 
 
 class PredictedPeakAdmission(EngineListener):
-    """Admits while the predicted peak of all running requests and this one fits the pool.
+    """Admits a request if the predicted peak of it and all running requests fits the pool.
 
     A request that would run alone is always admitted if its tokens fit now.  Blocks shared by a prefix count
-    once.  A request's expected end is drawn when it is admitted, and again when it has outlived it (until
-    then the draw is as good as a new one) or when twice as much is known.
+    once.  A request's expected end is drawn when it is admitted, and again when the request has outlived it (until
+    then the draw is as good as a new one) or when twice as many requests have ended.
 
-    Takes constant time where the pool could hold all requests at their ends; else O(E log E), E being the
-    number of moments at which some are expected to end.
+    Takes constant time if the pool can hold all requests at their ends; else O(E log E), where E is the
+    number of expected ends.
 
     Args:
         watermark: share of the pool that stays free now and at the peak.
-        margin: share of the pool that stays free at the peak beside that.
+        margin: further share of the pool that stays free at the peak.
     """
 
     def __init__(self, watermark: float = 0.0, margin: float = _MARGIN) -> None:
@@ -192,16 +192,16 @@ class PredictedPeakAdmission(EngineListener):
         self._share = 1 - watermark - margin
         self._lengths = OutputLengths()
         self._step = 0
-        self._next_review = 1  # requests that must have ended before all are drawn again
-        self._forecast = Forecast()  # of all that run, without the tokens of `_hits`
+        self._next_review = 1  # ended requests at which all ends are drawn again
+        self._forecast = Forecast()  # of all running requests, without the tokens of `_hits`
         self._hits: dict[Request, int] = {}  # leading tokens of each in blocks of the prefix cache
         self._num_hits = 0
-        self._asked: tuple[Request | None, Growth] = None, (0, 0)  # whom `admits` was asked about last in this step
+        self._asked: tuple[Request | None, Growth] = None, (0, 0)  # the last request that `admits` judged in this step
 
     def step_begins(self, running: Sequence[Request]) -> None:
         self._step += 1
         self._asked = None, (0, 0)
-        drawn = self._forecast.pop_ending(self._step)  # they run still
+        drawn = self._forecast.pop_ending(self._step)  # they still run
         if self._lengths.num_seen >= self._next_review:
             self._next_review = 2 * self._lengths.num_seen
             self._forecast, drawn = Forecast(), list(self._hits)
@@ -220,7 +220,7 @@ class PredictedPeakAdmission(EngineListener):
             return True
         if len(running) == len(self._forecast):
             return False
-        # Beside some of them: the others keep what they have.
+        # Only `running` is expected to grow: the other requests count with their present blocks.
         num_unshared = sum(len(other.block_ids) - self._hits[other] // pool.block_size for other in running)
         return self._fits(request, growth, prefix, self._forecast.of(running), num_unshared, pool)
 
@@ -234,7 +234,7 @@ class PredictedPeakAdmission(EngineListener):
         pool: KVPool,
     ) -> bool:
         """Whether the pool holds the forecast and `growth`; `num_unshared` blocks hold the forecast's tokens now."""
-        # What else is in use: shared blocks, and blocks of the prefix that would be in use again.
+        # Other blocks in use: shared ones, and blocks of the prefix that would be in use again.
         blocks = pool.num_used - num_unshared + pool.num_reclaimed(prefix)
         share = self._share - _MARGIN_PER_PREEMPTION * min(request.num_preemptions, _MAX_COUNTED_PREEMPTIONS)
         room = pool.block_size * (share * pool.num_blocks - blocks)
@@ -261,7 +261,7 @@ class PredictedPeakAdmission(EngineListener):
             self._lengths.add(request.num_output_tokens)
 
     def _expected_growth(self, request: Request, hits: int) -> Growth:
-        """From here on, with `hits` of its tokens in blocks of the prefix cache."""
+        """The request's growth from now on, with `hits` of its tokens in blocks of the prefix cache."""
         num_tokens = request.num_total_tokens
         left = request.num_prompt_tokens + self._lengths.expected(request) - num_tokens
         end = self._step + max(1, left)

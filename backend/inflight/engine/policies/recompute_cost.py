@@ -1,4 +1,4 @@
-"""What it costs to compute KV again that was lost to preemption.  Pure Python, no torch."""
+"""The cost of computing KV again that was lost to preemption.  Pure Python, no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which running requests are in a step, when one of them has many sequences.
 
-All running sequences are in every step, as a rule: on most devices another row costs little.  But it costs
-something, and a request with `n` = 48 beside one with a single sequence makes that one's steps several times longer.
-`RowShares` bounds what one request adds to a step in which others take part.  Pure Python, no torch.
+All running sequences are in every step, as a rule: on most devices another row costs little.  But not
+nothing: a request with `n` = 48 makes the steps of another request with a single sequence several times longer.
+`RowShares` bounds the rows that one request adds to a step with others.  Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def make_turns(config: EngineConfig) -> TurnPolicy:
 
 
 class RowShares:
-    """Beside others, a request has at most twice the rows of all narrower requests together, or `least` rows.
+    """Beside others, a request has at most twice the rows of all narrower requests together, or `least` if more.
 
     So a step has at most three times the rows that it would have without its widest request, or `least` more; and a
-    request that is alone, or among others as wide as itself, has all of its rows.  Its sequences take turns: with
+    request without narrower ones beside it has all of its rows.  Its sequences take turns: with
     k rows for s sequences, each is in k of s steps.
 
     Args:
-        least: rows that any request has.
+        least: rows that any request can have in a step.
     """
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self._next: dict[int, int] = {}  # requests that are cut: their first sequence of the next step, by place
+        self._next: dict[int, int] = {}  # by limited request: place of its first sequence in the next step
 
     def take(self, running: Sequence[Request]) -> list[Request]:
-        if len(running) <= self._least or not any(map(_index, running)):  # the usual case, and quickly found
+        if len(running) <= self._least or not any(map(_index, running)):  # the usual case, quickly recognised
             return list(running)
         sequences: dict[int, list[Request]] = {}
         for request in running:

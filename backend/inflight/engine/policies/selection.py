@@ -45,11 +45,11 @@ def make_policies(
     """One answer to each of the scheduler's questions.
 
     Args:
-        clock: that of the deadlines.
-        grammars: of the checkpoint; requests that have one wait until it is compiled.
+        clock: of the deadlines.
+        grammars: of the checkpoint; a request with one waits until it is compiled.
         draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
         accounts: of the tenants; None: new ones.
-        record: is told what admission finds; None: no one asks.
+        record: receives admission's findings; None: they are not used.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -106,7 +106,7 @@ def _make_admission(config: EngineConfig, listeners: list[EngineListener]) -> Ad
 
 
 def _make_budget(config: EngineConfig, listeners: list[EngineListener]) -> BudgetPolicy:
-    """Without `long_prefill_token_threshold` a prompt is long that needs more than its share of a step,
+    """Without `long_prefill_token_threshold` a prompt is long if it needs more than its share of a step,
     `max_num_batched_tokens / max_num_partial_prefills`."""
     budget: BudgetPolicy = StaticBudget()
     if config.itl_target_ms is not None:

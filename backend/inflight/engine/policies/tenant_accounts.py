@@ -1,4 +1,4 @@
-"""Whose share and limits a request counts against.  Pure Python, no torch."""
+"""Maps tenants to accounts, which have shares and limits.  Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _OTHERS = "*"
 class TenantAccounts:
     """An account for each tenant that `tenants` names, and one that all others share.
 
-    A name that a client makes up is worth nothing that way: it shares the account with every other one.  Names that
-    come from the operator's proxy (`tenant_header`) are not made up, so each has an account of its own; `per_name`
-    of "*" decides otherwise.
+    So a client gains nothing by making up names: they all share one account.  Names that come from the operator's
+    proxy (`tenant_header`) are not made up, so each has an account of its own; `per_name` of "*" overrides this.
     """
 
     def __init__(self, config: EngineConfig) -> None:

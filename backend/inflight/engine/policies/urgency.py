@@ -1,4 +1,4 @@
-"""Which waiting requests take the place of running ones, and of which.  Pure Python, no torch."""
+"""Which waiting requests take the place of which running ones.  Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from inflight.engine.request import Request
 
 __all__ = ["OutrankingFirst"]
 
-_LOOK_AHEAD = 16  # waiting requests that are looked at in a step
+_LOOK_AHEAD = 16  # waiting requests considered in a step
 
 
 class OutrankingFirst:
     """Implements `UrgencyPolicy`: requests that the order ranks above running ones, which give way if that suffices.
 
     Args:
-        order: says who outranks whom.
-        admission: says whether there is room.
+        order: decides which requests outrank which.
+        admission: decides whether there is room.
     """
 
     def __init__(self, order: OrderPolicy, admission: AdmissionPolicy) -> None:
@@ -29,7 +29,7 @@ class OutrankingFirst:
     def next_requests(self, running: Sequence[Request]) -> list[Request]:
         first = self._order.next_requests(1)
         if not first or next(self._order.outranked(first[0], running), None) is None:
-            return []  # the usual case, and quickly found
+            return []  # the usual case, quickly recognised
         return self._order.next_requests(_LOOK_AHEAD)
 
     def giving_way(
@@ -40,7 +40,7 @@ class OutrankingFirst:
         victims: Sequence[Request],
         pool: KVPool,
     ) -> Sequence[Request]:
-        """One victim, if its blocks are enough: they are, as a rule.  A free slot is certain with any victim."""
+        """One victim, if its blocks are enough, which is usual; else all.  Any victim frees a slot."""
         for enough in (victims[:1], victims):
             if self._admission.admits(request, prefix, beside, _PoolWithout(pool, enough)) is True:
                 return enough
@@ -48,7 +48,7 @@ class OutrankingFirst:
 
 
 class _PoolWithout(KVPool):
-    """What admission can ask of a pool, answered as if `victims` had given up their blocks.  Read only."""
+    """A read-only view of the pool for admission, as if `victims` had given up their blocks."""
 
     def __init__(self, pool: KVPool, victims: Sequence[Request]) -> None:
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size

@@ -1,6 +1,6 @@
-"""Who gives up its blocks when a running request needs one and none is left.
+"""Which request gives up its blocks when a running request needs one and none is left.
 
-There is no livelock, whatever the answer: a preempted request returns only when there are blocks for all of
+No answer leads to livelock: a preempted request returns only when there are blocks for all of
 its tokens, which is more than it gave up, so others have ended or given way in between; and the last
 running request always finds room, because the pool holds one request of any length.
 """
@@ -23,12 +23,12 @@ def lowest_priority(candidates: Sequence[Request]) -> Request:
 
 
 def longest(candidates: Sequence[Request]) -> Request:
-    """The one with the most tokens: few requests are preempted, but long ones finish late."""
+    """The request with the most tokens: few requests are preempted, but long ones finish late."""
     return max(candidates, key=lambda request: (request.num_tokens, request.arrival_time, request.request_id))
 
 
 def least_preempted(candidates: Sequence[Request]) -> Request:
-    """The one that was preempted least often, then the latest arrival: nobody pays twice."""
+    """The request that was preempted least often, then the latest arrival: preemptions are spread."""
     return max(candidates, key=lambda r: (-r.num_preemptions, r.priority, r.arrival_time, r.request_id))
 
 
