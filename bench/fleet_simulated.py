@@ -173,7 +173,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def seen(requests: list[Served]) -> dict[str, float]:
-    """Latencies and attainment of these requests, all of which were answered."""
+    """Latencies and attainment of these requests; every one must have been answered."""
     assert all(request.error is None for request in requests)
     ttft = [request.ttft for request in requests]
     good = sum(SLO_.met(request.ttft, request.tpot) for request in requests)

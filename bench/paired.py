@@ -31,7 +31,7 @@ def git(*arguments: str) -> str:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Imports come from `tree`, whatever is installed."""
+    """Imports come from `tree`, even if another version is installed."""
     paths = [str(tree / name) for name in PACKAGES]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
 

@@ -19,7 +19,7 @@ _END_SECONDS = 60.0  # within which every request must end
 _MAX_PROBLEMS = 5  # reported of problems that begin alike; all are counted
 _SHED = "the queue is too long for the request's deadline"
 
-# What a client does with its requests, and how often.
+# How a client treats its requests, and how often.
 _HABITS = {"whole": 60, "slow": 8, "cancel": 16, "deadline": 10, "bad": 6}
 
 

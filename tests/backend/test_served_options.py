@@ -119,7 +119,7 @@ class Owner:
 
 
 def served(options: dict[str, Any]) -> worker.Engine:
-    """What the engine process builds of a `model.json`, which reaches it encoded."""
+    """The engine that the process builds from a `model.json`, which it receives encoded."""
     config = EngineConfig.from_dict({"model": DEMO, "max_queue_size": 0, **options})
     config = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig)
     page = Heartbeat.create(config.max_num_seqs)

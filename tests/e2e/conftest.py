@@ -55,7 +55,7 @@ GROUPS = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark this folder's tests, and keep those that share a server in one xdist worker."""
+    """Mark this folder's tests, and keep tests that share a server in one xdist worker."""
     group_of = {f"test_{module}": group for group, modules in GROUPS.items() for module in modules}
     for item in items:
         if HERE in item.path.parents:

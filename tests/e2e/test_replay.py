@@ -32,7 +32,7 @@ NAMES = {
         "type": "object",
         "properties": {
             "kind": {"enum": ["list", "set of names", "日本 ☃"]},
-            "description": {"const": "a list of names, some of which were given before"},
+            "description": {"const": "a list of names, including some given before"},
             "names": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 9, "maxItems": 9},
         },
         "required": ["kind", "description", "names"],

@@ -158,7 +158,7 @@ def test_beyond_max_queue_size_requests_are_refused_at_once(serving):
 
 @pytest.mark.nightly
 def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
-    """Of `narrow`, of whose streams one runs and the others wait."""
+    """With model `narrow`: one of its streams runs, and the others wait."""
     with GrpcStream(serving.grpc_address, "narrow") as stream:
         for index in range(3):
             long_request(stream, str(index))
@@ -249,7 +249,7 @@ def test_a_deadline_ends_its_request_and_no_other(serving):
 
 
 def test_metrics_count_what_was_served(serving):
-    """Right after the last answer, and as often as vLLM would, whatever was cached or computed twice."""
+    """Right after the last answer, and as often as vLLM would, regardless of cached or recomputed tokens."""
 
     def served() -> dict[str, float]:
         return gauges(serving.metrics_address, "tiny")

@@ -54,7 +54,7 @@ def _rendered(case: str) -> list[Manifest]:
 
 
 def manifests(case: str) -> list[Manifest]:
-    """Those of a case; the caller's to change."""
+    """A copy of a case's manifests, which the caller can change."""
     return copy.deepcopy(_rendered(case))
 
 
@@ -63,7 +63,7 @@ def of_kind(found: list[Manifest], *kinds: str) -> list[Manifest]:
 
 
 def only(found: list[Manifest], *kinds: str, name: str = FULLNAME) -> Manifest:
-    """The one of these kinds with a name."""
+    """The manifest with this name, of these kinds."""
     (one,) = [one for one in of_kind(found, *kinds) if one["metadata"]["name"] == name]
     return one
 
@@ -74,7 +74,7 @@ def server(found: list[Manifest]) -> Manifest:
 
 
 def pod(workload: Manifest) -> Manifest:
-    """The pod that a workload makes: `metadata` and `spec`."""
+    """The pod template of a workload: `metadata` and `spec`."""
     return workload["spec"]["template"]
 
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of kernels, remembered while their sources stay as they are."""
+"""Compiled kernels, cached until their sources change."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 def compiled(cache: pytest.Cache, folder: Path, name: str, script: str, argument: Any, sources: list[str]) -> Any:
-    """What `script` prints in its last line, as JSON; run again if it, the compiler or a source has changed.
+    """The JSON in the last line that `script` prints; it runs again if it, the compiler or a source has changed.
 
     Args:
         cache: pytest's; one entry per name and argument.
         folder: for the compiler's own cache, which starts empty.
-        sources: files and folders of `backend/inflight` and `tests/support` that the script launches from.
+        sources: files and folders of `backend/inflight` and `tests/support` with the script's kernels and launches.
     """
     key = f"compiled_kernels/{name}-{hashlib.sha256(json.dumps(argument).encode()).hexdigest()[:12]}"
     digest = _digest(script, sources)

@@ -17,7 +17,7 @@ KINDS = ("right", "wrong", "half", "eager")
 
 class HashDrafter:
     """Drafts `length` tokens: "right" drafts what the model will choose, "wrong" never does, "half" at every other
-    position; "eager" is right and drafts more than was asked for."""
+    position; "eager" is right and drafts more than the limit."""
 
     active = True
 
@@ -48,10 +48,10 @@ class HashDrafter:
 
 
 class Gate:
-    """Answers "not yet" for the requests in `waits`, and otherwise what `inner` answers.
+    """Answers "not yet" for the requests in `waits`, and otherwise as `inner`.
 
     Attributes:
-        waits: request id -> how many more times it is told to wait; None is forever.
+        waits: request id -> how many more times the answer is "not yet"; None: always.
     """
 
     def __init__(self, inner: AdmissionPolicy, waits: dict[int, int | None], seconds: float = 1e9) -> None:

@@ -57,7 +57,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def repeating(token_ids: list[int]) -> int:
-    """A token that the last two determine, but one of twenty depends on all before it."""
+    """A token determined by the last two, except that one in twenty depends on all tokens before it."""
     text = bytes(token_ids) if len(token_ids) % 20 == 0 else bytes(token_ids[-2:])
     return 1 + hashlib.blake2b(text, digest_size=2).digest()[0] % 8
 
@@ -69,7 +69,7 @@ def repeating_model() -> Iterator[None]:
 
 
 def expected_output(prompt: list[int], params: SamplingParams, info: Info) -> tuple[list[int], str]:
-    """Tokens and finish reason that a request must yield, whatever else runs."""
+    """Tokens and finish reason that a request must yield beside any other requests."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens))
@@ -164,13 +164,13 @@ class PagedHashRunner:
             self.tokens[out.slots[row]][end - len(drafts) :] = drafts
 
     def _read(self, slot: int, length: int) -> list[int]:
-        """The slot's first tokens, as the pool has them."""
+        """The slot's first tokens, read from the pool."""
         table, size = self.tables[slot], self.block_size
         return [self.pool[table[position // size]][position % size] for position in range(length)]
 
 
 class HalfRightRunner(PagedHashRunner):
-    """A draft model: it chooses what the target would, or the next token, as the length of the text tells."""
+    """A draft model: depending on the text's length, it chooses the target's token or the next one."""
 
     def execute(self, out: SchedulerOutput, prepared: None) -> StepOutput:
         step = super().execute(out, prepared)
@@ -229,7 +229,7 @@ def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons
 def add(
     core: EngineCore, request_id: int, prompt: list[int], scheduling: dict[str, Any] | None = None, **params: Any
 ) -> SamplingParams:
-    """Add a request that must be accepted; `scheduling` holds other fields of `AddRequest`."""
+    """Add a request that must be accepted; `scheduling` contains other fields of `AddRequest`."""
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, **params})
     failure = core.add_request(AddRequest(request_id, prompt, sampling, **(scheduling or {})))
     assert failure is None, failure

@@ -1,4 +1,4 @@
-"""torch.cuda's accounting over CPU tensors: what a process allocates, what its allocator keeps, what the device has."""
+"""torch.cuda's accounting over CPU tensors: memory allocated, kept by the allocator, and free on the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 class FakeCuda(TorchDispatchMode):
     """While the mode is on, every tensor that an operation makes counts, until nothing refers to its memory.
 
-    Like the caching allocator it keeps what is freed until `empty_cache`, and raises OutOfMemoryError where what is
-    alive exceeds what other processes leave.
+    Like the caching allocator it keeps freed memory until `empty_cache`, and raises OutOfMemoryError if live tensors
+    exceed the memory that other processes leave.
 
     Args:
         total: bytes of the device.
@@ -28,7 +28,7 @@ class FakeCuda(TorchDispatchMode):
         self.others = others
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._reserved = self._peak = 0
-        self._at_most = 0  # alive, and perhaps freed since
+        self._at_most = 0  # alive, or freed since then
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

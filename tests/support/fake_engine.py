@@ -5,7 +5,7 @@ Started like the real one (`--fd N`).  A request's `tenant` can contain orders, 
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
     hang=3      do nothing from then on
-    stop=3      stop the process (SIGSTOP) then; it goes on when a test continues it
+    stop=3      stop the process (SIGSTOP) then; it runs again when a test continues it
     fail=3      report EngineFailed and exit with status 1 then
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
@@ -167,7 +167,7 @@ class FakeEngine:
         return True
 
     def answer(self, ask: Ask) -> None:
-        """With the question's id, or as the control file orders."""
+        """Answer with the question's id, or as the control file orders."""
         order = control().get("answer")
         if order == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -198,7 +198,7 @@ class FakeEngine:
             if "crash" in due:
                 os.kill(os.getpid(), signal.SIGKILL)
             if "stop" in due:
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread makes no token more
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread makes no more tokens
             if "hang" in due:
                 time.sleep(60)
             if "nonsense" in due:

@@ -1,10 +1,10 @@
-"""CUDA graphs over CPU tensors: a capture remembers operations and addresses, a replay runs them on what is there then.
+"""CUDA graphs over CPU tensors: a capture records operations and addresses, a replay runs them on the present contents.
 
 As with the real thing:
 - host numbers are those of the capture, and a tensor read on the host ends it;
-- a graph does not keep alive what it reads: where an address is no longer a tensor's, the replay fails (the real one
-  would read whatever is there);
-- what is not in a tensor at a captured address has no effect;
+- a graph does not keep its inputs alive: if an address is no longer a tensor's, the replay fails (the real one would
+  read arbitrary contents);
+- data that is not in a tensor at a captured address has no effect;
 - graphs share their memory: a replay destroys the outputs of the others.
 
 Unlike the real thing, a capture also runs what it captures.
@@ -47,7 +47,7 @@ class _Address:
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
-        if 0 in self._place[1]:  # nothing is read of it
+        if 0 in self._place[1]:  # its contents are not read
             return torch.empty(self._place[1], dtype=self._dtype)
         storage = None if self._storage.expired() else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.data_ptr() != self._pointer:
@@ -135,7 +135,7 @@ class FakeCapturer:
 
     @property
     def graphs(self) -> list[FakeGraph]:
-        """Those that somebody keeps, in order of their capture."""
+        """The graphs still referenced, in order of their capture."""
         return [graph for ref in self._graphs if (graph := ref()) is not None]
 
     def warm_up(self, launch: Launch) -> None:
@@ -159,7 +159,7 @@ _recorder: _Recorder | None = None
 def _active(recorder: _Recorder) -> Iterator[None]:
     global _recorder
     _recorder = recorder
-    reads = ("tolist", "numpy")  # operations to nobody but the host
+    reads = ("tolist", "numpy")  # torch dispatches no operation for these reads by the host
     for name in reads:
         setattr(Tensor, name, _outside_of_operations(recorder, getattr(Tensor, name)))
     try:
@@ -180,7 +180,7 @@ def _outside_of_operations(recorder: _Recorder, read: Callable[..., Any]) -> Cal
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel: whatever it does with its tensors, a replay does again."""
+    """`function` as one kernel: a replay repeats all of its operations on its tensors."""
 
     @functools.wraps(function)
     def launched(*args: Any, **kwargs: Any) -> Any:

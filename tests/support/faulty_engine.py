@@ -1,9 +1,9 @@
 """The real engine process, with requests that end it: an interpreter for `python_executable`.
 
-The first token of a request's prompt says what it does in the first step that computes its third output token or a
+The first token of a request's prompt selects its fault in the first step that computes its third output token or a
 later one:
 
-    RAISES  raises what a broken device does; no step survives that
+    RAISES  raises the error of a broken device; no step survives that
     DIES    kills the process, once: in the step that computes as many output tokens as the second token's number
     NANS    its logits are NaN
 """
@@ -43,7 +43,7 @@ class _Faults:
         self._prompts: dict[int, tuple[list[int], int]] = {}  # by slot: the first two tokens, and the length
 
     def check(self, out: Any) -> None:
-        """End the process if the step has poison in it."""
+        """End the process if the step contains poison."""
         for row in out.new_rows:
             first = np.frombuffer(row.token_ids, np.int32)[:2].tolist()
             self._prompts[row.slot] = first, row.num_prompt_tokens
@@ -56,7 +56,7 @@ class _Faults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def spoil_logits(self) -> None:
-        """From now on.  Imports torch: call it when the engine has done so."""
+        """Make the logits of poisoned rows NaN from now on.  Imports torch: call it after the engine has done so."""
         from inflight.runner.model_runner import ModelRunner
 
         def spoilt(runner: Any, out: Any, inputs: Any, logits: Any, sampling: Any, slots: Any, positions: Any) -> Any:

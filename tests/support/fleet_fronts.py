@@ -103,7 +103,7 @@ def client() -> httpx.AsyncClient:
 
 
 def requests(front: str) -> list[int]:
-    """Numbers of the requests that a front passes on; of `/v1/responses` vllm-router would drop most keys."""
+    """Numbers of the requests that a front forwards; vllm-router would drop most keys of `/v1/responses`."""
     return [number for number, (path, _) in enumerate(REQUESTS) if front != "router" or path != "/v1/responses"]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints with weights in fp8, as the tools that make them write them: compressed-tensors, "fp8", FBGEMM's."""
+"""Checkpoints with weights in fp8, in the formats of the tools that make them: compressed-tensors, "fp8", FBGEMM's."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor], str, dict[s
 
 
 def compress(path: str, scheme: str) -> dict[str, Tensor]:
-    """Rewrite the checkpoint at `path`; returns what its linear layers' weights are now, by name, in float32."""
+    """Rewrite the checkpoint at `path`; returns the weights that its linear layers have now, by name, in float32."""
     quantization, scale_of, scale_name, more = SCHEMES[scheme]
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)

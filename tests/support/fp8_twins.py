@@ -1,4 +1,4 @@
-"""What a card computes in fp8, on a CPU: linear layers by their twin, attention on a pool that is rounded."""
+"""A card's fp8 computations on a CPU: linear layers by their twin, attention on a rounded pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Fp8Reference(ReferenceAttention):
-    """The reference kernel on a pool that holds what an fp8 pool would, in the model's dtype."""
+    """The reference kernel on a pool with the values of an fp8 pool, in the model's dtype."""
 
     def unsupported(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> str | None:
         return None

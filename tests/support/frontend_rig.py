@@ -1,4 +1,4 @@
-"""Stand-ins around the parts of the frontend: the demo checkpoint's tokenizer, a client that records."""
+"""Test doubles for the frontend's surroundings: the demo checkpoint's tokenizer, and a client that records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_request(
     fields: dict[str, Any] | None = None,
     **params: Any,
 ) -> ParsedRequest:
-    """A request as the parser makes it; `fields` are further ones of `AddRequest`, `params` sampling parameters."""
+    """A request as the parser makes it; `fields` are further fields of `AddRequest`, `params` sampling parameters."""
     arrival = time.monotonic()
     deadline = None if timeout is None else arrival + timeout
     message = AddRequest(
@@ -111,8 +111,8 @@ class RecordingStats:
 
     Attributes:
         steps: `StepStats` of each.
-        streams: those that finished; `endings` of those that did not.
-        unsettled: what was counted of requests since the last `settle`.
+        streams: finished ones; `endings` has the others.
+        unsettled: counts of requests since the last `settle`.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does: to nearest, ties to even.
 
-As shipped (3.6 to 3.9) it truncates to bfloat16, and loses the carry of what rounds up to a power of two in e4m3.
+As shipped (3.6 to 3.9) it truncates to bfloat16, and in e4m3 loses the carry when a value rounds up to a power of two.
 """
 
 from __future__ import annotations

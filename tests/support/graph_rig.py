@@ -1,4 +1,4 @@
-"""A card that is not there, for engines with decode graphs: CPU tensors, kernels that a capture can contain."""
+"""A simulated card for engines with decode graphs: CPU tensors, and kernels that a capture can contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from inflight.sampling.unusable import NO_TOKEN
 
 
 class DeviceAttention(ReferenceAttention):
-    """The reference, which looks at lengths when it runs, as a kernel does, and not when it is launched."""
+    """The reference, which reads lengths when it runs, as a kernel does, not when it is launched."""
 
     capturable = True
 
@@ -115,7 +115,7 @@ class ChosenBy(ReferenceSampling):
 
 
 def fused_by(ops: FusedOps) -> Callable[..., Any]:
-    """What replaces `accelerate`: the model as on a GPU, by `ops`."""
+    """A replacement for `accelerate`: the model as on a GPU, by `ops`."""
     return lambda model, device, passes, length, scheme: use_ops(model, ops, passes, length)
 
 
@@ -131,7 +131,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "select_attention", lambda *args: DeviceAttention())
     monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
     monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(choose))
-    # As on a GPU: on a CPU the host looks whether there is anything to mark.
+    # As on a GPU: on a CPU the host checks whether there is anything to mark.
     monkeypatch.setattr(sampler, "mark_unusable", lambda ids, tops: torch.where(tops.isfinite(), ids, NO_TOKEN))
 
 

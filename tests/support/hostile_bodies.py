@@ -38,7 +38,7 @@ _MESSAGES = st.lists(
     | _JUNK,
     max_size=3,
 )
-# Values that can be right; any key can also get something absurd.
+# Values that can be valid; any key can also get an absurd one.
 _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "messages": _MESSAGES,
     "input": st.text(max_size=9) | _MESSAGES,
@@ -95,7 +95,7 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
 
 
 _LIMITS = ("max_tokens", "max_output_tokens")
-# Keys that one endpoint always takes, and others do not.
+# Keys that one endpoint always accepts, and others do not.
 _HI = [{"role": "user", "content": "Hi"}]
 _OWN: dict[str, dict[str, Any]] = {
     "/chat/completions": {"messages": _HI, "max_tokens": 2},
@@ -108,7 +108,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
-    """A body for an endpoint: a right one with up to four changes, or anything.  At most two tokens are asked for."""
+    """A body for an endpoint: a valid one with up to four changes, or anything.  It requests at most two tokens."""
     if draw(st.integers(0, 9)) == 0:
         return draw(_JUNK)
     mine = next(keys for end, keys in _OWN.items() if path.endswith(end))
@@ -128,7 +128,7 @@ def encoded(body: Any) -> bytes:
 
 
 def check_answer(response: httpx.Response) -> None:
-    """Fail unless it is a complete answer, or an error of OpenAI's form that is not the server's fault."""
+    """Fail unless it is a complete answer, or an error in OpenAI's format that is not the server's fault."""
     if response.status_code != 200:
         assert response.status_code in _REFUSED, (response.status_code, response.text)
         _check_error(response.json())

@@ -1,4 +1,4 @@
-"""What a forward pass asks of a device: operations of torch and kernels of the Triton language, on the meta device.
+"""The launches of a forward pass: operations of torch and kernels of the Triton language, on the meta device.
 
 Tensors of the meta device have no data: reading one, or copying it to the host, is an error.
 """

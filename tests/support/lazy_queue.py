@@ -1,4 +1,4 @@
-"""A device that works as late as it may: at random moments, or when somebody waits for an event behind the work."""
+"""A device that works as late as possible: at random moments, or when the host waits for an event after the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class LazyQueue:
-    """Implements `DeviceQueue`; a host buffer that is written before its reader has run corrupts what that reads."""
+    """Implements `DeviceQueue`; writing a host buffer before its reader has run corrupts the reader's input."""
 
     def __init__(self, rng: random.Random, eagerness: float = 0.1) -> None:
         self._rng, self._eagerness = rng, eagerness

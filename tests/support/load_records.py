@@ -6,7 +6,7 @@ from typing import Any
 
 
 def row(index: int, start: float, arrivals: list[tuple[float, int]], kind: str = "short") -> dict[str, Any]:
-    """A record of a request; without `arrivals`, of one that failed."""
+    """A record of a request, which failed if there are no `arrivals`."""
     tokens = sum(count for _, count in arrivals)
     return {
         "index": index,

@@ -9,5 +9,5 @@ __all__ = ["logprobs_of"]
 
 
 def logprobs_of(output: SamplerOutput) -> dict[int, TokenLogprobs]:
-    """Row -> its triples, for the rows that asked."""
+    """Row -> its triples, for the rows with log probabilities."""
     return dict(zip(output.logprobs_rows, output.logprobs))

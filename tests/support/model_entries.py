@@ -19,7 +19,7 @@ MODELS = Path(__file__).parents[2] / "model_repository"
 CHECKPOINT = MODELS / "demo" / "1" / "checkpoint"
 CONFIG = 'backend: "inflight"\n'
 
-# The demo checkpoint, with little of the machine: a spare engine process takes a core for seconds.
+# The demo checkpoint on few resources: a spare engine process takes a core for seconds.
 SMALL = {
     "model": str(CHECKPOINT),
     "dtype": "float32",
@@ -41,7 +41,7 @@ def write_entry(repository: Path, name: str, config: str = CONFIG, **options: An
 
 
 def copy_entry(repository: Path, name: str) -> Path:
-    """An entry of `model_repository` as it is, without a spare engine process."""
+    """An unchanged entry of `model_repository`, but without a spare engine process."""
     options = json.loads((MODELS / name / "1" / "model.json").read_text())
     options |= {"model": str(CHECKPOINT), "cpu_threads": 1, "spare_engine": False}
     entry = write_entry(repository, name, (MODELS / name / "config.pbtxt").read_text())

@@ -1,4 +1,4 @@
-"""Parametrisations of which `make test` runs a few values that stand for the others; `make test-all` runs all."""
+"""Parametrisations with a few representative values in `make test`, and all of them in `make test-all`."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ ARCHITECTURES_IN_SHORT = ("llama", "gemma2", "qwen3_moe", "qwen3", "gpt2", "phi"
 
 
 def nightly_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """`values` for `parametrize`; those that are not `kept` run nightly only."""
+    """`values` for `parametrize`; values that are not `kept` run nightly only."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.nightly) for value in values]

@@ -33,7 +33,7 @@ def make_core(path: str, **options: Any) -> EngineCore:
 
 
 def make_device_core(path: str, queue: DeviceQueue | None = None, **options: Any) -> EngineCore:
-    """With the runner of a GPU over CPU tensors; launches ahead unless told otherwise."""
+    """An engine with the runner of a GPU over CPU tensors; launches ahead unless configured otherwise."""
     config = make_config(path, **{"async_scheduling": True, **options})
     return assembly.make_core(config, DeviceRunner(config, queue=queue))
 

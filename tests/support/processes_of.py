@@ -28,7 +28,7 @@ def stubs(server: TritonServer, model: str | None = None) -> list[int]:
 
 
 def _model_of(stub: int) -> str | None:
-    """A stub's first argument is REPOSITORY/MODEL/VERSION/model.py, whether that file exists or not."""
+    """A stub's first argument is REPOSITORY/MODEL/VERSION/model.py, even if that file does not exist."""
     with contextlib.suppress(psutil.Error, IndexError):
         return Path(psutil.Process(stub).cmdline()[1]).parts[-3]
     return None
@@ -62,7 +62,7 @@ def engine_processes(server: TritonServer, model: str | None = None) -> list[psu
 
 
 def engine_process(server: TritonServer, model: str | None = None) -> psutil.Process:
-    """The only one; raises ValueError if there is another number of them."""
+    """The only one; raises ValueError unless there is exactly one."""
     (engine,) = engine_processes(server, model)
     return engine
 

@@ -22,7 +22,7 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Names of series: what remains without strings, selectors, ranges, label lists and functions."""
+    """Names of series: the identifiers that remain without strings, selectors, ranges, label lists and functions."""
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby\s*\([^)]*\)", " ", bare)
     return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - _WORDS

@@ -1,4 +1,4 @@
-"""Steps as a scheduler might make them, at random: chunks, drafts, rows that enter, block tables that are cut."""
+"""Random steps, as a scheduler could make them: chunks, drafts, rows that enter, block tables that are cut."""
 
 from __future__ import annotations
 

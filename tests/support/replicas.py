@@ -72,7 +72,7 @@ class Fleet:
 
     Args:
         count: of replicas.
-        first: a server for the first one, which stays as it is; None starts one.
+        first: an existing server for the first one; None starts one.
 
     Attributes:
         servers: the tritonservers.
@@ -153,7 +153,7 @@ class Fleet:
         return process.start()
 
     def kill(self, index: int) -> None:
-        """The tritonserver ends as if its machine lost power: nothing more comes from it."""
+        """The tritonserver ends as if its machine lost power: it sends nothing more."""
         process = self.servers[index].process
         assert process is not None
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -277,7 +277,7 @@ def metric(url: str, pattern: str) -> float:
 
 
 async def until(condition: Callable[[], Any]) -> Any:
-    """Wait for it; a test whose condition never holds ends with its timeout."""
+    """Wait for a condition; if it never holds, the test's timeout ends the test."""
     while not (value := condition()):
         await asyncio.sleep(0.05)
     return value

@@ -1,4 +1,4 @@
-"""A stand-in for `inflight_client.AsyncClient` that answers as a script says, and records what it was asked.
+"""A fake `inflight_client.AsyncClient` that answers by a script, and records its requests.
 
 Its streams accumulate, cancel and fail as `AsyncStream` does.
 """
@@ -15,7 +15,7 @@ from inflight_client.results import GenerationResult, ResultBuilder
 
 INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters", "resume_token_ids")
 
-# What a script yields: a chunk, seconds to wait, an event to wait for, or an error to raise.
+# Items of a script: a chunk, seconds to wait, an event to wait for, or an error to raise.
 Script = Iterable[StreamChunk | float | asyncio.Event | Exception]
 
 
@@ -78,13 +78,13 @@ class ScriptedStream:
 
 
 class ScriptedClient:
-    """Answers each request with what `answer` returns for it.
+    """Answers each request with the result of `answer`.
 
     Attributes:
         streams: of all requests so far.
         questions: options of all calls of `tokenize`.
         inputs: names of the inputs of each model.
-        info: what `model_info` returns.
+        info: the result of `model_info`.
     """
 
     def __init__(self, answer: Callable[[GenerationRequest], Script], models: Iterable[str] = ("demo",)) -> None:

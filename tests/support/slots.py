@@ -13,7 +13,7 @@ class SeenStep:
     """A step and its requests; all other attributes are those of the step.
 
     Attributes:
-        requests: one per row, in order: (request id, index), or what a test replaces it with.
+        requests: one per row, in order: (request id, index), or a test's replacement.
         preempted: the requests that lost their slots.
     """
 

@@ -73,7 +73,7 @@ def compare_steps(rng: random.Random, limits: tuple[int, int, int], num_bytes: i
 
     Args:
         limits: max_num_seqs, max_model_len, block_size.
-        num_bytes: of the packed copy; what does not fit is copied apart.
+        num_bytes: of the packed copy; arrays that do not fit are copied apart.
     """
     max_num_seqs = limits[0]
     host = torch.zeros(num_bytes, dtype=torch.uint8)

@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.005)
     return value
 
@@ -41,7 +41,7 @@ class SupervisorRig:
     """Supervisor and streams around the fake engine.
 
     Args:
-        control: file that orders the fake engine what to do.
+        control: file with orders for the fake engine.
         group: the stubs that share it.
     """
 

@@ -1,4 +1,4 @@
-"""A traced engine on a clock that ticks once a look: every time in its trace is known."""
+"""A traced engine on a clock that ticks at each reading: every time in its trace is known."""
 
 from __future__ import annotations
 

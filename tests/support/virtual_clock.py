@@ -51,7 +51,7 @@ class Clocked:
         config = EngineConfig.from_dict({"model": "none", "block_size": 4, "enable_prefix_caching": False, **options})
         self.runner = RecordingRunner(Info(num_blocks=num_blocks))
         self.now = 0
-        self.core = make_core(config, self.runner, clock=lambda: 0.0)  # deadlines give an order, and never pass
+        self.core = make_core(config, self.runner, clock=lambda: 0.0)  # deadlines determine an order, and never pass
         self.scheduler = self.core.scheduler
         self.requests: dict[int, Request] = {}
         self.sequences: dict[tuple[int, int], Request] = {}

@@ -1,4 +1,4 @@
-"""Helpers on plain tritonclient for end-to-end tests: what users write without our client package."""
+"""Helpers on plain tritonclient for end-to-end tests: the code of users without our client package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Responses:
         return [int(token) for chunk in self.chunks for token in chunk["token_ids"]]
 
     def sequence(self, index: int) -> list[int]:
-        """Token ids of one of n sequences: `token_counts` says how to cut `token_ids`."""
+        """Token ids of one of n sequences: `token_counts` divides `token_ids`."""
         tokens: list[int] = []
         for chunk in self.chunks:
             ends = np.cumsum(chunk["token_counts"])
@@ -101,7 +101,7 @@ class GrpcStream:
             self.events.get(timeout=timeout)
 
     def has_chunks(self, request_id: str, count: int, seconds: float) -> bool:
-        """Whether so many responses have come, or the end, within these seconds."""
+        """Whether so many responses, or the end, arrive within these seconds."""
         with contextlib.suppress(queue.Empty):
             self.wait_chunks(request_id, count, seconds)
             return True
@@ -134,7 +134,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def post(url: str, body: dict[str, Any] | bytes, timeout: float = 60.0) -> tuple[int, str]:
-    """POST JSON; returns (status, body), whatever the status."""
+    """POST JSON; returns (status, body) for any status."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:

@@ -16,8 +16,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         kind: what `text` is.
-        text: a JSON Schema, a regular expression that the whole output matches, a JSON list of strings of which the
-            output is one, a grammar (Lark as llguidance reads it, GBNF or EBNF), or a structural tag as JSON: free
+        text: a JSON Schema, a regular expression that the whole output matches, a JSON list of strings (the output is
+            one of them), a grammar (Lark as llguidance reads it, GBNF or EBNF), or a structural tag as JSON: free
             text with constrained parts.
         whitespace: regular expression of the text between the tokens of JSON; "" is nothing, None a default.
         additional_properties: whether objects may have properties that their schema does not name, where it does not

@@ -53,7 +53,7 @@ class PagedLayers:
     def allocate(self, num_blocks: int) -> None:
         """Allocate a pool of `num_blocks`, in place of the present one.
 
-        Whatever holds a module's `LayerAttention` sees the new cache; an address of the old one is void.
+        Every holder of a module's `LayerAttention` sees the new cache; addresses of the old one are invalid.
         """
         self.caches = []
         for index, (module, spec) in enumerate(self._layers):

@@ -40,7 +40,7 @@ class BaseRunner:
     Attributes:
         host_cache: for swapped requests, if any.
         draft_runner: runs the model that drafts for this one, if any; set by `make_runner`.
-        num_collected_first: launches that waited for the step before, because a rule of a row reads tokens.
+        num_collected_first: launches that waited for the previous step, because a rule of a row reads tokens.
     """
 
     draft_runner: Any = None
@@ -63,7 +63,7 @@ class BaseRunner:
         self.prompt_logprobs = PromptLogprobs(self.state)
 
     def fill_rows(self, out: SchedulerOutput) -> None:
-        """Take the tokens and parameters of rows that enter, and drafts; once a step."""
+        """Store the tokens and parameters of rows that enter, and drafts; once per step."""
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
         self.faults.fill_rows(out.new_rows)

@@ -1,6 +1,6 @@
 """How many threads this process may use: its affinity and its container's CPU quota.  No torch.
 
-torch takes a thread for each core of the machine, whatever a container's quota allows of them.  Threads beyond the
+torch starts a thread for each core of the machine, even if a container's quota allows fewer.  Threads beyond the
 quota do not share it, they wait for each other at every barrier: 16 threads on 2 cores take 7 times as long a step.
 """
 

@@ -85,7 +85,7 @@ class _Buffers:
 
     Attributes:
         upload: uint8; what `StepUpload` copies from.
-        token_ids: int64 [max_num_batched_tokens]; what the step sampled.
+        token_ids: int64 [max_num_batched_tokens]; the step's samples.
         owner: the step that uses it, until the device has ended it and its tokens were read.
     """
 
@@ -101,10 +101,10 @@ class _Ticket:
     Attributes:
         launched: seconds, when its launch began.
         admissions: int64 [N]; how many requests the slot of each logit had had.
-        started, forward_end, ended: when the device came there; the forward pass has no end of its own in a graph.
+        started, forward_end, ended: when the device reached each point; in a graph, the forward pass has no own end.
         row_failures: rows whose rules raised, and why.
-        sampled, prompt_logprobs: what the device makes, once its work was launched.
-        result: once the step was read.
+        sampled, prompt_logprobs: the device's output, set once its work is launched.
+        result: set once the step is read.
     """
 
     out: SchedulerOutput
@@ -183,7 +183,7 @@ class DeviceRunner(BaseRunner):
         return ticket
 
     def collect(self, ticket: _Ticket) -> StepOutput:
-        """Wait for this step's tokens, and for nothing that was launched behind it."""
+        """Wait for this step's tokens, but for nothing that was launched after it."""
         self._read(ticket)
         assert ticket.result is not None
         return ticket.result
@@ -259,7 +259,7 @@ class DeviceRunner(BaseRunner):
         self.rows.sent(ticket.rows)
 
     def _stage(self, out: SchedulerOutput, rows: StepRows, size: StepSize, host: Tensor) -> DeviceStep:
-        """Write all that the host says about a step to `host`, pinned."""
+        """Write all data of the host about a step to `host`, pinned."""
         upload = StepUpload(host, self._upload)
         lines, device_lines, new_blocks = self.rows.write(out, rows, size, upload)
         slots, positions = rows.slot_of_logits, rows.position_of_logits + 1

@@ -1,4 +1,4 @@
-"""Loads the model that drafts for another one."""
+"""Loads a draft model."""
 
 from __future__ import annotations
 

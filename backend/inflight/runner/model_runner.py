@@ -50,7 +50,7 @@ class ModelRunner(BaseRunner):
         return ticket
 
     def prepare(self, out: SchedulerOutput) -> Outcome[StepInputs]:
-        """All of the step's tensors that need no token of the step before, which may still run."""
+        """All of the step's tensors that need no token of the previous step, which can still be running."""
         self.state.apply(out)
         return attempt(lambda: self.state.step_inputs(out), self.device)
 

@@ -16,12 +16,12 @@ __all__ = ["ThreadedRunner", "make_runner"]
 
 
 class TwoPartRunner(Protocol):
-    """A runner whose step has a part that may run while the step before it is executed."""
+    """A runner whose step has a part that can run while the previous step is executed."""
 
     info: Any
 
     def prepare(self, out: SchedulerOutput) -> Any:
-        """Do the part that needs no token of the step before; `execute` takes the result."""
+        """Do the part that needs no token of the previous step; `execute` takes the result."""
 
     def execute(self, out: SchedulerOutput, inputs: Any) -> StepOutput:
         """Do the rest; steps come in order, always in one thread."""

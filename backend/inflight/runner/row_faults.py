@@ -1,7 +1,7 @@
 """An exception that one request causes in a step ends that request, and neither the step nor the engine.
 
 Parameters that a rule cannot take are found when the request enters its slot.  Any other exception in a step on the
-host is looked for by halves: a step can be run again, whole or in parts, and gives the same tokens.
+host is located by halving the step: it can be run again, whole or in parts, and gives the same tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _reason(error: BaseException) -> str:
 
 
 def fail_rows(step: StepOutput, reasons: Mapping[int, str]) -> None:
-    """These rows yield nothing; row -> why."""
+    """These rows fail; row -> why."""
     for row, reason in reasons.items():
         step.row_failures[row] = reason
         step.token_ids[row] = -1

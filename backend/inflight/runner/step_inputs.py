@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device from what the host says of its rows and what the device keeps by slot.
+"""A step's inputs, made on the device from the host's numbers per row and the device's state per slot.
 
     from the host, a few numbers a row     on the device, by slot       made by one kernel
     slot, query_start_loc, seq_len,        token_ids                    input_ids, positions, slot_mapping,
@@ -93,7 +93,7 @@ class DeviceState:
 
 @dataclass(slots=True)
 class StepInputTensors:
-    """What `make_inputs` writes, at addresses that never change; a step uses the leading entries.
+    """The output of `make_inputs`, at addresses that never change; a step uses the leading entries.
 
     Attributes:
         input_ids, positions, slot_mapping: int64 [max_num_batched_tokens].
@@ -121,7 +121,7 @@ class StepInputTensors:
 def make_inputs(
     size: StepSize, lines: Tensor, new_blocks: Tensor, new_tokens: Tensor, state: DeviceState, out: StepInputTensors
 ) -> None:
-    """Take the step's new blocks and tokens into `state`, then write its inputs to `out`.
+    """Write the step's new blocks and tokens to `state`, then write its inputs to `out`.
 
     Args:
         lines: int32 [len(Line), size.rows + 1 or more].

@@ -29,7 +29,7 @@ class StepRows:
         num_logits: int64 [R].
         num_new_tokens: of rows that enter, and drafts.
         row_of_logits: int64 [N].
-        slot_of_logits, position_of_logits: int64 [N]; position of the token whose logits they are.
+        slot_of_logits, position_of_logits: int64 [N]; position of the token that yields the logits.
     """
 
     slots: np.ndarray
@@ -91,10 +91,10 @@ class RowWriter:
     def write(
         self, out: SchedulerOutput, rows: StepRows, size: StepSize, upload: StepUpload
     ) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Put the rows, padded to `size`, and what their block tables gained into `upload`.
+        """Put the rows, padded to `size`, and the new blocks of their block tables into `upload`.
 
         Returns:
-            The lines on the host, whose tokens `write_tokens` fills in, and lines and new blocks as `make_inputs`
+            The lines on the host, where `write_tokens` fills in the tokens, and lines and new blocks as `make_inputs`
             takes them.  For equal sizes these have equal addresses if there are at most `size.new_blocks`.
         """
         num_rows, first = len(rows.slots), self._num_sent[rows.slots]
@@ -146,7 +146,7 @@ class RowWriter:
 
 
 def _write_starts(line: np.ndarray, counts: np.ndarray) -> None:
-    """Where each row's part starts among all parts, [R]; behind the last row, where they end."""
+    """Where each row's part starts among all parts, [R]; after the last row, where they end."""
     num_rows = len(counts)
     np.cumsum(counts, out=line[1 : num_rows + 1])
     line[num_rows + 1 :] = line[num_rows]

@@ -1,6 +1,6 @@
-"""All that the host says about a step, in one copy to the device.
+"""All data of the host about a step, in one copy to the device.
 
-The host's arrays are laid side by side in a pinned buffer, and what reads them gets views of a device buffer whose
+The host's arrays are laid side by side in a pinned buffer, and their readers get views of a device buffer whose
 address never changes:
 
     host    [ rows | new blocks | sampling columns | new tokens, if few | what rules need ]
@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 def upload_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
-    """A capacity that all usual steps fit in; what does not is copied apart."""
+    """A capacity that fits all usual steps; an array that does not fit is copied apart."""
     size = max_num_seqs * _ROW_BYTES + max_num_tokens * _LOGITS_BYTES + _OTHER_BYTES
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -88,7 +88,7 @@ class SamplingTable:
             seed: 64-bit seed of this sequence; siblings of an n > 1 request have different ones.
             eos_token_ids: masked, with `params.stop_token_ids`, until `params.min_tokens`.
             num_prompt_tokens: where the output starts in the row's tokens.
-            sequence: the one that enters; rules share state with whatever else follows it.
+            sequence: the one that enters; rules share state with the other components that follow it.
 
         Raises:
             ValueError: a rule would write to a token id outside the vocabulary.

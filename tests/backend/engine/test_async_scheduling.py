@@ -44,7 +44,7 @@ def gated_core(**options):
     return core
 
 
-def test_a_step_is_prepared_while_the_one_before_it_runs():
+def test_a_step_is_prepared_while_the_previous_one_runs():
     core = gated_core()
     params = add(core, 1, [1, 2, 3], max_tokens=6, ignore_eos=True)
     outputs, reasons = {}, {}
@@ -56,7 +56,7 @@ def test_a_step_is_prepared_while_the_one_before_it_runs():
     assert outputs[1, 0] == expected_output([1, 2, 3], params, core.info)[0]
 
 
-def test_a_request_that_ends_for_length_wastes_no_row():
+def test_a_request_that_ends_by_length_wastes_no_row():
     core = make_core(Info(), async_scheduling=True)
     add(core, 1, [1, 2, 3], max_tokens=5, ignore_eos=True)
     run_until_idle(core, {}, {})

@@ -1,4 +1,4 @@
-"""Rows of several tokens: drafts change how many steps a request takes, and nothing else."""
+"""Rows of several tokens: drafts change only how many steps a request takes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_stop_token_among_drafts_ends_the_request_there():
     assert not core.has_work
 
 
-def test_blocks_of_refused_drafts_return_at_once():
+def test_blocks_of_refused_drafts_are_freed_immediately():
     core = drafted("wrong", length=8, block_size=2, enable_prefix_caching=False)
     add(core, 1, [1, 2, 3], max_tokens=30, ignore_eos=True)
     for step in range(1, 6):
@@ -65,7 +65,7 @@ def test_blocks_of_refused_drafts_return_at_once():
         assert core.pool.num_used == core.pool.blocks_for(request.num_tokens)
 
 
-def test_drafts_take_only_what_the_step_has_left():
+def test_drafts_use_only_the_rest_of_the_step():
     core = drafted("right", length=8, max_num_batched_tokens=6)
     add(core, 1, [1, 2, 3], max_tokens=30, ignore_eos=True)
     out = core.scheduler.schedule()
@@ -76,7 +76,7 @@ def test_drafts_take_only_what_the_step_has_left():
     assert (out.num_scheduled_tokens, out.draft_token_ids) == ([1, 5], {}), "a prompt comes before drafts"
 
 
-def test_drafts_preempt_nobody_and_take_only_available_blocks():
+def test_drafts_preempt_no_request_and_take_only_available_blocks():
     core = drafted("right", length=8, info=Info(num_blocks=16), block_size=4, enable_prefix_caching=False)
     params = {i: add(core, i, [i + 1] * 27, max_tokens=30, ignore_eos=True) for i in range(2)}
     out = core.scheduler.schedule()
@@ -143,13 +143,13 @@ def test_no_draft_reaches_past_the_end_of_its_request(max_tokens):
     add(core, 1, [1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
     out = core.scheduler.schedule()
     drafts = out.draft_token_ids.get(0, [])
-    assert len(drafts) == max_tokens - 1, "with the target's sample that is all it may yield"
+    assert len(drafts) == max_tokens - 1, "the target's sample is the last token that it may yield"
     core.scheduler.update(out, core.runner.launch(out))
     assert not core.has_work
 
 
 @pytest.mark.parametrize("method", ["propose", "observe"])
-def test_a_drafter_that_raises_costs_no_request_anything(method, monkeypatch, caplog):
+def test_a_drafter_that_raises_affects_no_request(method, monkeypatch, caplog):
     core = drafted("right")
     params = {number: add(core, number, [1, 2, number], max_tokens=20, ignore_eos=True) for number in (3, 4)}
     drafter = core.scheduler.policies.drafter

@@ -1,4 +1,4 @@
-"""What the engine answers to `GetStats`."""
+"""The engine's answer to `GetStats`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add(core, request_id: int, tenant: str = "", n: int = 1) -> None:
     assert core.add_request(AddRequest(request_id, [5, 6, 7], params, tenant=tenant)) is None
 
 
-def test_the_answer_is_the_state_now_and_can_be_sent() -> None:
+def test_the_answer_is_the_present_state_and_can_be_sent() -> None:
     core = make_core(Info(), max_num_seqs=2)
     for k in range(3):
         add(core, k)
@@ -29,7 +29,7 @@ def test_the_answer_is_the_state_now_and_can_be_sent() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found)) == found
 
 
-def test_tenants_are_told_apart_and_their_number_is_bounded() -> None:
+def test_tenants_are_counted_separately_and_their_number_is_bounded() -> None:
     core = make_core(Info(), max_num_seqs=2, tenants={"*": {"per_name": True}}, max_queue_size=0)
     add(core, 0, "big", n=3)
     for k in range(1, 151):

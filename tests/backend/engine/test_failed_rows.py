@@ -1,4 +1,4 @@
-"""A row whose logits are no numbers fails its request by name; the rows beside it do not notice."""
+"""A row with logits that are not finite fails its request; the rows beside it are not affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POISON = VOCAB - 1
 
 
 class PoisonedRunner(PagedHashRunner):
-    """A model whose weights have a NaN in the embedding of `POISON`: what comes behind that token is NaN.
+    """A model whose weights have a NaN in the embedding of `POISON`: logits after that token are NaN.
 
     As a real runner it leaves some token in the slot, which a step that is launched already may read.
     """
@@ -50,7 +50,7 @@ def poisoned_core(info: Info | None = None, **options: Any) -> EngineCore:
 
 
 class Seen:
-    """What the frontend receives."""
+    """The messages that the frontend receives."""
 
     def __init__(self) -> None:
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -80,7 +80,7 @@ class Seen:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafter", [None, HashDrafter(KINDS[0], 3)])
-def test_the_others_get_their_tokens_and_the_blocks_return(overlap: bool, drafter: HashDrafter | None) -> None:
+def test_the_others_get_their_tokens_and_the_blocks_are_freed(overlap: bool, drafter: HashDrafter | None) -> None:
     core, seen = poisoned_core(async_scheduling=overlap), Seen()
     core.scheduler.policies.drafter = drafter
     for request_id, prompt in enumerate([[1] * 5, [2, POISON, 2], [3] * 5]):
@@ -103,8 +103,8 @@ def test_all_sequences_of_a_request_fail_with_one_message() -> None:
     assert not seen.outputs
 
 
-def test_nobody_finds_its_blocks_as_a_prefix() -> None:
-    """Those of its earlier chunks neither: nobody looked at their logits."""
+def test_no_request_finds_its_blocks_as_a_prefix() -> None:
+    """Nor the blocks of its earlier chunks: their logits were not checked."""
     prompt = [1, POISON, *range(2, 20)]
     core, seen = poisoned_core(block_size=4, max_num_batched_tokens=8), Seen()
     add(core, 1, prompt, max_tokens=4, ignore_eos=True)
@@ -149,7 +149,7 @@ arrivals = st.tuples(
     st.sampled_from([64, 256]),
     st.one_of(st.none(), st.builds(HashDrafter, st.sampled_from(KINDS), st.integers(1, 9))),
 )
-def test_exactly_those_fail_that_meet_the_token(
+def test_exactly_the_requests_with_the_token_fail(
     options: dict[str, Any], load: list[Any], slots: int, drafter: HashDrafter | None
 ) -> None:
     info = Info(num_blocks=slots // options["block_size"], num_host_blocks=20)

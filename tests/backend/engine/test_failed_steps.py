@@ -1,4 +1,4 @@
-"""A step that fails, for lack of memory, ends its requests and nothing else; nobody reads what it did not write."""
+"""A step that fails for lack of memory ends only its requests; no request reads the KV that it did not write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GARBAGE = 255  # no token, but `next_token` hashes it
 
 
 class FailingRunner(PagedHashRunner):
-    """Fails the steps in `failing`, by their number, once their copies are made and their rows are in their slots.
+    """Fails the steps with the numbers in `failing`, after their copies are made and their rows are in their slots.
 
     Attributes:
         rows: request ids of each failed step.
@@ -60,7 +60,7 @@ def failing_core(failing: set[int], info: Info | None = None, **options: Any) ->
 
 
 class Seen:
-    """What the frontend receives."""
+    """The messages that the frontend receives."""
 
     def __init__(self) -> None:
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -91,7 +91,7 @@ class Seen:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_requests_of_the_step_fail_and_the_engine_goes_on(overlap: bool) -> None:
+def test_the_requests_of_the_step_fail_and_the_engine_continues(overlap: bool) -> None:
     core, seen = failing_core({2}, async_scheduling=overlap, max_num_seqs=2), Seen()
     for request_id in range(3):
         params = add(core, request_id, [request_id + 1] * 5, max_tokens=6, ignore_eos=True)
@@ -109,7 +109,7 @@ def test_all_sequences_of_a_request_fail_with_one_message() -> None:
     assert not seen.reasons
 
 
-def test_the_metrics_see_the_blocks_return() -> None:
+def test_the_metrics_count_the_freed_blocks() -> None:
     core = failing_core({0})
     add(core, 1, [1] * 30, max_tokens=9)
     message = core.step()
@@ -128,7 +128,7 @@ def test_a_failed_prompt_leaves_no_prefix() -> None:
     params = add(core, 2, prompt, max_tokens=4, ignore_eos=True)
     seen.run(core)
     assert seen.outputs[2, 0] == expected_output(prompt, params, core.info)[0]
-    assert core.pool.num_prefix_hits == 8, "what the step before it computed is still found"
+    assert core.pool.num_prefix_hits == 8, "the blocks of the previous step are still found"
 
 
 def test_a_request_launched_ahead_on_a_failed_prefix_fails_too() -> None:
@@ -146,14 +146,14 @@ def test_a_request_launched_ahead_on_a_failed_prefix_fails_too() -> None:
         assert seen.outputs[request_id, 0] == expected_output(tokens, params, core.info)[0]
 
 
-def test_what_was_computed_behind_a_failed_prefix_is_not_found_either() -> None:
-    """Request 2 computes blocks of its own behind those of request 1, in the step that is launched ahead."""
+def test_blocks_computed_after_a_failed_prefix_are_not_found_either() -> None:
+    """Request 2 computes its own blocks after the blocks of request 1, in the step that is launched ahead."""
     core, seen = failing_core({0}, block_size=4, async_scheduling=True, max_num_batched_tokens=20), Seen()
     add(core, 1, list(range(20)), max_tokens=4, ignore_eos=True)
     add(core, 2, list(range(32)), max_tokens=4, ignore_eos=True)
     seen.run(core)
     assert seen.failed == {1: WHY, 2: WHY}
-    assert not core.pool._block_of, "the runner of this test computes them right, a model would not"
+    assert not core.pool._block_of, "the runner of this test computes them correctly, a model would not"
 
 
 def test_a_failed_step_teaches_the_policies_nothing() -> None:
@@ -206,7 +206,7 @@ arrivals = st.tuples(
     st.sampled_from([64, 100, 256]),
     st.one_of(st.none(), st.builds(HashDrafter, st.sampled_from(KINDS), st.integers(1, 9))),
 )
-def test_whatever_fails_the_others_get_exactly_their_tokens(
+def test_the_other_requests_get_exactly_their_tokens(
     options: dict[str, Any], load: list[Any], failing: set[int], slots: int, drafter: HashDrafter | None
 ) -> None:
     info = Info(num_blocks=slots // options["block_size"], num_host_blocks=20)
@@ -233,7 +233,7 @@ def test_whatever_fails_the_others_get_exactly_their_tokens(
     runner = core.runner
     assert isinstance(runner, FailingRunner)
     if not options["async_scheduling"]:
-        assert seen.failed.keys() <= set().union(*runner.rows), "nobody fails who was in no failed step"
+        assert seen.failed.keys() <= set().union(*runner.rows), "a request failed that was in no failed step"
     for key, (tokens, reason) in expected.items():
         got = seen.outputs.get(key, [])
         if key[0] in seen.failed or (key[0] in aborts and key not in seen.reasons):

@@ -1,4 +1,4 @@
-"""Several frontends on one engine: who gets what, who leads, and that none can stop the others."""
+"""Several frontends on one engine: each gets its output, one leads, and none can stop the others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Recorder:
         return [token for delta in deltas if delta.request_id == wanted for token in delta.token_ids]
 
 
-def test_with_one_frontend_the_message_goes_out_as_it_is():
+def test_with_one_frontend_the_message_is_sent_unchanged():
     channel = Recorder()
     frontends = Frontends([], READY)
     frontends.join(Frontend(0, channel))
@@ -120,7 +120,7 @@ def test_each_delta_reaches_exactly_the_frontend_that_it_is_for(tokens, full_del
     frontends = Frontends(waiting, READY)
     for number, channel in channels.items():
         frontends.join(Frontend(number, channel))
-    for _ in range(2):  # the second time, the rows are those of the step before
+    for _ in range(2):  # the second time, the rows are the same as in the step before
         for channel in channels.values():
             channel.messages.clear()
         frontends.send_step(message)
@@ -160,7 +160,7 @@ def test_split_step_without_rows_is_empty():
 
 
 class Rig:
-    """The step loop over a hashing runner, in this thread: what a message triggers comes next in the inbox."""
+    """The step loop over a hashing runner, in this thread: a message triggers the next ones in the inbox."""
 
     def __init__(self, count: int, **options: Any) -> None:
         trace = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
@@ -176,7 +176,7 @@ class Rig:
         self.inbox.put((self.frontends[number], message))
 
     def when(self, number: int, condition: Callable[[Any], bool], action: Callable[[], None]) -> None:
-        """Once frontend `number` has been sent such a message."""
+        """When frontend `number` has been sent such a message."""
         done = []
 
         def told(message: Any) -> None:
@@ -221,7 +221,7 @@ def test_two_frontends_get_what_each_would_get_alone(rig):
     assert not any(step.leads for step in rig.channels[1].steps)
 
 
-def test_answers_and_refusals_go_to_who_asked(rig):
+def test_answers_and_refusals_go_to_the_sender(rig):
     rig.put(1, Ask(5, DumpTrace()))
     rig.put(0, Ask(5, DumpTrace()))
     rig.put(1, AddRequest(request_id(1, 1), [99], LONG))
@@ -232,18 +232,18 @@ def test_answers_and_refusals_go_to_who_asked(rig):
     assert [type(reply) for reply in replies[1]] == [Answer, RequestFailed]
 
 
-def test_a_waiting_frontend_hears_of_steps_that_bring_it_nothing():
+def test_a_waiting_frontend_receives_steps_without_output_for_it():
     rig = Rig(3, max_num_seqs=1)
     rig.put(1, AddRequest(request_id(1, 1), PROMPT, LONG))
     rig.put(2, AddRequest(request_id(2, 1), PROMPT, LONG))
     rig.run()
     leading, first, second = (channel.steps for channel in rig.channels)
-    assert len(leading) == len(second) >= 120, "the leading one hears of every step, the waiting one too"
-    assert len(first) == 60, "who waits for nothing more hears of nothing more"
+    assert len(leading) == len(second) >= 120, "the leading and the waiting one receive every step"
+    assert len(first) == 60, "a frontend that waits for nothing receives nothing more"
     assert not any(step.deltas for step in leading)
 
 
-def test_a_frontend_that_leaves_takes_its_requests_along_and_no_others(rig):
+def test_a_frontend_that_leaves_ends_its_requests_and_no_others(rig):
     rig.put(0, AddRequest(1, PROMPT, LONG))
     rig.put(0, AddRequest(2, PROMPT, LONG))
     rig.put(1, AddRequest(request_id(1, 1), [*PROMPT, 5], LONG))
@@ -256,7 +256,7 @@ def test_a_frontend_that_leaves_takes_its_requests_along_and_no_others(rig):
     assert not rig.core.live_ids
 
 
-def test_the_next_one_leads_from_what_has_been_counted(rig):
+def test_the_next_one_leads_from_the_counts_so_far(rig):
     rig.put(0, AddRequest(1, PROMPT, LONG))
     rig.put(1, AddRequest(request_id(1, 1), [*PROMPT, 5], LONG))
     rig.when(
@@ -271,7 +271,7 @@ def test_the_next_one_leads_from_what_has_been_counted(rig):
     assert rig.channels[1].steps[start - 1] == StepMessage([], led[-1].stats, leads=False)
 
 
-def test_a_frontend_that_comes_late_is_served_and_one_that_comes_back_counts_from_there(rig):
+def test_a_late_frontend_is_served_and_a_returning_one_continues_the_counts(rig):
     rig.inbox = SimpleQueue()
     rig.put(0, Joined())
     rig.put(0, AddRequest(1, PROMPT, LONG))
@@ -318,7 +318,7 @@ def test_frames_that_do_not_fit_the_pipe_arrive_later_whole_and_in_order():
     channel = QueuedChannel(ours)
     sent = [Answer(k, bytes(100_000)) for k in range(40)]
     for message in sent:
-        channel.send_bytes(encode(message))  # nobody reads, and this returns
+        channel.send_bytes(encode(message))  # the other end does not read, and this returns
     done: SimpleQueue = SimpleQueue()
     threading.Thread(target=lambda: done.put(read_all(theirs)), daemon=True).start()
     last = Answer(99)
@@ -339,7 +339,7 @@ def test_a_frontend_that_leaves_too_much_unread_is_cut_off():
     channel.send_bytes(encode(Answer(1)))  # of no effect
 
 
-def test_a_frontend_that_is_gone_is_no_error():
+def test_a_closed_frontend_is_no_error():
     ours, theirs = socket.socketpair()
     channel = QueuedChannel(ours)
     theirs.close()
@@ -412,7 +412,7 @@ def test_frontends_come_and_go_through_the_owners_pipe():
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(9, 40):
         engine.connect(number).close()
-    last = engine.connect(40)  # the one before has been seen off by now
+    last = engine.connect(40)  # the engine has dropped the one before by now
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 8
     last.close()
     engine.stop()
@@ -432,7 +432,7 @@ def test_a_frontend_that_reads_nothing_does_not_stop_the_others():
     engine.stop()
 
 
-def test_a_frame_that_cannot_be_read_ends_its_frontend_and_hangs_nobody():
+def test_an_undecodable_frame_ends_its_frontend_and_blocks_no_other():
     ours, theirs = socket.socketpair()
     inbox: SimpleQueue = SimpleQueue()
     owner = Frontend(0, Recorder())

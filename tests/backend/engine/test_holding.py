@@ -1,4 +1,4 @@
-"""Admission's third answer, "not yet": others pass the request, which is asked about again until its deadline."""
+"""Admission's third answer, "not yet": others pass the request, which is judged again until its deadline."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_held_request_can_be_aborted():
     assert not core.has_work
 
 
-def test_nobody_is_preempted_for_a_request_that_is_not_ready():
+def test_no_request_is_preempted_for_one_that_is_not_ready():
     core = make_core(Info(num_blocks=16), block_size=4, scheduling_policy="priority", enable_prefix_caching=False)
     add_gate(core, {2: None})
     add(core, 1, [1] * 30, {"priority": 9}, max_tokens=30, ignore_eos=True)
@@ -131,7 +131,7 @@ def test_the_deadline_starts_anew_once_a_request_has_run():
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_at_the_limit_of_held_requests_nobody_overtakes(limit):
+def test_at_the_limit_of_held_requests_none_overtakes(limit):
     core = make_core(Info(), max_num_seqs=8)
     core.scheduler.held.limit = limit
     add_gate(core, dict.fromkeys(range(5)))
@@ -144,7 +144,7 @@ def test_at_the_limit_of_held_requests_nobody_overtakes(limit):
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_an_urgent_request_that_cannot_be_held_preempts_nobody(limit):
+def test_an_urgent_request_that_cannot_be_held_preempts_no_other(limit):
     core = make_core(Info(), max_num_seqs=3, scheduling_policy="priority")
     core.scheduler.held.limit = limit
     add_gate(core, dict.fromkeys(range(10, 13)))

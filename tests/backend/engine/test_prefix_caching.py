@@ -1,4 +1,4 @@
-"""Prefix caching: who shares blocks with whom and when; a prefix is computed once."""
+"""Prefix caching: which requests share blocks and when; a prefix is computed once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_answer_is_cached_once_its_request_has_ended(overlap):
     assert outputs[1, 0] == expected_output(turn, PARAMS, core.info)[0]
 
 
-def test_a_preempted_request_finds_what_it_computed():
+def test_a_preempted_request_finds_its_computed_blocks():
     core = make_core(Info(num_blocks=16), block_size=4)
     outputs, reasons = {}, {}
     for request_id in (0, 1):
@@ -115,7 +115,7 @@ def test_tenants_and_salts_share_no_blocks():
     assert steps[0] == {**dict.fromkeys(range(5), 33), **{10 + i: 1 for i in range(5)}}
 
 
-def test_tenant_and_salt_are_told_apart():
+def test_tenant_and_salt_are_distinct():
     pool = KVPool(16, 4)
     first = Request(1, [1] * 9, PARAMS, tenant="ab", cache_salts=("c",))
     pool.admit(first, [])

@@ -1,4 +1,4 @@
-"""Log probabilities of a long prompt come in pieces, so that no delta takes the frontend long."""
+"""Log probabilities of a long prompt come in pieces, so that the frontend handles each delta quickly."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_the_last_piece_comes_with_the_token(
     assert [len(delta.prompt_logprobs) for delta in mine] == sizes
     assert [found for delta in mine for found in delta.prompt_logprobs] == [[], *entries]
     assert [delta.token_ids for delta in mine] == [[]] * (len(sizes) - 1) + [[8]]
-    assert [delta.finish_reason for delta in mine] == [None] * (len(sizes) - 1) + ["length"], "nothing comes behind it"
+    assert [delta.finish_reason for delta in mine] == [None] * (len(sizes) - 1) + ["length"], "nothing comes after it"
     assert len(deltas) == len(mine) + 1
 
 
-def test_they_cross_the_pipe_as_they_are() -> None:
+def test_they_cross_the_pipe_unchanged() -> None:
     delta = SequenceDelta(
         1, 0, [7], logprobs=Logprobs.of([entry(7, 3)]), prompt_logprobs=Logprobs.of([[], entry(5, 2)])
     )

@@ -1,4 +1,4 @@
-"""Queue limits count sequences: those in the queue, those held back, those that wait for a sibling's prompt."""
+"""Queue limits count sequences: in the queue, held back, or waiting for a sibling's prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_sequence_of_a_request_counts(cap: str) -> None:
     rig.run()
 
 
-def test_so_do_those_that_wait_for_the_prompt_of_the_first(cap: str) -> None:
+def test_so_does_every_sequence_that_waits_for_the_first_ones_prompt(cap: str) -> None:
     rig = Clocked(max_num_seqs=1, max_num_batched_tokens=4, **CAPS[cap])
     rig.add(12, 3, n=5)
     rig.step()
@@ -56,13 +56,13 @@ def test_so_do_those_that_wait_for_the_prompt_of_the_first(cap: str) -> None:
     assert rig.core.step().stats.waiting == 4
 
 
-def test_an_abort_gives_the_places_back(cap: str) -> None:
+def test_an_abort_frees_the_places(cap: str) -> None:
     rig = Clocked(max_num_seqs=1, **CAPS[cap])
     rig.add(2, 30)
     rig.step()
     waiting = rig.add(2, 4, n=4)
     refused(rig, 1)
-    rig.core.abort(waiting.request_id, 2)  # a child takes nobody along
+    rig.core.abort(waiting.request_id, 2)  # aborting a child ends no other sequence
     rig.core.abort(waiting.request_id, 2)
     check_core(rig.core)
     rig.core.abort(waiting.request_id)
@@ -72,7 +72,7 @@ def test_an_abort_gives_the_places_back(cap: str) -> None:
     rig.run()
 
 
-def test_what_could_never_wait_is_no_matter_of_time(cap: str) -> None:
+def test_a_request_that_never_fits_is_invalid(cap: str) -> None:
     rig = Clocked(max_num_seqs=2, **CAPS[cap])
     failure = refused(rig, 7)
     assert failure.code == "INVALID_ARG"
@@ -98,17 +98,17 @@ def test_other_classes_and_tenants_do_not_count() -> None:
     assert not rig.core.limits.of_tenant, "a tenant without sequences is forgotten"
 
 
-def test_a_tenants_running_limit_leaves_no_room_for_what_is_beyond_it() -> None:
+def test_free_slots_beyond_a_tenants_running_limit_are_no_room_for_it() -> None:
     rig = Clocked(max_num_seqs=8, tenants={"a": {"max_queued": 2, "max_running": 2}})
     rig.add(2, 30, n=4, tenant="a")
     rig.step()
     assert "2 sequences are waiting" in refused(rig, 1, tenant="a").message
-    rig.add(2, 4, n=6)  # another one is free to take the slots
+    rig.add(2, 4, n=6)  # another tenant can take the slots
     rig.run()
 
 
 class Compiler:
-    """Grammars of which only the beginning of a compilation is of interest."""
+    """Grammars that only record which compilations begin."""
 
     def __init__(self) -> None:
         self.started: list[GrammarSpec] = []

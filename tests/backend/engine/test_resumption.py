@@ -1,4 +1,4 @@
-"""A request may begin with output: it goes on as if it had generated that output itself."""
+"""A request can begin with output: it continues as if it had generated that output itself."""
 
 from __future__ import annotations
 

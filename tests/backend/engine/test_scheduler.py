@@ -55,7 +55,7 @@ def test_a_request_joins_and_leaves_between_steps():
     add(core, 3, [3], max_tokens=2, ignore_eos=True)
     assert [r for r, _ in scheduled(core)] == [1, 2]
     assert [r for r, _ in scheduled(core)] == [1, 2]
-    assert [r for r, _ in scheduled(core)] == [2, 3], "3 takes the slot of 1, and 2 goes on"
+    assert [r for r, _ in scheduled(core)] == [2, 3], "3 takes the slot of 1, and 2 continues"
     assert [r for r, _ in scheduled(core)] == [2, 3]
     assert not core.has_work
 
@@ -96,7 +96,7 @@ def test_sequences_of_one_request_share_the_prompts_blocks(caching):
     tables = [request.block_ids for request in core.scheduler.running]
     assert len(tables) == 4
     assert all(table[:4] == tables[0][:4] for table in tables), "the full blocks of the prompt are shared"
-    assert len({table[4] for table in tables}) == 4, "the block that each writes to is not"
+    assert len({table[4] for table in tables}) == 4, "the block that each writes to is its own"
     run_until_idle(core, outputs, reasons)
     assert len(reasons) == 4
 
@@ -125,7 +125,7 @@ def test_prompt_logprobs_take_no_prefix_hits():
     assert scheduled(core) == [(2, 13)]
 
 
-def test_max_model_len_ends_a_request_for_length():
+def test_max_model_len_ends_a_request_by_length():
     info = Info(max_model_len=24)
     core = make_core(info)
     add(core, 1, [1] * 20, max_tokens=100, ignore_eos=True)
@@ -185,7 +185,7 @@ def test_a_full_queue_refuses_requests_until_it_drains():
     assert len(reasons) == 4
 
 
-def test_abort_frees_blocks_at_once_in_every_state():
+def test_abort_frees_blocks_immediately_in_every_state():
     core = make_core(Info(), max_num_seqs=1, block_size=4)
     add(core, 1, [1] * 10, max_tokens=30, ignore_eos=True, n=2)
     add(core, 2, [2] * 10, max_tokens=30, ignore_eos=True)

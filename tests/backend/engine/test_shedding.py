@@ -1,4 +1,4 @@
-"""Arrivals that would miss their deadline by waiting: refused when they come, never started when they are late."""
+"""Arrivals that would miss their deadline by waiting: refused on arrival; late requests are never started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.engine.messages import AddRequest, RequestFailed
 from inflight.engine.policies.load_shedding import _Pace
 from inflight.engine.sampling_params import SamplingParams
 
-# Under each, a request that comes last is behind all that wait.
+# Under each, the request that arrives last is behind all waiting ones.
 ORDERS: dict[str, dict[str, Any]] = {
     "fcfs": {},
     "priority": {"scheduling_policy": "priority"},
@@ -62,14 +62,14 @@ class Rig:
         check_core(self.core)
 
     def warm_up(self, tokens: int = 10) -> None:
-        """Twelve requests of ten tokens, so that it knows what steps take and how long outputs are."""
+        """Twelve requests of ten tokens, so that it knows the time of steps and the length of outputs."""
         for _ in range(12):
             assert self.add(tokens=tokens) is None
         self.until_idle()
 
 
 @pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
-def test_who_would_end_too_late_is_refused_with_the_time_to_wait(options: dict[str, Any]) -> None:
+def test_a_request_that_would_end_too_late_is_refused_with_the_time_to_wait(options: dict[str, Any]) -> None:
     rig = Rig(**options)
     rig.warm_up()
     for _ in range(8):
@@ -85,7 +85,7 @@ def test_who_would_end_too_late_is_refused_with_the_time_to_wait(options: dict[s
     assert not rig.failed and before
 
 
-def test_drafts_bring_several_tokens_in_a_step() -> None:
+def test_drafts_yield_several_tokens_in_a_step() -> None:
     """Four slots, and steps of a second each, in which a text that repeats itself gains more than a token."""
     with repeating_model():
         rig = Rig(speculative_config={"method": "suffix"})
@@ -106,7 +106,7 @@ def test_drafts_bring_several_tokens_in_a_step() -> None:
     assert not rig.failed
 
 
-def test_the_more_urgent_is_judged_by_who_is_ahead_of_it() -> None:
+def test_the_more_urgent_is_judged_by_the_requests_ahead_of_it() -> None:
     for options, urgent in (
         ({"scheduling_policy": "priority"}, {"priority": -5}),
         ({"tenants": {"a": {"weight": 100}, "*": {}}}, {"tenant": "a"}),
@@ -119,10 +119,10 @@ def test_the_more_urgent_is_judged_by_who_is_ahead_of_it() -> None:
         rig.step()
         if "scheduling_policy" not in options or options["scheduling_policy"] != "edf":
             assert rig.add(timeout=60.0) is not None, f"{options}: it is behind all"
-        assert rig.add(timeout=60.0, **urgent) is None, f"{options}: nearly nobody is ahead of it"
+        assert rig.add(timeout=60.0, **urgent) is None, f"{options}: almost no request is ahead of it"
 
 
-def test_nobody_is_refused_who_can_start_at_once_or_before_anything_is_known() -> None:
+def test_no_request_is_refused_that_can_start_at_once_or_before_anything_is_known() -> None:
     rig = Rig()
     for _ in range(100):  # a burst at the start
         assert rig.add(timeout=0.001) is None
@@ -176,7 +176,7 @@ def test_requests_that_will_be_given_up_do_not_count_in_full() -> None:
         )
         rig.num_requests += 1
     rig.step()
-    assert rig.add(timeout=25.0) is None, "in three seconds all those ahead are gone"
+    assert rig.add(timeout=25.0) is None, "in three seconds all requests ahead have ended"
 
 
 def test_a_request_that_brings_output_is_never_shed() -> None:
@@ -200,7 +200,7 @@ def test_a_request_that_is_late_is_not_started_and_lets_others_pass() -> None:
     running = {request.request_id for request in rig.core.scheduler.running}
     assert running == {6} and not computed, "5 was passed over, 6 was not"
     rig.until_idle()
-    assert [failed.request_id for failed in rig.failed] == [5], "nobody aborted it, so the engine did"
+    assert [failed.request_id for failed in rig.failed] == [5], "no client aborted it, so the engine did"
 
 
 def test_a_limit_that_names_share_is_what_each_of_them_waits_for() -> None:
@@ -214,7 +214,7 @@ def test_a_limit_that_names_share_is_what_each_of_them_waits_for() -> None:
     assert rig.add(timeout=30.0, tenant="another") is None
 
 
-def test_a_policy_can_be_put_outside_the_one_that_knows_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_can_wrap_the_one_that_knows_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     def gated(*args: Any) -> Any:
         policies = make_policies(*args)
         policies.admission = Gate(policies.admission, {})
@@ -242,7 +242,7 @@ def test_an_aborted_request_does_not_make_outputs_look_shorter() -> None:
     assert rig.core.shedding._lengths.mean(1000) == pytest.approx(10.0)
 
 
-def test_the_price_of_a_prompt_token_is_told_apart_from_that_of_a_step() -> None:
+def test_the_price_of_a_prompt_token_is_separated_from_that_of_a_step() -> None:
     pace = _Pace()
     for k in range(300):
         prompt = (0, 100, 400)[k % 3]

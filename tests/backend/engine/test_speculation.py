@@ -37,7 +37,7 @@ MODEL: dict[str, Any] = {"model": "hash", "num_speculative_tokens": 5}
 
 
 def even_clock() -> Callable[[], float]:
-    """Every step takes as long, whatever it computes: drafts are cheap."""
+    """Every step takes the same time: drafts are cheap."""
     ticks = itertools.count()
     return lambda: next(ticks) / 1000
 
@@ -164,7 +164,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(method: dict[str, Any]) ->
     assert step_stats(core, engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
 
 
-def test_a_later_request_copies_what_an_earlier_one_of_its_tenant_got() -> None:
+def test_a_later_request_copies_an_earlier_output_of_its_tenant() -> None:
     with repeating_model():
         clock = StepClock()
         core = make_core(Info(max_model_len=200, num_blocks=200), clock, speculative_config={"method": "suffix"})
@@ -195,8 +195,8 @@ def test_a_draft_model_that_is_often_right_saves_steps() -> None:
     assert len(core.runner.batch_sizes) == 300 - counts.accepted  # type: ignore[attr-defined]
 
 
-def test_a_draft_model_computes_each_token_once_but_what_was_refused() -> None:
-    """The tokens of a request, those drafted, and per draft one that it needs the logits of."""
+def test_a_draft_model_computes_each_token_once_unless_it_was_refused() -> None:
+    """A request's tokens, the drafted tokens, and per draft one token for its logits."""
     core = with_draft_model(speculative_config=MODEL)
     add(core, 0, list(range(1, 41)), max_tokens=200, ignore_eos=True)
     run_until_idle(core, {}, {})
@@ -226,7 +226,7 @@ def test_a_draft_model_without_room_for_a_request_drafts_for_the_others() -> Non
     assert core.scheduler.policies.draft_counts.accepted > 5
 
 
-def test_a_step_of_the_draft_model_that_fails_costs_no_request_anything() -> None:
+def test_a_failed_step_of_the_draft_model_affects_no_request() -> None:
     core = with_draft_model(speculative_config=MODEL)
     model = model_of(core)
     collect_draft, failing = model._runner.collect, [False, True, False, False] * 30
@@ -258,5 +258,5 @@ def test_a_draft_model_that_raises_is_no_worse_than_none(caplog: pytest.LogCaptu
     run_until_idle(core, outputs, {})
     assert all(len(tokens) == 30 for tokens in outputs.values())
     assert caplog.text.count("RuntimeError: broken") == 1
-    assert next(calls) <= 30, "asked once a step, not once a row"
-    assert not model_of(core)._rows, "nobody knows what they have computed"
+    assert next(calls) <= 30, "called once per step, not once per row"
+    assert not model_of(core)._rows, "it is unknown what they have computed"

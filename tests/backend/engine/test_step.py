@@ -1,4 +1,4 @@
-"""Steps are plain data: what other processes will get is what was sent."""
+"""Steps are plain data: another process receives exactly the data that was sent."""
 
 from __future__ import annotations
 

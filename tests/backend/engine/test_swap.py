@@ -1,4 +1,4 @@
-"""Preemption by swap: what is copied, when it is chosen, and that nothing is lost."""
+"""Preemption by swap: which blocks are copied, when it is chosen, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.engine.step import SchedulerOutput
 
 
 def running(pool: KVPool, num_tokens: int, token: int = 1) -> Request:
-    """A request all of whose tokens but the last are computed and published."""
+    """A request with all tokens but the last computed and published."""
     request = Request(1, [token] * num_tokens, SamplingParams(), slot=0)
     pool.admit(request, pool.find_prefix(request))
     pool.extend(request, num_tokens - 1)
@@ -31,7 +31,7 @@ def copies(swap: SwapSpace) -> dict[int, int]:
     return out.swap_out
 
 
-def test_a_request_resumes_with_all_that_it_had_computed():
+def test_a_request_resumes_with_all_of_its_computed_tokens():
     pool, swap = KVPool(8, 4), SwapSpace(8, 4)
     request = running(pool, 11)
     blocks = list(request.block_ids)
@@ -61,12 +61,12 @@ def test_shared_blocks_are_not_copied_and_count_while_they_are_cached():
     swap.swap_out(second, pool)
     assert list(copies(swap).values()) == second.block_ids[2:]
     assert swap.num_resumable(second, 2) == 10
-    assert swap.num_resumable(second, 1) == 4, "blocks behind the gap are of no use"
+    assert swap.num_resumable(second, 1) == 4, "blocks after the gap are useless"
     assert swap.swap_in(second, 1) == []
     assert swap.num_used == 0
 
 
-def test_what_does_not_fit_the_host_is_recomputed():
+def test_blocks_that_do_not_fit_the_host_are_recomputed():
     pool, swap = KVPool(8, 4), SwapSpace(2, 4)
     request = running(pool, 11)
     swap.swap_out(request, pool)
@@ -89,7 +89,7 @@ def test_copies_wait_for_a_step_with_rows():
 
 
 def test_a_step_does_not_overwrite_host_blocks_that_it_copies_in():
-    """An urgent request may resume in the very step that preempts another one for it."""
+    """An urgent request can resume in the same step that preempts another one for it."""
     pool, swap = KVPool(12, 4), SwapSpace(3, 4)
     back, victim = running(pool, 11), running(pool, 11, token=2)
     swap.swap_out(back, pool)

@@ -39,7 +39,7 @@ UNWRITTEN = -7
 
 @dataclass
 class Plan:
-    """What the kernel has written.
+    """The plan that the kernel wrote.
 
     Attributes:
         items: (request, query block, part, number of parts).

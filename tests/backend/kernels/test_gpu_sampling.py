@@ -229,7 +229,7 @@ def test_what_the_scratch_contains_does_not_matter(monkeypatch):
 
 
 def test_columns_in_any_order_with_padding_behind_them():
-    """What a captured launch gets: a column for each row of its bucket, in a view of a larger buffer."""
+    """The input of a captured launch: a column for each row of its bucket, in a view of a larger buffer."""
     logits = random_logits(len(KINDS) + 3, 203, 2.0)
     rows = new_table(len(KINDS), 203)
     for slot, params in enumerate(KINDS):

@@ -1,4 +1,4 @@
-"""What is recognised of each architecture, on a CPU and on a GPU; how modules that are not differ."""
+"""The parts of each architecture that are recognised, on a CPU and on a GPU, and how other modules differ."""
 
 from __future__ import annotations
 

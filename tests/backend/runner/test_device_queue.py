@@ -107,7 +107,7 @@ def test_requests_that_are_aborted_leave_nothing_in_those_that_take_their_slots(
 
 
 def test_a_launch_waits_for_nothing_unless_the_ring_is_full(checkpoint, expected):
-    """Nothing of the device has run by then but what somebody waited for."""
+    """By then the device has run only the work that the host waited for."""
     queue = LazyQueue(random.Random(0), eagerness=0.0)
     core = make_device_core(checkpoint, queue)
     launch, waits = core.runner.launch, []

@@ -1,4 +1,4 @@
-"""Drafts through the whole engine: the same tokens and log probabilities, whatever was drafted."""
+"""Drafts through the whole engine: any draft gives the same tokens and log probabilities."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_engine_goes_on_after_an_out_of_memory(
 def test_a_step_that_runs_out_of_memory_while_it_is_prepared_fails_alone(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, overlap: bool, make: Any, owner: str, name: str
 ) -> None:
-    """With launch-ahead that is in the thread of the engine.  What the step took of blocks and slots is not lost."""
+    """With launch-ahead that is in the thread of the engine.  The step's blocks and slots are not lost."""
     core = make(checkpoint, async_scheduling=overlap, max_num_seqs=2, block_size=4)
     runner: Any = getattr(core.runner, "runner", core.runner)
     prepare, calls = getattr(getattr(runner, owner), name), iter(range(10**6))

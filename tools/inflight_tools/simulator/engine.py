@@ -60,7 +60,7 @@ class _Ticket(NamedTuple):
 class SimulatedDevice:
     """A runner whose steps take the time that a profile says, on a clock of its own.
 
-    Making a step and taking it in takes the host `host` seconds, running it the device `device` seconds.
+    Making a step and processing its tokens takes the host `host` seconds, running it the device `device` seconds.
     Without `async_scheduling` the one waits for the other; with it the host makes the next step while the
     device runs one:
 

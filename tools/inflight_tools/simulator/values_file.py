@@ -23,7 +23,7 @@ def values_yaml(size: Size, load: str, slo: str) -> str:
 # Seen: {100 * report.attainment:.1f}% good, TTFT p99 {report.ttft.p99:.3f} s, ITL p99 {report.itl.p99:.3f} s
 replicaCount: {size.replicas}
 autoscaling:
-  # What half of the load needs, and twice the load.
+  # The replicas for half of the load, and for twice the load.
   minReplicas: {size.minimum}
   maxReplicas: {size.maximum}
   # The thresholds are means over replicas and time at the edge, the highest load at which {size.needed} replicas meet

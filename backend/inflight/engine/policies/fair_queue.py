@@ -144,7 +144,7 @@ class FairQueue(EngineListener):
             self._line_up(tenant)
 
     def ahead(self, request: Request) -> list[Request]:
-        """Its tenant's requests that are due before it, and other tenants' requests whose turn comes at a smaller tag."""
+        """Its tenant's requests that are due before it; other tenants' requests with their turn at a smaller tag."""
         tenant = self._tenant(request)
         found = tenant.queue.ahead(request)
         tag = tenant.tag if tenant.entry is not None else max(tenant.tag, self._virtual_time)

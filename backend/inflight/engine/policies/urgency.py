@@ -1,4 +1,4 @@
-"""Which waiting requests take the place of which running ones.  Pure Python, no torch."""
+"""Lets waiting requests take the place of running ones that they outrank.  Pure Python, no torch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SCRATCH_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Card:
-    """What a card has for tiles: compute capability, number of SMs, shared memory per program in bytes."""
+    """A card's resources for tiles: compute capability, number of SMs, shared memory per program in bytes."""
 
     capability: tuple[int, int]
     num_sms: int

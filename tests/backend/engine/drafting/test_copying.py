@@ -1,4 +1,4 @@
-"""Where the last tokens stood before, and what followed them there."""
+"""Earlier occurrences of the last tokens, and the tokens that followed them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ texts = st.lists(st.integers(0, 3), max_size=200)
 
 @example([1, 2, 3] * 40, [10, 90], 2, 9)  # one by one first, then at once
 @given(texts, st.lists(st.integers(0, 90), max_size=4), st.integers(1, 4), st.integers(1, 9))
-def test_the_places_behind_equal_runs(text: list[int], pieces: list[int], width: int, limit: int) -> None:
-    """Whatever was sorted and whatever came one by one."""
+def test_the_places_after_equal_runs(text: list[int], pieces: list[int], width: int, limit: int) -> None:
+    """For sorted tokens, and for tokens added one by one."""
     tokens = array("i")
     places = Occurrences(tokens, width)
     for piece in [*pieces, len(text)]:
@@ -37,7 +37,7 @@ def test_the_places_behind_equal_runs(text: list[int], pieces: list[int], width:
 
 
 @given(texts, texts, st.integers(1, 20))
-def test_how_much_matches(text: list[int], context: list[int], limit: int) -> None:
+def test_the_length_of_a_match(text: list[int], context: list[int], limit: int) -> None:
     for place in range(len(text) + 1):
         length = match_length(text, place, context, limit)
         assert text[place - length : place] == context[len(context) - length :]
@@ -86,7 +86,7 @@ def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
     assert found.tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_after_an_odd_token_the_copy_goes_on_beside_it() -> None:
+def test_after_a_differing_token_the_copy_continues_past_it() -> None:
     drafts, text = suffix(), list(range(20, 40))
     of = request(text, [21, 22, 23])
     assert guess(drafts, of, 3).tokens == [24, 25, 26]
@@ -109,7 +109,7 @@ def test_places_that_differ_vote() -> None:
     assert found.tokens[:2] == [1, 4]
     assert found.shares[:3] == [1.0, 2 / 3, 1 / 2]
     few = guess(suffix(suffix_decoding_min_token_prob=0.7), request(text), 4)
-    assert few.tokens == [1], "what only two of three go on with is not likely enough"
+    assert few.tokens == [1], "a continuation of only two in three is not likely enough"
 
 
 def test_past_outputs_of_the_tenant_and_salt_alone() -> None:
@@ -157,7 +157,7 @@ def test_old_outputs_are_forgotten_first_and_memory_is_bounded(monkeypatch: pyte
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=90), min_size=1, max_size=5), st.integers(1, 20))
-def test_what_is_guessed_stood_somewhere_behind_what_matches(outputs: list[list[int]], limit: int) -> None:
+def test_a_guess_occurred_somewhere_after_the_match(outputs: list[list[int]], limit: int) -> None:
     drafts = suffix(suffix_decoding_min_token_prob=0.0)
     seen: list[list[int]] = []
     for number, output in enumerate(outputs):
@@ -167,8 +167,8 @@ def test_what_is_guessed_stood_somewhere_behind_what_matches(outputs: list[list[
             if found is not None:
                 assert 1 <= len(found.tokens) <= limit
                 known = one.token_ids.tolist()
-                tail = known[len(known) - found.match :]  # of no token where a copy goes on beside an odd one
-                texts = [*seen, known + found.tokens[:-1]]  # it may go on with what it guessed
+                tail = known[len(known) - found.match :]  # empty where a copy continues past a differing token
+                texts = [*seen, known + found.tokens[:-1]]  # it can continue with its own guess
                 first = [*tail, found.tokens[0]]
                 assert any(
                     text[i : i + len(first)] == first for text in texts for i in range(len(text) - len(first) + 1)

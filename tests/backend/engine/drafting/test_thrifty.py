@@ -1,4 +1,4 @@
-"""Drafts where they pay, and nowhere else: on a clock that a made-up machine moves."""
+"""Drafts are made only where they pay, on the clock of a simulated machine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def computes(num_sequences: int, num_drafts: int) -> float:
     st.lists(st.integers(0, 30), min_size=60, max_size=120),
     st.integers(0, 2**20),
 )
-def test_the_price_is_what_a_draft_token_costs(
+def test_the_price_is_the_cost_of_a_draft_token(
     num_sequences: int, base: float, cost: float, drafts: list[int], seed: int
 ) -> None:
-    """In tokens that the engine emits in that time, whatever the machine; up to noise, and an outlier is cut."""
+    """In tokens that the engine emits in that time, on any machine; up to noise, and outliers are cut."""
     rng = random.Random(seed)
     prices = DraftPrices()
     accepted_share = rng.random()
@@ -61,11 +61,11 @@ def test_little_is_risked_before_anything_is_known() -> None:
     prices = DraftPrices()
     assert prices.price == float("inf") and not prices.room
     prices.begin(0)
-    assert not prices.room, "nobody runs"
+    assert not prices.room, "no request runs"
     prices.begin(1)
     assert prices.price == pytest.approx(0.125)
     prices.begin(100)
-    assert prices.price == pytest.approx(1.25), "of a full batch nothing is believed"
+    assert prices.price == pytest.approx(1.25), "in a full batch drafts are not expected to pay"
 
 
 def test_drafts_leave_a_step_within_its_target() -> None:
@@ -86,7 +86,7 @@ def text(kind: str, number: int) -> list[int]:
     if kind == "copies":
         piece = [rng.randrange(10_000) for _ in range(150)]
         return piece * 100
-    return [rng.randrange(30) for _ in range(6000)]  # pairs occur again by accident alone
+    return [rng.randrange(30) for _ in range(6000)]  # pairs recur only by accident
 
 
 def serve(
@@ -123,7 +123,7 @@ def make_drafter() -> AdaptiveDrafter:
 
 
 def gain(kind: str, count: int, machine: Machine, steps: int = 100) -> tuple[float, list[int]]:
-    """Tokens a second with drafts over those without."""
+    """Tokens per second with drafts, relative to those without."""
     texts = [text(kind, number) for number in range(count)]
     drafter = make_drafter()
     seconds, emitted, drafted = serve(texts, machine, steps, drafter)
@@ -139,7 +139,7 @@ def test_text_that_is_copied_comes_several_times_as_fast() -> None:
 @pytest.mark.parametrize("count", [1, 4, 32])
 @pytest.mark.parametrize("machine", [reads_weights, computes])
 @pytest.mark.parametrize("kind", ["copies", "accidents"])
-def test_drafts_cost_nothing_where_they_bring_nothing(kind: str, count: int, machine: Machine) -> None:
+def test_drafts_cost_nothing_where_they_gain_nothing(kind: str, count: int, machine: Machine) -> None:
     """In simulated time, where looking them up is free."""
     assert gain(kind, count, machine, 400 if kind == "accidents" else 100)[0] > 0.98
 
@@ -162,11 +162,11 @@ def test_a_sequence_whose_text_begins_to_repeat_gets_drafts_again() -> None:
     whole = text("accidents", 1)[:1200] + text("copies", 1)
     drafter = make_drafter()
     _, _, drafted = serve([whole], lambda num_sequences, count: 0.01 + 0.001 * count, 1300, drafter)
-    assert sum(drafted[600:900]) < 30, "it has learned that nothing comes of it"
+    assert sum(drafted[600:900]) < 30, "it has learned that drafts do not pay"
     assert sum(drafted[-40:]) > 200
 
 
-def test_where_nothing_comes_of_it_most_steps_pass_without_a_look_until_the_text_repeats() -> None:
+def test_without_accepted_drafts_most_steps_skip_the_lookup_until_the_text_repeats() -> None:
     def slow_clock() -> float:
         nonlocal now
         now += 0.0005  # a twentieth of a step
@@ -206,8 +206,8 @@ class WrongModel:
 
 @pytest.mark.parametrize("busy_from", [0, 30, 60, 100])  # step
 @pytest.mark.parametrize("seconds_a_token", [0.002, 0.02])  # for a step of 10 ms: it may pay, and it cannot
-def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_token: float, busy_from: int) -> None:
-    """One that was not asked has done nothing that a pause would save."""
+def test_a_model_is_tried_in_time_even_if_a_lookup_seems_to_take_long(seconds_a_token: float, busy_from: int) -> None:
+    """A model that was not run has done no work that a pause would save."""
 
     def clock() -> float:
         nonlocal now
@@ -225,8 +225,8 @@ def test_a_model_is_tried_in_time_however_long_a_look_seems_to_take(seconds_a_to
     assert max(late - early for early, late in itertools.pairwise(tried)) <= 130
 
 
-def test_a_model_that_fails_is_asked_seldom() -> None:
-    """Each time it may compute a whole prompt in vain."""
+def test_a_model_that_fails_is_run_seldom() -> None:
+    """Each run can compute a whole prompt for nothing."""
 
     class FailingModel(WrongModel):
         num_asked = 0
@@ -241,7 +241,7 @@ def test_a_model_that_fails_is_asked_seldom() -> None:
     assert 1000 / 128 <= model.num_asked <= 1000 / 32
 
 
-def test_a_draft_behind_a_token_that_nobody_knows_yet_must_be_worth_a_step() -> None:
+def test_a_draft_after_a_token_that_is_still_unknown_must_be_worth_a_step() -> None:
     drafter = make_drafter()
     period = list(range(1, 30))
     sure = Request(1, period * 2, SamplingParams(max_tokens=900), period)
@@ -265,7 +265,7 @@ def test_made_up_tenants_and_ended_requests_are_forgotten() -> None:
     assert not drafter._sequences and not drafter._guesser._own
 
 
-def test_a_clock_that_stands_still_breaks_nothing() -> None:
+def test_a_clock_that_does_not_advance_breaks_nothing() -> None:
     prices = DraftPrices()
     for num_drafts in (0, 3, 0, 5):
         prices.begin(4)

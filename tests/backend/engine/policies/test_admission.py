@@ -94,7 +94,7 @@ growths = st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 60)), max_size
 
 @given(growths, growths, st.integers(0, 60), st.floats(0, 9))
 def test_the_forecast_is_the_sum_of_its_requests(stay, leave, step, extra):
-    """Compared with the sums at every step; `final_tokens` admits nobody whom the peak would keep out."""
+    """Compared with the sums at every step; `final_tokens` admits no request that the peak would keep out."""
     forecast, alive = Forecast(), {}
     for number, (tokens, end) in enumerate([*stay, *leave]):
         each = request(1, request_id=number)
@@ -150,7 +150,7 @@ def test_requests_that_would_give_way_are_not_expected_to_grow():
 
 
 def test_the_forecast_covers_exactly_the_running_requests():
-    """Whatever is shared, preempted, swapped or aborted; and it counts no block twice."""
+    """With sharing, preemption, swaps and aborts; and it counts no block twice."""
     info = Info(num_blocks=40, num_host_blocks=5, max_model_len=100)
     core = make_core(info, block_size=4, admission="predicted_peak", watermark=0, scheduling_policy="priority")
     admission, pool = core.scheduler.policies.admission._inner, core.pool

@@ -164,7 +164,7 @@ def test_where_the_usual_chunk_does_not_fit_a_smaller_one_does():
 
 def test_headroom_is_the_largest_overrun_of_the_last_hundred_steps():
     rig = Rig(itl_target_ms=12)
-    assert rig.budget.headroom == 0.25, "nothing is known"
+    assert rig.budget.headroom == 0.25, "nothing is known yet"
     for request_id in range(4):
         rig.add(request_id, 64, 3000)
     rig.step()
@@ -237,7 +237,7 @@ def test_a_target_that_cannot_be_met_yields_to_progress():
     prompts=st.lists(st.integers(40, 1500), min_size=1, max_size=6),
     seed=st.integers(0, 9),
 )
-def test_steps_stay_within_the_target_whatever_a_step_costs(
+def test_steps_stay_within_the_target_at_any_cost_of_a_step(
     fixed, jump, per_token, per_sequence, per_context, per_pair, slack, noise, prompts, seed
 ):
     """The target is `slack` times a decode step; after a warm-up no step with decodes takes longer."""
@@ -269,7 +269,7 @@ def test_steps_stay_within_the_target_whatever_a_step_costs(
     threshold=st.sampled_from([0, 2, 16]),
     budget=st.sampled_from([1, 5, 64]),
 )
-def test_whatever_the_budget_every_request_gets_its_tokens(arrivals, target, partial, threshold, budget):
+def test_under_any_budget_every_request_gets_its_tokens(arrivals, target, partial, threshold, budget):
     info = Info(num_blocks=40)
     core = make_core(
         info, block_size=4, max_num_batched_tokens=budget, max_num_seqs=4, itl_target_ms=target,
@@ -325,7 +325,7 @@ def test_prompts_are_never_starved_for_longer_than_stated(prompts, every, stream
     noise=st.sampled_from([0.0, 0.4]),
     seed=st.integers(0, 9),
 )
-def test_whatever_the_target_a_prompt_is_computed_within_the_steps_stated(prompt, target, per_token, noise, seed):
+def test_under_any_target_a_prompt_is_computed_within_the_stated_steps(prompt, target, per_token, noise, seed):
     rig = Rig(StepCost.linear(0.004, 100e-6, 0.0, 0.0, per_token), noise, seed, itl_target_ms=target)
     for request_id in range(3):
         rig.add(request_id, 8, 2000)
@@ -360,7 +360,7 @@ def test_a_passed_over_prompt_does_not_starve():
     assert started == 9
 
 
-def test_a_prompt_whose_log_probabilities_are_asked_for_counts_for_more_and_is_passed():
+def test_a_prompt_with_requested_log_probabilities_counts_for_more_and_is_passed():
     rig = Rig()
     rig.add(1, 1000, 2, prompt_logprobs=96)  # a token counts as four
     rig.add(2, 1000, 2, prompt_logprobs=32)
@@ -373,7 +373,7 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_counts_for_more_and_is_p
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(None, 500), (0, 500), (1, 496), (20, 315), (100, 124), (-1, 15)])
-def test_what_a_prompt_token_with_log_probabilities_counts(count, tokens):
+def test_the_weight_of_a_prompt_token_with_log_probabilities(count, tokens):
     rig = Rig(max_logprobs=-1)
     params = {} if count is None else {"prompt_logprobs": count}
     rig.add(1, 500, 2, **params)

@@ -1,4 +1,4 @@
-"""The cost model of a step: what it counts, what its fit recovers, and what does not mislead it."""
+"""The cost model of a step: its terms, its fit, and data that must not mislead it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DESIGN = [
 ]
 
 
-def test_the_load_of_a_step_is_what_its_rows_compute():
+def test_the_load_of_a_step_is_the_work_of_its_rows():
     out = SchedulerOutput(num_scheduled_tokens=[1, 4, 5], num_computed_tokens=[6, 0, 2])
     # the decode reads 7 tokens; 1 + 2 + 3 + 4 pairs of the first chunk, 3 + 4 + 5 + 6 + 7 of the second
     assert step_load(out) == StepLoad(1, 7, 2, 9, 10 + 25)
@@ -38,7 +38,7 @@ def test_attention_pairs_are_causal(computed):
     assert prefill_pairs(computed, 4) == sum(computed + i for i in range(1, 5))
 
 
-def test_every_term_counts_what_it_names():
+def test_every_term_counts_its_quantity():
     cost = StepCost.linear(1.0, 10.0, 100.0, 1000.0, 1e4, 1e5)
     assert cost.seconds(StepLoad()) == 1.0
     assert cost.seconds(StepLoad(2, 7)) == 1.0 + 2 * 10 + 7 * 100

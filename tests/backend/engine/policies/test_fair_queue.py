@@ -1,4 +1,4 @@
-"""Weighted fair queueing across tenants: shares, caps, no saved credit, what a tenant may do to others."""
+"""Weighted fair queueing across tenants: shares, caps, no saved credit, and a tenant's effect on others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tenants(Clocked):
         self._execute, self.runner.execute = self.runner.execute, self._look_and_execute
 
     def _look_and_execute(self, out, prepared):
-        """Note who is in line once the step is scheduled: it has requests waiting, and its cap leaves room."""
+        """Record the tenants in line once the step is scheduled: it has requests waiting, and its cap leaves room."""
         tenants = self.core.config.tenants
         caps = {name: tenants[name].max_running if name in tenants else None for name in NAMES}
         self.in_line = {n for n in NAMES if self.waiting_of(n) and (caps[n] is None or self.running_of(n) < caps[n])}
@@ -54,7 +54,7 @@ def keep_busy(rig: Tenants, name: str, prompt: int, output: int, **fields) -> No
         rig.add(prompt, output, tenant=name, **fields)
 
 
-def test_tokens_are_shared_by_weight_whatever_the_requests_look_like():
+def test_tokens_are_shared_by_weight_for_requests_of_any_shape():
     rig = Tenants({"gold": {"weight": 3}, "free": {"weight": 1}}, max_num_seqs=8)
     for _ in range(1200):
         keep_busy(rig, "gold", 30, 4)
@@ -132,7 +132,7 @@ def test_shares_differ_by_no_more_than_the_bound_and_caps_hold(load):
     rig = Tenants(**{key: value for key, value in load.items() if key != "bursts"})
     queue, slots = rig.scheduler.waiting, load["max_num_seqs"]
     weight = {name: options["weight"] for name, options in tenants.items()}
-    since: dict[tuple[str, str], Counter[str]] = {}  # pairs in line -> what was served when both joined
+    since: dict[tuple[str, str], Counter[str]] = {}  # pairs in line -> tokens served when both joined
     longest = 0
 
     def checked_step() -> None:
@@ -232,7 +232,7 @@ def test_a_name_has_its_own_account_only_if_it_cannot_be_made_up_or_the_operator
     output=st.integers(1, 12),
 )
 def test_made_up_names_buy_no_share(num_names, weights, prompt, output):
-    """However many names one client uses, all of them together get what "*" is worth beside a named tenant."""
+    """However many names one client uses, all of them together get the share of "*" beside a named tenant."""
     gold, star = weights
     rig = Tenants({"gold": {"weight": gold}, "*": {"weight": star}}, max_num_seqs=4)
     for turn in range(400):

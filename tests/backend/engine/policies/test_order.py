@@ -1,4 +1,4 @@
-"""Who is next: priority classes with aging, shortest job, earliest deadline; who gives way."""
+"""The order of requests: priority classes with aging, shortest job, earliest deadline; and which requests give way."""
 
 from __future__ import annotations
 
@@ -117,15 +117,15 @@ def test_nothing_starves_under_an_endless_flood(policy, victim, flood):
     assert rig.started[request.request_id] <= margin + rounds
     if policy == "priority":
         while rig.first_token.get(request.request_id) is None or request.num_output_tokens < 5:
-            assert request.num_preemptions == 0, "it has waited out its patience: nobody preempts it"
+            assert request.num_preemptions == 0, "it has waited out its patience: no request preempts it"
             rig.step()
             rig.add(1, 5, priority=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tenants", [{}, {"tenants": {"a": {"weight": 2}}}])
-def test_only_priorities_take_the_place_of_who_runs(policy: str, tenants: dict[str, object]) -> None:
-    """Also in the eyes of who predicts how long a request waits."""
+def test_only_priorities_take_the_place_of_running_requests(policy: str, tenants: dict[str, object]) -> None:
+    """Also for the prediction of how long a request waits."""
     rig = Clocked(scheduling_policy=policy, max_num_seqs=2, **tenants, **OPTIONS)
     for _ in range(2):
         rig.add(3, 40, priority=9)
@@ -186,7 +186,7 @@ def test_an_interactive_request_takes_blocks():
 
 @pytest.mark.parametrize("admission", ["free_blocks", "predicted_peak"])
 @pytest.mark.parametrize("tenants", [{}, {"*": {}}])
-def test_nobody_is_preempted_unless_that_makes_room_enough(admission, tenants):
+def test_no_request_is_preempted_unless_that_makes_enough_room(admission, tenants):
     rig = Clocked(22, scheduling_policy="priority", admission=admission, tenants=tenants)
     first = rig.add(40, 18, priority=0)  # 10 blocks and more, which it keeps
     rig.add(6, 12, priority=2)
@@ -201,7 +201,7 @@ def test_nobody_is_preempted_unless_that_makes_room_enough(admission, tenants):
 
 
 def test_blocks_that_only_victims_share_count_once():
-    """Each gives way for the blocks that both of them reference."""
+    """Each gives way for the blocks that both reference."""
     rig = Clocked(16, scheduling_policy="priority", enable_prefix_caching=True, admission="free_blocks")
     for _ in range(2):
         rig.add(40, 20, priority=2)  # 10 blocks, 9 of them shared
@@ -236,7 +236,7 @@ def test_an_interactive_prompt_of_several_chunks_keeps_its_precedence():
     assert steps == [{request: 15, document: 1}, {request: 15, document: 1}, {request: 10, document: 6}]
 
 
-def test_nobody_gives_way_to_a_prompt_that_the_budget_passes_over():
+def test_no_request_gives_way_to_a_prompt_that_the_budget_passes_over():
     limits = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 10}
     rig = Clocked(scheduling_policy="priority", max_num_seqs=2, max_num_batched_tokens=16, **limits)
     rig.add(60, 2, priority=2)
@@ -250,7 +250,7 @@ def test_nobody_gives_way_to_a_prompt_that_the_budget_passes_over():
     assert rig.scheduler.num_preempted_total == 1
 
 
-def test_equal_classes_and_other_policies_preempt_nobody():
+def test_equal_classes_and_other_policies_preempt_no_request():
     rig = saturated()
     rig.add(3, 3, priority=2)
     assert not rig.step().preempted

@@ -1,4 +1,4 @@
-"""What one request with many sequences may add to the steps of others."""
+"""The rows that one request with many sequences can add to the steps of others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(widths: list[int], least: int = 4) -> list[int]:
     return [taken[number] for number in range(len(widths))]
 
 
-def test_only_a_request_that_is_wider_than_the_others_together_is_cut() -> None:
+def test_only_a_request_wider_than_the_others_together_is_limited() -> None:
     assert rows([48]) == [48], "alone it has them all"
     assert rows([48, 1]) == [4, 1]
     assert rows([1, 48, 1, 1]) == [1, 6, 1, 1], "twice the three others"
@@ -68,7 +68,7 @@ def test_places_of_a_request_whose_sequences_end_stay_in_turn() -> None:
     assert seen == [[0, 1], [2, 3], [1, 2], [0, 1], [0]]
 
 
-def test_a_neighbour_of_a_wide_request_gets_a_token_each_step_and_everyone_the_same_tokens() -> None:
+def test_a_neighbour_of_a_wide_request_gets_a_token_each_step_and_all_get_the_same_tokens() -> None:
     info = Info(num_blocks=600, eos_token_ids=[])
     core = make_core(info, max_num_seqs=64, shared_step_rows=4)
     outputs: dict[tuple[int, int], list[int]] = {}
@@ -76,7 +76,7 @@ def test_a_neighbour_of_a_wide_request_gets_a_token_each_step_and_everyone_the_s
     add(core, 0, [1, 2], max_tokens=30, n=24)
     for _ in range(4):
         collect(core, outputs, reasons)
-    assert len(outputs[0, 23]) > 1, "alone it is not cut"
+    assert len(outputs[0, 23]) > 1, "alone it is not limited"
     params = add(core, 1, [3, 4], max_tokens=20)
     collect(core, outputs, reasons)
     for step in range(2, 21):

@@ -1,4 +1,4 @@
-"""Who gives way under each victim policy."""
+"""Which request gives way under each victim policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_least_preempted_then_lowest_priority_then_latest_arrival():
 
 
 def test_model_json_selects_the_policy():
-    """Three requests outgrow the pool; who gives way first differs."""
+    """Three requests outgrow the pool; the first one to give way differs."""
     preempted = {}
     for policy in ("last", "lowest_priority", "longest"):
         core = make_core(Info(num_blocks=24), block_size=4, preemption_victim=policy, enable_prefix_caching=False)
@@ -60,7 +60,7 @@ def test_model_json_selects_the_policy():
     assert preempted == {"last": 2, "lowest_priority": 0, "longest": 1}
 
 
-def test_the_default_keeps_what_the_order_promises():
+def test_the_default_keeps_the_guarantees_of_the_order():
     """An aged batch request ranks ahead of a fresh interactive one, which gives way to it."""
     core = make_core(Info(num_blocks=20), block_size=4, scheduling_policy="priority", priority_aging_seconds=10)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=40, ignore_eos=True)
