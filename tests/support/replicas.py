@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,10 @@ class Fleet:
 
     def __init__(self, count: int, first: TritonServer | None = None) -> None:
         self._ends = contextlib.ExitStack()
-        repository = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
-        copy_entry(repository, "demo")
+        self._repository = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
+        copy_entry(self._repository, "demo")
         given = [] if first is None else [first]
-        own = [
-            TritonServer(repository, model_control_mode="explicit", load_models=["demo"], exit_timeout=20)
-            for _ in range(count - len(given))
-        ]
-        self.servers = [*given, *own]
+        self.servers = [*given, *(self._server({}) for _ in range(count - len(given)))]
         self._first_own = len(given)
         self._ends.callback(lambda: [server.kill() for server in self.servers[self._first_own :]])
         try:
@@ -105,12 +101,23 @@ class Fleet:
         """Indices of the servers that tests can kill and restart."""
         return range(self._first_own, len(self.servers))
 
+    def _server(self, ports: Mapping[str, int]) -> TritonServer:
+        return TritonServer(
+            self._repository,
+            http_port=ports.get("HTTP", 0),
+            grpc_port=ports.get("GRPC", 0),
+            metrics_port=ports.get("metrics", 0),
+            model_control_mode="explicit",
+            load_models=["demo"],
+            exit_timeout=20,
+        )
+
     def _start(self, index: int) -> None:
         """Retries if Triton forgets its model, which happens if its stub gets no CPU time for seconds."""
         for attempt in range(_STARTS):
             self._launch(index)
             try:
-                return self.servers[index].wait_ready()
+                return self.servers[index].wait_ready(_START_SECONDS)
             except LauncherError:
                 if attempt == _STARTS - 1:
                     raise
@@ -129,7 +136,7 @@ class Fleet:
 
     def _renew(self, index: int) -> None:
         self.servers[index].kill()
-        self.servers[index] = self.servers[index].successor()
+        self.servers[index] = self._server(self.servers[index].ports)
 
     def _gateway(self, index: int) -> Process:
         own, *others = self.addresses[index:] + self.addresses[:index]
