@@ -29,8 +29,9 @@ CHECKS = ("error", "tokens", "tests")
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "all", "--device", "cpu", "--tiny"]
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "all", "--device", "cpu", "--tiny", "--budget", "3000"]
     done = subprocess.run(command, env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_all_cpu.json"]

@@ -29,7 +29,6 @@ from inflight_tools.processes import session_members
 
 _START_SECONDS = 120.0
 _STARTS = 4
-_READY_SECONDS = 60.0
 
 
 class Process:
@@ -118,7 +117,7 @@ class Fleet:
         for attempt in range(_STARTS):
             self._launch(index)
             try:
-                return self.servers[index].wait_ready(_READY_SECONDS)
+                return self.servers[index].wait_ready(_START_SECONDS)
             except LauncherError:
                 if attempt == _STARTS - 1:
                     raise

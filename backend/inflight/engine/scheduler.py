@@ -54,7 +54,6 @@ class Scheduler:
     preempt every other, and the pool holds at least one request of `max_model_len` (checked at load).
 
     Args:
-        swap: host memory for the blocks of preempted requests; None: they are computed again.
         clock: seconds, for the deadlines of requests that are held back.
 
     Attributes:

@@ -18,6 +18,7 @@ from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults
 from inflight.sampling import Sampler, SamplingTable
+from inflight.sampling.compile_ops import compile_ops
 from inflight.sampling.rules import LogitsRule, rules_of
 
 __all__ = ["BaseRunner", "load_on_threads"]
@@ -58,7 +59,7 @@ class BaseRunner:
         self.table = SamplingTable(config.max_num_seqs, info.vocab_size, device, rules_of(info.grammars, rules), ops)
         self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
-        self.sampler.warm_up(info.vocab_size, loaded.dtype, device, ops, rules)
+        compile_ops(info.vocab_size, loaded.dtype, device, ops, rules)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
 

@@ -29,7 +29,7 @@ The caller (the model runner) owns one `SamplingTable`, with a row per slot, and
   only raises `ValueError` for token ids outside the vocabulary, which would corrupt other rows.
 - On a GPU one kernel chooses for all rows, and the host waits for nothing until it reads a
   result.  Where that kernel cannot be launched, the groups of `choose.py` wait a few times for
-  rows with top_k, top_p or min_p.  `Sampler.warm_up` compiles kernels before the first request.
+  rows with top_k, top_p or min_p.  `compile_ops` compiles kernels before the first request.
 
 `prompt_logprobs(logits[P, V], next_token_ids[P], top)` makes the entries of prompt tokens.
 

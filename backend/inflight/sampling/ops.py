@@ -192,7 +192,7 @@ class SamplingOps(Protocol):
     Attributes:
         draws: whether `choose` draws rows of every kind in one call; else `choose.py` draws them in groups.
         draws_masked: whether `choose` takes a `bitmask`.
-        compiles: whether the first call of each operation compiles it; then `Sampler.warm_up` calls them all.
+        compiles: whether the first call of each operation compiles it; then `compile_ops` calls them all.
     """
 
     draws: bool

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.sampling_params import SamplingParams
-from inflight.grammars.base import mask_words
 from inflight.sampling.candidates import largest, largest_values
 from inflight.sampling.choose import draw
 from inflight.sampling.late_masks import mask_where_needed
 from inflight.sampling.logprobs import token_logprobs
-from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
-from inflight.sampling.ops import SamplingOps
-from inflight.sampling.rules import RULES, LogitsEdit, LogitsRule
-from inflight.sampling.table import sampling_metadata
+from inflight.sampling.metadata import SamplerOutput, SamplingMetadata
+from inflight.sampling.rules import LogitsEdit
 from inflight.sampling.unusable import are_finite, mark_unusable
 
 __all__ = ["Sampler", "edit_logits"]
@@ -52,27 +46,6 @@ class Sampler:
         rows, tops = list(metadata.logprobs), list(metadata.logprobs.values())
         chosen = token_ids[index].clamp_(min=0)
         return SamplerOutput(token_ids, rows, token_logprobs(masked[index], chosen, tops), failures)
-
-    def warm_up(
-        self,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: SamplingOps,
-        rules: Sequence[type[LogitsRule]] = RULES,
-    ) -> None:
-        """Compile `ops` for logits[R, vocab_size] of `dtype`, so that no request waits for it."""
-        if not ops.compiles:
-            return
-        params = [SamplingParams(top_k=2), *(rule.warm_up_params for rule in rules)]
-        token = np.zeros(1, dtype=np.int32)
-        rows = [SampleRow(p, seed=0, position=1, prompt_token_ids=token, output_token_ids=token[:0]) for p in params]
-        logits = torch.zeros(len(rows), vocab_size, dtype=dtype, device=device)
-        metadata = sampling_metadata(rows, vocab_size, device, rules, ops)
-        self(logits, metadata)  # edits are made to a float32 copy
-        self(logits, replace(metadata, edits=[]))
-        bitmask = np.full((1, mask_words(vocab_size)), -1, dtype=np.int32)
-        ops.mask(logits.float(), np.zeros(1, dtype=np.int64), bitmask)  # not all vocabularies have grammars
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRo
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference import REFERENCE
-from inflight.sampling.rules import RULES, LogitsMask, LogitsRule, Put, RowBatch
+from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]
 
@@ -256,10 +257,9 @@ class SamplingTable:
                     "pass the array that holds the tokens of all slots"
                 )
             edit = rule.prepare(batch.take(rows))
-            if isinstance(edit, LogitsMask):
-                metadata.masks.append(edit)
-            elif edit is not None:
-                metadata.edits.append(edit)
+            if edit is not None:
+                edits: list[Any] = metadata.masks if rule.is_mask else metadata.edits
+                edits.append(edit)
 
 
 def _first_positions(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:

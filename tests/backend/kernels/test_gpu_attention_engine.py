@@ -24,6 +24,7 @@ pytestmark = [
 SHAPES = [(1, 8), (37, 4), (20, 6)]  # prompt, output tokens
 
 
+@pytest.mark.nightly  # test_gpu_graph_steps.py runs an engine, too
 def test_greedy_output_equals_generate(tmp_path: Path) -> None:
     """Windows and sinks; chunks, mixes and decodes."""
     torch.set_num_threads(1)

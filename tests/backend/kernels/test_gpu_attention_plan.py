@@ -178,7 +178,7 @@ class TestMixes:
         assert plan.items[parts:] == [(0, block, 0, 1) for block in reversed(range(64))]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 140_000), st.integers(0, 3000)), min_size=1, max_size=40),
     geometry=st.sampled_from([DECODE, MIXED]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fake_graph import interpreted_launches
+from nightly import nightly_but
 from offline import make_core, run, tokens
 
 pytest.importorskip("triton")
@@ -43,7 +44,7 @@ def outputs(core: Any) -> dict[tuple[int, int], list[int]]:
     return {key: tokens(deltas) for key, deltas in run(core, PROMPTS, PARAMS).items()}
 
 
-@pytest.fixture(params=["llama", "gpt_oss"])
+@pytest.fixture(params=nightly_but(["llama"], ["llama", "gpt_oss"]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[tuple[int, int], list[int]]]:
     """A checkpoint, and what the kernels of a CPU make of it."""
     torch.set_num_threads(1)

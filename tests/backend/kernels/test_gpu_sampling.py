@@ -22,6 +22,7 @@ from inflight.kernels.gpu import gpu_bad_words, gpu_penalties, gpu_sampler
 from inflight.kernels.gpu.gpu_math import exp_of_negative, negative_exponential, order_key, rough_gumbel, uniform
 from inflight.kernels.gpu.gpu_sampling import GpuSampling
 from inflight.sampling import Sampler, SamplingMetadata, SamplingTable, sampler
+from inflight.sampling.compile_ops import compile_ops
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
 from inflight.sampling.ops import SamplingOps
@@ -136,11 +137,11 @@ BOUNDARIES = [
 def test_boundaries(monkeypatch):
     """A probability equal to a bound, and the second of two tied tokens."""
     monkeypatch.setattr(gpu_sampler, "BLOCK", 4)
-    params = [params for params, _ in BOUNDARIES for _ in range(6)]
+    params = [params for params, _ in BOUNDARIES for _ in range(10)]
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(params), -1).contiguous()
     got, _ = both(logits, params)
     for number, (narrowed, allowed) in enumerate(BOUNDARIES):
-        assert set(got[6 * number : 6 * number + 6]) == allowed, narrowed
+        assert set(got[10 * number : 10 * number + 10]) == allowed, narrowed
 
 
 def test_extreme_logits_give_a_token_of_the_vocabulary(monkeypatch):
@@ -317,7 +318,7 @@ def test_warm_up_runs_the_kernels_that_requests_run(monkeypatch):
     )
     penalised = []
     monkeypatch.setattr(gpu_penalties, "penalise", lambda x, p: penalised.append(x.dtype))
-    Sampler().warm_up(40, torch.bfloat16, DEVICE, GpuSampling())
+    compile_ops(40, torch.bfloat16, DEVICE, GpuSampling())
     assert dtypes == [torch.float32, torch.bfloat16]
     assert penalised == [torch.float32]
 
@@ -329,7 +330,7 @@ def test_warm_up_runs_those_of_a_history_on_the_device(monkeypatch):
     )
     monkeypatch.setattr(gpu_bad_words, "ban", lambda x, m: calls.append("ban"))
     monkeypatch.setattr(gpu_penalties, "count_and_penalise", lambda x, m: calls.append("penalise"))
-    Sampler().warm_up(40, torch.bfloat16, DEVICE, GpuSampling(), DEVICE_RULES)
+    compile_ops(40, torch.bfloat16, DEVICE, GpuSampling(), DEVICE_RULES)
     assert calls == ["ban", "penalise"]
 
 

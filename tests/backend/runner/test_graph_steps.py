@@ -260,7 +260,7 @@ _requests = st.lists(
 
 
 @given(requests=_requests, stagger=st.integers(0, 3))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch_is_as_without_graphs(
     pair: tuple[EngineCore, EngineCore], requests: list[tuple[int, int, int, bool]], stagger: int
 ) -> None:

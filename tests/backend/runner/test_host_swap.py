@@ -157,8 +157,10 @@ def test_measuring_copies_changes_nothing():
     assert torch.equal(cache.key, before)
 
 
-def test_swap_and_recompute_give_the_same_output(checkpoint):
+def test_swap_and_recompute_give_the_same_output(checkpoint, monkeypatch):
     """Seeded sampling, logprobs and prompt logprobs in float32, with a pool for a quarter of the requests."""
+    # However busy the machine is while the copies are measured: they are cheaper than a forward pass.
+    monkeypatch.setattr(HostCache, "seconds_per_block", lambda cache: 1e-6)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(5, 60))] for _ in range(12)]
     params = [
@@ -185,9 +187,7 @@ def test_swap_and_recompute_give_the_same_output(checkpoint):
         )
         deltas = run(core, prompts, params)
         assert core.scheduler.num_preempted_total >= 5
-        assert (core.scheduler.swap.num_swapped_in > 0) is (mode != "recompute"), (
-            "a copy in RAM is cheaper than a forward pass"
-        )
+        assert (core.scheduler.swap.num_swapped_in > 0) is (mode != "recompute")
         outputs[mode] = [tokens(deltas[index, 0]) for index in range(12)]
         entries = [[entry for delta in deltas[i, 0] for entry in delta.prompt_logprobs or ()] for i in range(0, 12, 3)]
         assert [len(entry) for entry in entries] == [len(prompt) for prompt in prompts[::3]]

@@ -27,6 +27,9 @@ SETTINGS = {
 }
 
 
+PREEMPTED_IN_SHORT = {(model_type, "preempting") for model_type in ARCHITECTURES_IN_SHORT}
+
+
 @functools.cache
 def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[list[int]]]:
     torch.set_num_threads(1)
@@ -41,7 +44,7 @@ def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[lis
     ("model_type", "setting"),
     [
         (model_type, setting)
-        if setting == "small chunks" or model_type in ARCHITECTURES_IN_SHORT
+        if setting == "small chunks" or model_type == "llama" or (model_type, setting) in PREEMPTED_IN_SHORT
         else pytest.param(model_type, setting, marks=pytest.mark.nightly)
         for model_type in ARCHITECTURES
         for setting in SETTINGS

@@ -33,6 +33,7 @@ class Panic(BaseException):
 class FaultyRule:
     """Raises for the request with `stop_token_ids` [BAD] where `FaultyRule.place` says, from its second token on."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams()
     place: ClassVar[str] = ""

@@ -112,6 +112,7 @@ class Grammar:
     It keeps an automaton per slot that only accepted tokens advance, and fills a bitmask.
     """
 
+    is_mask = False
     reads_tokens = True
     warm_up_params = SamplingParams(top_k=1)
 

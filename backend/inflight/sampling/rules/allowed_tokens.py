@@ -22,6 +22,7 @@ __all__ = ["AllowedTokens"]
 class AllowedTokens:
     """A `LogitsRule`."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(allowed_token_ids=[0])
 

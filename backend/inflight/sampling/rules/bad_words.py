@@ -26,6 +26,7 @@ class BadWords:
     the words that may match, however many there are; only those are compared token by token.
     """
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = True
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(bad_words_ids=[[0]])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -74,7 +74,6 @@ class LogitsEdit(Protocol):
         """Change float32 logits[R, V], contiguous, in place and without waiting for the device."""
 
 
-@runtime_checkable
 class LogitsMask(LogitsEdit, Protocol):
     """An edit that other rules cannot undo, and that log probabilities follow.
 
@@ -109,12 +108,14 @@ class LogitsRule(Protocol):
     `prepare`: by then the tokens before `RowBatch.first_positions` are accepted.
 
     Attributes:
+        is_mask: whether `prepare` returns a `LogitsMask`.
         reads_tokens: whether `prepare` reads `RowBatch.token_ids`.  A runner that keeps sampled tokens on the device
             then waits for them; `RowBatch.history`, which edits can read, costs no wait.
         warm_up_params: parameters that activate the rule, for a vocabulary of any size; it is run
             with them before the first request, so that its kernels are compiled.
     """
 
+    is_mask: ClassVar[bool]
     reads_tokens: ClassVar[bool]
     warm_up_params: ClassVar[SamplingParams]
 

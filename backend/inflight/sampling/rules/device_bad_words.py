@@ -22,6 +22,7 @@ __all__ = ["DeviceBadWords"]
 class DeviceBadWords:
     """A `LogitsRule` that equals `BadWords`.  The words go to the device when a request enters, not with each step."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(bad_words_ids=[[0]])
 

@@ -25,6 +25,7 @@ class DevicePenalties:
     counted, on the device, when the next step's edit is applied; drafts are counted for the rows behind them only.
     """
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(repetition_penalty=2.0)
 

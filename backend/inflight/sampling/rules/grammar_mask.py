@@ -37,6 +37,7 @@ class GrammarMask:
         grammars: set by `grammar_rule`.
     """
 
+    is_mask: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(grammar=GrammarSpec("regex", "(?s:.*)"))
     grammars: ClassVar[Grammars]

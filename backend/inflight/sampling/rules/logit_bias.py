@@ -25,6 +25,7 @@ _MAX_BIAS = 1e30
 class LogitBias:
     """A `LogitsRule`.  Minus infinity bans a token, NaN leaves it alone."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(logit_bias={0: 1.0})
 

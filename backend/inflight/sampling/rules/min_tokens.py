@@ -19,6 +19,7 @@ __all__ = ["MinTokens"]
 class MinTokens:
     """A `LogitsRule`.  EOS ids are masked with `ignore_eos` too."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(min_tokens=1, stop_token_ids=[0])
 

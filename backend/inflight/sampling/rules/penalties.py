@@ -22,6 +22,7 @@ _NONE = 1.0, 0.0, 0.0
 class Penalties:
     """A `LogitsRule`: repetition over prompt and output, frequency and presence over the output."""
 
+    is_mask: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = True
     warm_up_params: ClassVar[SamplingParams] = SamplingParams(repetition_penalty=2.0)
 
