@@ -70,7 +70,7 @@ class CoreEngine(SteppedEngine):
 
 
 class ScriptEngine(SteppedEngine):
-    """Every sequence `index` of a request outputs `script[index]`, a token per step, up to a stop token or `max_tokens`."""
+    """Each sequence `index` of a request outputs `script[index]`, a token per step, to a stop token or `max_tokens`."""
 
     def __init__(self, script: list[list[int]], eos: int) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ def test_split_step_without_rows_is_empty():
 
 
 class Rig:
-    """The step loop over a hashing runner, in this thread: a message triggers the next ones in the inbox."""
+    """The step loop over a hashing runner, in this thread: messages to the frontends trigger the next ones in the inbox."""
 
     def __init__(self, count: int, **options: Any) -> None:
         trace = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
@@ -176,7 +176,7 @@ class Rig:
         self.inbox.put((self.frontends[number], message))
 
     def when(self, number: int, condition: Callable[[Any], bool], action: Callable[[], None]) -> None:
-        """When frontend `number` has been sent such a message."""
+        """Run `action` at the first such message to frontend `number`."""
         done = []
 
         def told(message: Any) -> None:
@@ -187,7 +187,7 @@ class Rig:
         self.channels[number]._told = told
 
     def run(self) -> None:
-        """Until all requests have ended; the engine idles then."""
+        """Serve until all requests have ended and the engine is idle."""
         step = self.core.step
 
         def step_and_look() -> StepMessage:
