@@ -160,7 +160,7 @@ def test_split_step_without_rows_is_empty():
 
 
 class Rig:
-    """The step loop over a hashing runner, in this thread: messages to the frontends trigger the next ones in the inbox."""
+    """The step loop over a hashing runner, in this thread: messages to frontends trigger the next ones in the inbox."""
 
     def __init__(self, count: int, **options: Any) -> None:
         trace = StepTrace(EngineConfig(model="hash", step_trace=True), 64)
