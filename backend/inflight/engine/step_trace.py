@@ -126,7 +126,7 @@ class Trace(msgspec.Struct):
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Trace:
-        """Raises TraceError when `data` is not what `to_json` wrote."""
+        """Raises TraceError unless `to_json` wrote `data`."""
         try:
             trace = _decode(data)
         except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Steps for which the host waits nowhere: sampled tokens stay on the device, and a pinned ring brings them back.
+"""Steps without waits of the host: sampled tokens stay on the device, and a pinned ring brings them back.
 
     launch    host     update the state; write rows, new blocks and sampling parameters to a pinned buffer
               device   copy | make_inputs -> forward -> sample -> put_tokens | tokens to the ring, event
@@ -55,7 +55,7 @@ class DeviceStep:
         lines: int32 [len(Line), at least size.rows + 1]; new_blocks, new_tokens: int32; see `make_inputs`.
         metadata: its tensors are views of `lines` and of `StepInputTensors`.
         sampling: for the step's logits.
-        asked: positions whose prompt log probabilities are asked for, with two of its arrays on the device.
+        asked: positions with requested prompt log probabilities, with two of its arrays on the device.
     """
 
     size: StepSize
@@ -159,7 +159,7 @@ class DeviceRunner(BaseRunner):
 
     @torch.inference_mode()
     def launch(self, out: SchedulerOutput) -> _Ticket:
-        """Launch a step; waits for the device only where a rule reads tokens that are in flight.
+        """Launch a step; waits for the device only if a rule reads tokens that are in flight.
 
         A step that runs out of memory fails alone: its copies are made, and the next step can run.
         """
@@ -189,7 +189,7 @@ class DeviceRunner(BaseRunner):
         return ticket.result
 
     def size_of(self, rows: StepRows) -> StepSize:
-        """With which sizes to launch a step: those of its graph, or its own."""
+        """The sizes with which to launch a step: its graph's, or its own."""
         size = rows.size
         return self.graphs.bucket(size) or size
 
@@ -224,7 +224,7 @@ class DeviceRunner(BaseRunner):
         return logits, self.finish_step(step, logits).token_ids
 
     def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], SamplerOutput | None] | None:
-        """The step by its graph, if it has one: what `forward_step` returns, and what was sampled.
+        """Run the step by its graph, if it has one: the result of `forward_step`, and the sampled tokens.
 
         Masks, edits and log probabilities differ from step to step and are in no graph.  A step that has them is
         sampled again, from the graph's logits, and the tokens that the graph put are overwritten.
@@ -279,7 +279,7 @@ class DeviceRunner(BaseRunner):
     def _metadata(self, rows: StepRows, size: StepSize, starts: list[int], lines: Tensor) -> AttentionMetadata:
         seq_lens = (rows.num_computed + rows.counts).tolist()
         max_seq_len = max(seq_lens, default=0)
-        if size != rows.size:  # what a kernel plans on the host must hold for every step of this size
+        if size != rows.size:  # a kernel's plan on the host must fit every step of this size
             starts = [min(row * size.query_len, size.tokens) for row in range(size.rows + 1)]
             seq_lens, max_seq_len = [self.info.max_model_len] * size.rows, self.info.max_model_len
         return AttentionMetadata(

@@ -1,4 +1,4 @@
-"""A model's forward pass, and its head once more for positions whose logits would not fit at once.
+"""A model's forward pass, and its head once more for positions with too many logits to fit at once.
 
 Log probabilities of a prompt need logits at all of its positions: [2048, 151936] in float32 are 1.2 GB.  transformers'
 models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So the

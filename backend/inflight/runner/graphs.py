@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one call replays what an eager step launches kernel by kernel.
 
 A graph is a list of kernels with their arguments as they were at its capture, addresses and host numbers alike.  So
-what differs from step to step is in device tensors whose addresses stay, and host numbers depend on the bucket alone.
+varying data are in device tensors at fixed addresses, and host numbers depend on the bucket alone.
 A step of T tokens is padded to the smallest bucket of at least T; rows that are added have no tokens (length 0), tokens
 that are added are written to no KV slot (-1), and no token is chosen for them.
 
@@ -12,8 +12,8 @@ With speculation, rows have up to k + 1 tokens, all with logits.  Such steps hav
 rows as tokens: whichever rows the tokens belong to, the graph is the same.
 
 One graph is the whole step: inputs, forward pass, sampling, and the tokens' way back into the device's state.  The
-graphs share a memory pool, and are captured from the largest to the smallest, so that each finds there what it needs:
-a graph's outputs are void once another graph is replayed.
+graphs share a memory pool, and are captured from the largest to the smallest, so that each finds enough memory
+there: a graph's outputs are invalid once another graph is replayed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Padding(NamedTuple):
     launch: Launch
 
 
-# Up to so many tokens, buckets are so far apart.  The time of a decode hardly grows with its tokens while weights are
-# most of what it reads, so up to 7 tokens of padding cost little.  For up to 256 vLLM captures the same 35 sizes.
+# Up to so many tokens, buckets are so far apart.  The time of a decode hardly grows with its tokens while it reads
+# mostly weights, so up to 7 tokens of padding cost little.  For up to 256 vLLM captures the same 35 sizes.
 _WIDTHS = ((256, 8), (1024, 32), (2**31, 128))
 # Steps with drafts of more tokens are eager: few are worth their time, and launching is little of it.
 _MAX_DRAFT_STEP = 128
@@ -199,7 +199,7 @@ class DecodeGraphs:
                 beside = beside or graph
 
     def _run_eagerly(self, error: Exception) -> None:
-        """Any error means a model that works, but without graphs: it may look at what its tensors contain."""
+        """Any error means a model that works, but without graphs: it may read the contents of its tensors."""
         self._sizes = []
         self._graphs.clear()
         reason = (str(error).strip().splitlines() or [""])[0]
@@ -229,7 +229,7 @@ class CudaCapturer:
     def capture(self, launch: Launch, beside: Graph | None) -> Graph:
         assert beside is None or isinstance(beside, _CudaGraph)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)  # what is queued is not part of it
+        torch.cuda.synchronize(self._device)  # queued work is not part of it
         with torch.cuda.stream(self._stream):
             pool = None if beside is None else beside.graph.pool()
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -271,7 +271,7 @@ def _without_owning(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """No garbage collection: what it frees on the device would invalidate a capture."""
+    """No garbage collection: memory that it frees on the device would invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

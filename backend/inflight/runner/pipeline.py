@@ -51,7 +51,7 @@ def make_runner(config: EngineConfig) -> Any:
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
-    draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes what is left
+    draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes the rest
     runner = _device_runner(config)
     if config.async_scheduling and not _on_gpu(config):
         device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch

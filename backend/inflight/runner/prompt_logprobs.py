@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: which positions of a step predict a prompt token, and what for."""
+"""Log probabilities of prompts: which positions of a step predict a prompt token, and for which rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AskedPositions:
 
 @dataclass(slots=True)
 class PendingPromptLogprobs:
-    """Those of all rows on their way to the host, in parts; `AskedPositions.counts` assigns them to rows."""
+    """All rows' log probabilities on their way to the host, in parts; `AskedPositions.counts` assigns them to rows."""
 
     counts: dict[int, int]
     parts: list[PendingLogprobs]
@@ -69,7 +69,7 @@ class PromptLogprobs:
         self._complete: list[int] = []  # slots whose prompt the step completes: a step can be made again
 
     def fill_rows(self, out: SchedulerOutput) -> None:
-        """Remember which of the rows that enter ask; once a step."""
+        """Remember which of the entering rows ask; once per step."""
         for slot in self._complete:
             self._tops.pop(slot, None)
         self._complete.clear()
@@ -79,7 +79,7 @@ class PromptLogprobs:
                 self._tops[row.slot] = _ALL if top == -1 else top
 
     def asked(self, out: SchedulerOutput, starts: Sequence[int]) -> AskedPositions:
-        """The positions whose logits are needed; call `fill_rows` first.  A complete prompt asks for no more.
+        """The positions with logits to compute; call `fill_rows` first.  A complete prompt needs no more.
 
         Args:
             starts: `query_start_loc`.

@@ -19,7 +19,7 @@ def step_output(
     Args:
         row_of_logits: int64 [N]; a row with k drafts has k + 1 consecutive logits.
         sampled: int64 [N]; the target's choice at each, negative where its logits are not finite.
-        output: has the log probabilities of those of the N that asked, and why a choice means nothing.
+        output: has the log probabilities of those of the N that asked, and why a choice is invalid.
     """
     failures = {} if output is None else output.failures
     if failures:
@@ -40,7 +40,7 @@ def step_output(
 
 
 def _add_logprobs(step: StepOutput, rows: np.ndarray, output: SamplerOutput) -> None:
-    """Those of the tokens that the step yields.
+    """The log probabilities of the tokens that the step yields.
 
     Args:
         rows: int64; the step's row of each of `output.logprobs_rows`.

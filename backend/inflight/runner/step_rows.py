@@ -133,7 +133,7 @@ class RowWriter:
         for row, part in parts.items():
             counts[row] = len(part)
         _write_starts(lines[Line.TOKENS_START], counts)
-        # Prompts that enter leave the room in the one copy to what is written behind them.
+        # Entering prompts leave the room in the one copy to the arrays written after them.
         room, tensor = upload.reserve((size.new_tokens,), np.int32, apart=size.new_tokens > _MAX_TOKENS_BESIDE)
         if parts:
             tokens = np.concatenate([parts[row] for row in sorted(parts)])

@@ -51,7 +51,7 @@ class StepUpload:
         self._bytes: Any = host.numpy()
         self._device = device
         self._used = 0
-        self._others: list[tuple[Tensor, Tensor]] = []  # pinned and device tensors of what does not fit
+        self._others: list[tuple[Tensor, Tensor]] = []  # pinned and device tensors of the arrays that do not fit
 
     def put(self, array: np.ndarray) -> Tensor:
         """The array's place on the device, of its shape; it has the array's contents once `copy` has run."""
