@@ -32,7 +32,8 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(unload_detector, "_PERIOD_SECONDS", 0.005)
         self.streams = OutputProcessor()
-        self.page = RegistryEntry("a model")
+        # Test processes are siblings: with one name they would find, and end, each other.
+        self.page = RegistryEntry(f"a-model-{os.getpid()}")
         self.drain = Drain(self.streams, 60.0, lambda level, line: None, self.page.set)
         self.can_serve, self.answers, self.asked = True, iter([True] * 3), threading.Event()
         self.detector = UnloadDetector(
