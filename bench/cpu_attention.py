@@ -25,7 +25,7 @@ from attention_batch import flops_of, metadata_of, scattered_blocks
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.dtypes import KV_DTYPES
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.library import allocate, instruction_set, use_instruction_set
 
 BLOCK_SIZE = 16

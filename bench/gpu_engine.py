@@ -21,7 +21,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 from inflight.config import ConfigError
 from inflight.engine.core import EngineCore
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 __all__ = ["Request", "arrivals", "itl_gaps", "options", "serve"]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.runner.pipeline import make_runner
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from inflight.kernels.gpu import gpu_kv_cache, gpu_sampler
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.registry import select_sampling
 from inflight.ops.base import Angles, HeadNorms, projection_sizes
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling import Sampler, SamplingTable
 
 KERNELS, REFERENCE = OPS = GpuOps(), ReferenceOps()

@@ -20,7 +20,7 @@ import torch
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.registry import select_sampling
 from inflight.sampling import Sampler, SamplingTable
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 KINDS = {
     "temperature": SamplingParams(),

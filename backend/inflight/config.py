@@ -208,8 +208,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
         disable_log_stats: publish no custom metrics.
-        disable_log_requests: accepted for compatibility; requests are never logged.
-        tensor_parallel_size: ranks of the engine; only 1 is supported.
         python_executable: interpreter of the engine process; `None` takes the stub's.
         step_trace: record the last steps for `inflight trace`: `true` keeps 4096 steps, a number that many. See
             docs/tracing.md.
@@ -296,8 +294,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template_timeout: Annotated[float, Meta(ge=0.01, le=3600)] = 2.0
     enforce_eager: bool = False
     disable_log_stats: bool = False
-    disable_log_requests: bool = True
-    tensor_parallel_size: _PositiveInt = 1
     python_executable: str | None = None
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
     check_on_load: bool = True
@@ -312,10 +308,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: this engine runs on one device; set it to 1"
-            )
         if self.kv_cache_memory is not None and _bytes_of("kv_cache_memory", self.kv_cache_memory) <= 0:
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: must be more than 0 bytes")
         if self.speculative_config is not None:

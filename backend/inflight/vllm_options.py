@@ -7,10 +7,13 @@ does anyway is dropped; any other value is refused, and the message says what to
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 __all__ = ["translated"]
+
+_log = logging.getLogger(__name__)
 
 _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
@@ -50,6 +53,7 @@ _FIXED: dict[str, _Fixed] = {
     "runner": _Fixed(("auto", "generate"), "this backend only generates"),
     "scheduler_delay_factor": _Fixed((0,), "no step waits for more prompts"),
     "skip_tokenizer_init": _Fixed((False,), "the tokenizer is always loaded"),
+    "tensor_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "task": _Fixed(("auto", "generate"), "this backend only generates"),
     "tokenizer_mode": _Fixed(
         ("auto", "hf"), "the tokenizer is tokenizer.json, or what transformers' AutoTokenizer loads"
@@ -59,6 +63,7 @@ _FIXED: dict[str, _Fixed] = {
 # Options of mechanisms that this engine does not have: no value has an effect.
 _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
+    "disable_log_requests",  # requests are never logged
     "distributed_executor_backend",
     "max_context_len_to_capture",
     "max_parallel_loading_workers",
@@ -69,12 +74,15 @@ _WITHOUT_EFFECT = {
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options under this engine's names and in its spelling, without options that have no effect.
+    """The same options under this engine's names and in its spelling; a log line names those without effect.
 
     Raises:
         ValueError: an option asks for something that the engine does not do, or is given under two names.
     """
     found: dict[str, Any] = {}
+    ignored = sorted(_WITHOUT_EFFECT.intersection(values))
+    if ignored:
+        _log.warning("no effect in this engine: %s", ", ".join(ignored))
     for key, value in values.items():
         name = _RENAMED.get(key, key)
         if name != key and name in values:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import current_batch
-from inflight.kernels.cpu.linear import PackedWeight, linear
+from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 
 if TYPE_CHECKING:
     from inflight.loading.forward.native_decoder import NativeDecoder

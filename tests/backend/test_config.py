@@ -29,7 +29,10 @@ def test_invalid_options_are_named() -> None:
         ({"model": "x", "dtype": "int4"}, "dtype='int4': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ({"model": "x", "quantization": "int3"}, "quantization='int3': .*must be one of 'int8', 'fp8'$"),
         ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
-        ({"model": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2: this engine runs on one device"),
+        (
+            {"model": "x", "tensor_parallel_size": 2},
+            "tensor_parallel_size=2 is not supported: this engine runs on one device",
+        ),
         ({"model": "x", "kv_cache_memory": "four"}, "cannot read 'four' as a size"),
         ({"model": "x", "kv_cache_memory": 0}, "kv_cache_memory=0: must be more than 0 bytes"),
         ({"model": "x", "swap_space": "four"}, "cannot read 'four' as a size"),
@@ -187,3 +190,8 @@ def test_the_page_on_migrating_names_every_key_of_vllm() -> None:
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", page))
     assert named >= {*vllm_options._FIXED, *vllm_options._WITHOUT_EFFECT, *vllm_options._RENAMED}
+
+
+def test_options_without_effect_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    EngineConfig.from_dict({"model": "x", "use_v2_block_manager": True, "disable_log_requests": True})
+    assert "no effect in this engine: disable_log_requests, use_v2_block_manager" in caplog.text

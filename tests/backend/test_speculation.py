@@ -15,7 +15,7 @@ from inflight.config import ConfigError
 from inflight.engine.drafting.draft_cost import DraftPrices
 from inflight.engine.integrity import check_core, check_draft_model
 from inflight.grammars.spec import GrammarSpec
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 DEMO = str(Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint")
 CODE = """\

@@ -29,7 +29,7 @@ from inflight.loading.check.load_check import Reference, reference
 from inflight.loading.loader import LoadedModel, load
 from inflight.loading.quantization.fp8_linear import Fp8Linear, product
 from inflight.ops.base import QuantizedRows
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]

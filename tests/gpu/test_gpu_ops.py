@@ -17,7 +17,7 @@ from inflight.kernels.gpu import gpu_kv_cache
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.registry import select_ops
 from inflight.ops.base import Angles, HeadNorms
-from inflight.ops.reference import rotate_and_write_in_parts
+from inflight.ops.reference_ops import rotate_and_write_in_parts
 
 CUDA = torch.device("cuda")
 

@@ -19,13 +19,14 @@ from inflight.engine.core import EngineCore
 from inflight.loading import loader
 from inflight.loading.forward.acceleration import use_ops
 from inflight.ops.base import FusedOps
-from inflight.ops.reference import ReferenceOps
-from inflight.runner import base, graphs
+from inflight.ops.reference_ops import ReferenceOps
+from inflight.runner import base_runner as base
+from inflight.runner import graphs
 from inflight.runner.device_runner import DeviceRunner
 from inflight.sampling import sampler
 from inflight.sampling.choose import draw
 from inflight.sampling.metadata import Kind, RandomGroup
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 from inflight.sampling.unusable import NO_TOKEN
 
 

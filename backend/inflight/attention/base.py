@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.int8 import SCALE_BYTES
+from inflight.attention.int8_kv import SCALE_BYTES
 
 __all__ = [
     "AttentionBackend",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.attention import int8
+from inflight.attention import int8_kv as int8
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.dtypes import unsupported_kv_dtype
 

@@ -13,15 +13,15 @@ import torch
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu import library
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 from inflight.kernels.gpu.launch import can_launch, interpreted
 from inflight.ops.base import FusedOps
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 __all__ = ["select_attention", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)

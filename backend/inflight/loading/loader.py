@@ -34,19 +34,19 @@ from inflight.kernels.registry import select_attention
 from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
-from inflight.loading.checkpoint.config import dtype_of, eos_token_ids, max_model_len, read_config
+from inflight.loading.checkpoint.checkpoint_config import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
-from inflight.loading.errors import LoadError, in_models_code
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.grammars import checkpoint_grammars
+from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.profile_step import largest_step
-from inflight.loading.quantization.selection import scheme_of
+from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]

@@ -13,7 +13,7 @@ import torch
 
 from inflight.config import EngineConfig, parse_bytes
 from inflight.device.memory import available_memory, format_bytes
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 __all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "graph_bytes", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]
 

@@ -25,7 +25,7 @@ from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loader import LoadedModel
-from inflight.runner.base import BaseRunner, load_on_threads
+from inflight.runner.base_runner import BaseRunner, load_on_threads
 from inflight.runner.graphs import Padding, decode_graphs
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs
 from inflight.runner.row_faults import fail_rows

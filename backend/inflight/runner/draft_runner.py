@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.loading.checkpoint.config import max_model_len, read_config
-from inflight.loading.errors import LoadError
+from inflight.loading.checkpoint.checkpoint_config import max_model_len, read_config
+from inflight.loading.load_errors import LoadError
 from inflight.speculative import SpeculativeConfig
 
 __all__ = ["load_draft_runner"]

@@ -14,7 +14,7 @@ from inflight.device.batch_state import StepInputs
 from inflight.device.memory import Outcome, attempt
 from inflight.device.upload import upload
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.runner.base import BaseRunner, load_on_threads
+from inflight.runner.base_runner import BaseRunner, load_on_threads
 from inflight.runner.row_faults import fail_rows, run_without_faulty_rows
 from inflight.runner.step_output import step_output
 from inflight.sampling import SamplingMetadata

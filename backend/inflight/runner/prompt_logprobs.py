@@ -11,7 +11,7 @@ from torch import Tensor
 from inflight.device.batch_state import BatchState
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.step import SchedulerOutput
-from inflight.sampling.logprobs import PendingLogprobs, token_logprobs
+from inflight.sampling.token_logprobs import PendingLogprobs, token_logprobs
 
 __all__ = ["AskedPositions", "PendingPromptLogprobs", "PromptLogprobs"]
 

@@ -30,7 +30,7 @@ def _import(config: EngineConfig) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         import inflight.runner.pipeline  # noqa: F401
-        from inflight.loading.checkpoint.config import read_config
+        from inflight.loading.checkpoint.checkpoint_config import read_config
 
         model_config = read_config(config)
         MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]  # imports the module of its class

@@ -53,10 +53,10 @@ none, and their requests fail (`unusable.py`).
 
 from __future__ import annotations
 
-from inflight.sampling.logprobs import prompt_logprobs
 from inflight.sampling.metadata import SamplerOutput, SampleRow, SamplingMetadata
 from inflight.sampling.sampler import Sampler
 from inflight.sampling.table import SamplingTable, sampling_metadata
+from inflight.sampling.token_logprobs import prompt_logprobs
 from inflight.sampling.unusable import NO_TOKEN, UNUSABLE_LOGITS, fail_unusable_rows
 
 __all__ = [

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.sampling_params import SamplingParams
-from inflight.sampling.logprobs import PendingLogprobs
 from inflight.sampling.ops import SamplingOps
-from inflight.sampling.reference import REFERENCE
+from inflight.sampling.reference_sampling import REFERENCE
 from inflight.sampling.rules import LogitsEdit, LogitsMask
+from inflight.sampling.token_logprobs import PendingLogprobs
 
 __all__ = ["COLUMN_LINES", "Kind", "RandomGroup", "SampleRow", "SamplerOutput", "SamplingMetadata"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from inflight.sampling.candidates import largest, largest_values
 from inflight.sampling.choose import draw
 from inflight.sampling.late_masks import mask_where_needed
-from inflight.sampling.logprobs import token_logprobs
 from inflight.sampling.metadata import SamplerOutput, SamplingMetadata
 from inflight.sampling.rules import LogitsEdit
+from inflight.sampling.token_logprobs import token_logprobs
 from inflight.sampling.unusable import are_finite, mark_unusable
 
 __all__ = ["Sampler", "edit_logits"]

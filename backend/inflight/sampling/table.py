@@ -15,7 +15,7 @@ from inflight.grammars.base import NO_SEQUENCE, SequenceId
 from inflight.sampling.metadata import COLUMN_LINES, Kind, RandomGroup, SampleRow, SamplingMetadata
 from inflight.sampling.noise import mix_seed, row_keys
 from inflight.sampling.ops import SamplingOps
-from inflight.sampling.reference import REFERENCE
+from inflight.sampling.reference_sampling import REFERENCE
 from inflight.sampling.rules import RULES, LogitsRule, Put, RowBatch
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingTable", "sampling_metadata"]

@@ -12,7 +12,7 @@ from inflight.attention.base import AttentionMetadata, LayerSpec, current_batch,
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 
 SPEC = LayerSpec(4, 2, 16, 16, 0.25)
 

@@ -15,7 +15,7 @@ from paged_case import PagedCase, relative_error
 from inflight.attention.base import LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu import library
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import PagedCase, relative_error
 
-from inflight.attention import int8
+from inflight.attention import int8_kv as int8
 from inflight.attention.base import AttentionBackend, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu import library
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

@@ -77,7 +77,7 @@ def test_the_library_uses_torchs_openmp_runtime() -> None:
 import os, torch
 from paged_case import PagedCase
 from inflight.attention.base import LayerSpec
-from inflight.kernels.cpu.attention import CpuAttention
+from inflight.kernels.cpu.cpu_attention import CpuAttention
 torch.set_num_threads(2)
 case = PagedCase(LayerSpec(8, 2, 64, 64, 0.125), [3000, 3000], [1, 100], 16)
 backend = CpuAttention()

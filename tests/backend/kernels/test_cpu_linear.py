@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.linear import PackedWeight, linear
 from inflight.kernels.cpu.weight_format import INT8, MAX_INT8_INPUTS
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 from inflight.loading.quantization.int8 import Int8

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from inflight.grammars.base import mask_words
 from inflight.kernels.gpu import gpu_bitmask
 from inflight.kernels.gpu.gpu_sampling import GpuSampling
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

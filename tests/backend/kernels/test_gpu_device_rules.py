@@ -22,7 +22,7 @@ from inflight.kernels.gpu import gpu_bad_words, gpu_penalties
 from inflight.kernels.gpu.gpu_sampling import GpuSampling
 from inflight.runner.step_rows import StepRows
 from inflight.sampling import SamplingTable, ops, sampler
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 from inflight.sampling.rules import DEVICE_RULES
 
 CPU = torch.device("cpu")

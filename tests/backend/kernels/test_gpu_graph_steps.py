@@ -22,7 +22,8 @@ from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
-from inflight.runner import base, step_inputs
+from inflight.runner import base_runner as base
+from inflight.runner import step_inputs
 from inflight.runner.graphs import DecodeGraphs
 
 pytestmark = [

@@ -11,7 +11,7 @@ from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import can_launch
 from inflight.kernels.registry import select_ops
 from inflight.ops.base import QuantizedRows
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

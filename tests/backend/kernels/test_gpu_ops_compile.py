@@ -20,7 +20,7 @@ from inflight.kernels.gpu import gpu_kv_cache, gpu_penalties, gpu_sampler
 from inflight.ops.base import Angles, HeadNorms
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.ops import PenalisedTokens
-from inflight.sampling.reference import REFERENCE
+from inflight.sampling.reference_sampling import REFERENCE
 
 def layer_and_batch(tokens, kv_dtype):
     spec = LayerSpec(16, 8, 128, 128, 1.0, kv_cache_dtype=kv_dtype)

@@ -17,7 +17,7 @@ from inflight.kernels.gpu import gpu_ops, gpu_rotate_and_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.ops.base import Angles, HeadNorms, projection_sizes
-from inflight.ops.reference import ReferenceOps, rotate_and_write_in_parts
+from inflight.ops.reference_ops import ReferenceOps, rotate_and_write_in_parts
 
 pytestmark = pytest.mark.usefixtures("gpu_rounding")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -26,7 +26,7 @@ from inflight.sampling.compile_ops import compile_ops
 from inflight.sampling.metadata import COLUMN_LINES
 from inflight.sampling.noise import MULTIPLIER, TO_UNIT, mix_seed, row_keys, token_hashes
 from inflight.sampling.ops import SamplingOps
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 from inflight.sampling.rules import DEVICE_RULES
 from inflight.sampling.unusable import NO_TOKEN
 

@@ -14,7 +14,7 @@ from offline import make_core, run, tokens
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.checkpoint import weights
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 
 

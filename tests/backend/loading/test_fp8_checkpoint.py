@@ -22,7 +22,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu import library
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading.checkpoint import weights
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 

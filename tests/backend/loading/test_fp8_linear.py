@@ -23,12 +23,12 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.checkpoint import weights
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.loading.quantization import fp8_linear
 from inflight.loading.quantization.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
 from inflight.ops.base import QuantizedRows
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn

@@ -25,7 +25,7 @@ from inflight.loading.loader import load
 from inflight.loading.recognise.decoder import decoder_of
 from inflight.loading.recognise.modules import NotRecognised
 from inflight.ops.base import Angles
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 SHAPES = [(1, 20), (7, 12), (40, 6), (25, 16)]  # prompt, output tokens
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "smollm3")

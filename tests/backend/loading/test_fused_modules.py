@@ -18,7 +18,7 @@ from inflight.loading.check.load_check import Reference, reference, relative_err
 from inflight.loading.forward.acceleration import use_ops
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.loader import LoadedModel, load
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 CPU = torch.device("cpu")
 

@@ -23,10 +23,10 @@ from inflight.device.memory import DeviceMeter
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import loader, memory_plan
 from inflight.loading.checkpoint import kv_scales
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.profile_step import largest_step
 from inflight.loading.quantization.fp8_linear import Fp8Linear
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 from inflight.runner.graphs import decode_sizes
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 NO_INTERPRETER: dict[str, Any] = {"condition": not interpreted(), "reason": "kernels are compiled for the GPU here"}
 HEADS, SIZE = 2, 8  # KV heads, and elements of each

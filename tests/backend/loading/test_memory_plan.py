@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.config import EngineConfig
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.memory_plan import (
     HEADROOM,
     DeviceMemory,

@@ -13,7 +13,7 @@ from transformers.models.mistral import modeling_mistral
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.loading.recognise.attention_probe import Probed, probe
 

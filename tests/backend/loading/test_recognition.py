@@ -26,7 +26,7 @@ from inflight.loading.recognise.modules import (
     rms_norm,
     rotary,
 )
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 

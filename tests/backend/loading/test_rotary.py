@@ -20,8 +20,8 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.request_factory import make_sequences
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading.errors import LoadError
 from inflight.loading.forward import rotary
+from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 
 LIMIT = 32

@@ -93,7 +93,7 @@ sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(2)
 from inflight import LLM, SamplingParams
-from inflight.kernels.cpu import linear
+from inflight.kernels.cpu import cpu_linear as linear
 
 def forked(work):
     reader, writer = os.pipe()

@@ -18,9 +18,9 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.loader import load
-from inflight.runner import base
+from inflight.runner import base_runner as base
 from inflight.runner.device_runner import DeviceRunner
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 META = torch.device("meta")
 

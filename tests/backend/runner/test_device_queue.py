@@ -18,10 +18,11 @@ from sampling_tables import new_table
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner import base, device_runner
+from inflight.runner import base_runner as base
+from inflight.runner import device_runner
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.row_faults import RowFaults
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 from inflight.sampling.rules import RULES
 
 from .test_drafts import Replayer

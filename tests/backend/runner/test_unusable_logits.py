@@ -16,7 +16,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.recognise import attention_probe as probe
 from inflight.sampling import UNUSABLE_LOGITS
 

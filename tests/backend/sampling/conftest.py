@@ -13,7 +13,7 @@ from inflight.kernels import registry
 from inflight.kernels.cpu.library import instruction_set, use_instruction_set
 from inflight.sampling import SampleRow
 from inflight.sampling.noise import mix_seed, negative_exponential, row_keys, token_hashes
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 
 class Reference:

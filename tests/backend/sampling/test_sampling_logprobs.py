@@ -8,7 +8,7 @@ from sampling_tables import new_table
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import Sampler, prompt_logprobs
-from inflight.sampling.logprobs import _chunk_logprobs
+from inflight.sampling.token_logprobs import _chunk_logprobs
 
 V = 211
 
@@ -40,7 +40,7 @@ def test_prompt_logprobs(dtype, top):
 
 
 def test_prompt_logprobs_in_chunks(monkeypatch):
-    from inflight.sampling import logprobs
+    from inflight.sampling import token_logprobs as logprobs
 
     logits, _ = logits_and_logprobs(9)
     whole = prompt_logprobs(logits, torch.arange(9), 3)

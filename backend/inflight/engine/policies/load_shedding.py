@@ -20,16 +20,18 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import RequestFailed
+from inflight.engine.policies.base import OrderPolicy
 from inflight.engine.policies.deadline_admission import AdmissionRecord
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request, Status
-from inflight.engine.scheduler import Scheduler
 
 __all__ = ["LoadShedding"]
 
@@ -41,6 +43,18 @@ _GAIN = 0.005  # small: the outcome of a request is known seconds later, with hu
 _LEAST, _MOST = 0.9, 5.0
 _MAX_OUTPUT = 2**31
 _MAX_AHEAD = 2048  # requests placed one by one; the others count as their mean
+
+
+class SchedulerState(Protocol):
+    """The part of the scheduler that predictions read."""
+
+    running: list[Request]
+    waiting: OrderPolicy
+    pool: KVPool
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and requests that are held back."""
 
 
 class _Pace:
@@ -118,19 +132,20 @@ class LoadShedding(EngineListener):
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Scheduler,
+        scheduler: SchedulerState,
         accounts: TenantAccounts,
         record: AdmissionRecord,
         clock: Callable[[], float],
     ) -> None:
         self._is_on = config.shed_on_predicted_wait
         self._scheduler = scheduler
+        self._max_num_seqs = config.max_num_seqs
         self._clock = clock
         self._accounts = accounts
         self._pace = _Pace()
         self._record = record
         self._lengths = record.lengths
-        self._slots = scheduler.limits.max_num_seqs  # that requests can hold at a time: fewer if blocks are scarce
+        self._slots = config.max_num_seqs  # that requests can hold at a time: fewer if blocks are scarce
         self._caution = _Caution()
         self._foretold: OrderedDict[Request, float] = OrderedDict()  # deadlines of requests accepted to wait
         self._last = 0.0  # when the last step ended
@@ -145,7 +160,7 @@ class LoadShedding(EngineListener):
         self._last = step.end
         running = len(scheduler.running)
         if not scheduler.num_waiting:
-            self._slots = scheduler.limits.max_num_seqs
+            self._slots = self._max_num_seqs
         elif self._record.blocked:
             self._slots = max(1, running)
         else:

@@ -13,7 +13,7 @@ constexpr float kSmallest = 0x1p-100f;  // smaller peaks are treated as zero: th
 
 // Quantize a row for the pool, so that to[i] * scale is nearest to from[i].  Returns the bits of the scale,
 // rounded up so that no magnitude exceeds 127; NaN if an element is not finite.  Bitwise the same as
-// attention/int8.py.
+// attention/int8_kv.py.
 inline uint16_t quantize_row(const float* from, int8_t* to, int64_t size) {
   uint32_t peak_bits = 0;
   for (int64_t i = 0; i < size; ++i) {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inflight.kernels.cpu.library import library
 from inflight.sampling.noise import token_hashes
-from inflight.sampling.reference import ReferenceSampling
+from inflight.sampling.reference_sampling import ReferenceSampling
 
 __all__ = ["CpuSampling", "choose"]
 

@@ -28,7 +28,7 @@ from inflight.kernels.gpu.gpu_ops_kernels import (
 )
 from inflight.kernels.gpu.gpu_rotate_and_write import rotate_and_write
 from inflight.ops.base import Angles, HeadNorms, QuantizedRows, Rows
-from inflight.ops.reference import rotate_and_write_in_parts
+from inflight.ops.reference_ops import rotate_and_write_in_parts
 
 __all__ = ["GpuOps"]
 

@@ -29,7 +29,7 @@ from inflight.kernels.registry import select_ops
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import TensorFiles
 from inflight.loading.checkpoint.weights import pretrained
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 from inflight.loading.quantization import fp8_linear
 from inflight.loading.quantization.fp8_linear import Fp8Linear, replace_linears
 from inflight.ops.base import FusedOps, QuantizedRows

@@ -18,7 +18,7 @@ from inflight.attention.base import AttentionMetadata, KVCache, LayerAttention, 
 from inflight.attention.reference import attend_request
 from inflight.config import EngineConfig
 from inflight.loading.checkpoint.tensor_files import TensorFiles
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 __all__ = ["KVScales", "calibrated", "kv_scales"]
 

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from inflight.config import EngineConfig
 from inflight.loading.checkpoint.fp8_checkpoint import METHODS, load_fp8
 from inflight.loading.checkpoint.weights import dummy_weights, pretrained
-from inflight.loading.errors import LoadError
+from inflight.loading.load_errors import LoadError
 
 __all__ = ["LOADERS", "Loader", "loader_of"]
 

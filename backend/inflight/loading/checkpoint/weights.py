@@ -23,9 +23,9 @@ from inflight.device.memory import available_memory, format_bytes
 from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import weight_files
-from inflight.loading.errors import LoadError, in_models_code, in_one_line
+from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
-from inflight.loading.quantization.selection import scheme_of
+from inflight.loading.quantization.schemes import scheme_of
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from inflight.attention.base import LayerAttention, current_batch
-from inflight.kernels.cpu import decoder as native
-from inflight.kernels.cpu.attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
+from inflight.kernels.cpu import cpu_decoder as native
+from inflight.kernels.cpu.cpu_attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
+from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import unavailable
-from inflight.kernels.cpu.linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 from inflight.loading.forward.packed_linear import drop_weights, shared_weights
 from inflight.loading.recognise.decoder import Decoder, decoder_of

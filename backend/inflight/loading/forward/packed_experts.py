@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from inflight.kernels.cpu.cpu_linear import PackedWeight, linear, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
-from inflight.kernels.cpu.linear import PackedWeight, linear, unsupported_weight
 
 __all__ = ["pack_others"]
 

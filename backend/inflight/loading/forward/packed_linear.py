@@ -12,8 +12,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from inflight.kernels.cpu.cpu_linear import PackedWeight, linear, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
-from inflight.kernels.cpu.linear import PackedWeight, linear, unsupported_weight
 from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 
 __all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]

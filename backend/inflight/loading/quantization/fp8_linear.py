@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.kernels.registry import select_ops
-from inflight.loading.errors import LoadError, in_one_line
+from inflight.loading.load_errors import LoadError, in_one_line
 from inflight.ops.base import FusedOps, QuantizedRows
 
 __all__ = [

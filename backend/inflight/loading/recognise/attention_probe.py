@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from inflight.attention.base import LayerSpec
 from inflight.attention.hf import IMPLEMENTATION
-from inflight.loading.errors import LoadError, in_models_code
+from inflight.loading.load_errors import LoadError, in_models_code
 
 __all__ = ["Probed", "probe"]
 

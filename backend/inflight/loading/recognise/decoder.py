@@ -24,7 +24,7 @@ from inflight.loading.recognise.modules import (
     same,
 )
 from inflight.ops.base import FusedOps
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 __all__ = ["Decoder", "decoder_of"]
 

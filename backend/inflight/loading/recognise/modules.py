@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata, LayerAttention, LayerSpec, current_batch, forward_context
-from inflight.loading.errors import NotRecognised
+from inflight.loading.load_errors import NotRecognised
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.loading.recognise.projection import Linear, Projection, is_linear, result_like, takes_quantized
 from inflight.ops.base import Angles, FusedOps, HeadNorms, Rows, projection_sizes
-from inflight.ops.reference import ReferenceOps
+from inflight.ops.reference_ops import ReferenceOps
 
 __all__ = [
     "Attention",

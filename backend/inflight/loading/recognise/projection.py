@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inflight.loading.errors import NotRecognised
+from inflight.loading.load_errors import NotRecognised
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.base import QuantizedRows
 

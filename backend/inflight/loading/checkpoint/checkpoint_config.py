@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.loading.errors import LoadError, in_one_line
+from inflight.loading.load_errors import LoadError, in_one_line
 
 __all__ = ["dtype_of", "eos_token_ids", "max_model_len", "read_config"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.kernels.cpu.attention import CpuBatch
+from inflight.kernels.cpu.cpu_attention import CpuBatch
+from inflight.kernels.cpu.cpu_linear import LinearStruct, PackedWeight, address_of
 from inflight.kernels.cpu.library import DTYPE_CODES, library
-from inflight.kernels.cpu.linear import LinearStruct, PackedWeight, address_of
 
 __all__ = ["DecoderTables", "LayerTables", "forward"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.dtypes import unsupported_dtype, unsupported_kv_dtype
-from inflight.attention.int8 import SCALE_BYTES
+from inflight.attention.int8_kv import SCALE_BYTES
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library, unavailable
 
 __all__ = ["MAX_HEAD_SIZE", "CpuAttention", "CpuBatch", "CpuKVCache"]
