@@ -35,10 +35,10 @@ check: $(VENV)/test.stamp
 
 test test-all: export OMP_NUM_THREADS := 1
 test: check
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not nightly" $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadgroup -m "not nightly" $(ARGS)
 
 test-all: check
-	$(BIN)/pytest -n 2 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py

@@ -28,5 +28,5 @@ def test_the_profile_names_engine_functions_and_model_layers(tmp_path, capsys):
 def test_by_default_the_forward_pass_is_one_native_call(tmp_path):
     main([*TINY, "--output", str(tmp_path / "profile.json")])
     names = [event["name"] for event in slices(tmp_path / "profile.json")]
-    assert sum(re.search(r"kernels/cpu/decoder\.py\(\d+\): forward$", name) is not None for name in names) == 3
+    assert sum(re.search(r"kernels/cpu/cpu_decoder\.py\(\d+\): forward$", name) is not None for name in names) == 3
     assert not any("nn.Module: LlamaDecoderLayer" in name for name in names)
