@@ -4,6 +4,7 @@ profiles."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -29,3 +30,12 @@ with contextlib.suppress(ImportError):  # the tests of the GPU run without hypot
     settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
     settings.load_profile("quick")
+
+gc.disable()  # while modules are imported and tests are collected: the objects that this makes stay
+
+
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage, as engines do when they start, need not look at torch's modules each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -52,16 +52,11 @@ def prepared(model_type: str) -> tuple[str, list[list[int]], list[int], list[lis
 )
 def test_greedy_output_equals_generate(model_type, setting):
     path, prompts, counts, reference = prepared(model_type)
+    distinct = {token for output in reference for token in output}
+    assert len(distinct) >= 10, "a model that repeats one token would pass even with broken attention"
     core = make_core(path, **SETTINGS[setting])
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
     deltas = run(core, prompts, params, stagger=2)
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == reference
     if setting == "preempting":
         assert core.scheduler.num_preempted_total > 0, "the pool must be too small"
-
-
-def test_reference_outputs_vary():
-    """A model that repeats one token would pass even with broken attention."""
-    for model_type in ARCHITECTURES:
-        distinct = {token for output in prepared(model_type)[3] for token in output}
-        assert len(distinct) >= 10, f"{model_type} only generates {distinct}"
