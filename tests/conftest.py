@@ -39,3 +39,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What is frozen would be reported as leaked when the interpreter ends."""
+    gc.unfreeze()
