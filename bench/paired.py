@@ -105,8 +105,7 @@ def main() -> None:
         summary[name] = {**medians, "ratio": ratios(sides["new"], sides["base"])}
         for base, new, ratio in zip(medians["base"], medians["new"], summary[name]["ratio"]):
             print(f"  {name:<12} {base:10.1f} -> {new:10.1f}   ratio {ratio:.3f}")
-    arguments = {"commits": commits, "command": args.command, "figures": args.figure, "rounds": args.rounds}
-    common.record(args.output, runs, arguments, summary=summary)
+    common.record(args, runs, commits=commits, summary=summary)
 
 
 if __name__ == "__main__":

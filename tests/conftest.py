@@ -42,5 +42,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """What is frozen would be reported as leaked when the interpreter ends."""
+    """Extension modules would report frozen objects as leaked when the interpreter ends."""
     gc.unfreeze()

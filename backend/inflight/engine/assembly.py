@@ -44,5 +44,5 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)
     queue_limits = QueueLimits(config, accounts)
     shedding = LoadShedding(config, scheduler, accounts, record, clock)
-    scheduler.listeners += [queue_limits, shedding]
+    scheduler.listen([queue_limits, shedding])
     return EngineParts(scheduler, queue_limits, shedding)

@@ -96,8 +96,8 @@ class EngineCore:
         self.clock = clock
         self.scheduler, self.limits, self.shedding = parts
         self.pool = self.scheduler.pool
+        self.scheduler.listen(listeners)
         self.listeners = self.scheduler.listeners
-        self.listeners += listeners
         self._live: dict[int, list[Request]] = {}
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
         self._max_launched = 2 if config.async_scheduling else 1

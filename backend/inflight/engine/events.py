@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.engine.messages import SequenceDelta, StepStats, TokenColumns
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput, StepOutput
 
-__all__ = ["DoneStep", "EngineListener"]
+__all__ = ["DoneStep", "EngineListener", "receivers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,9 @@ class EngineListener:
 
     def step_failed(self, step: DoneStep) -> None:
         """The step was not computed (`step.result.failure`), so its times mean nothing."""
+
+
+def receivers(listeners: Sequence[EngineListener], event: str) -> list[Callable[..., Any]]:
+    """The methods for `event` of the listeners that define it: the others need no call."""
+    ignored = getattr(EngineListener, event)
+    return [getattr(one, event) for one in listeners if getattr(type(one), event) is not ignored]

@@ -38,7 +38,7 @@ def _root_hash(*names: str) -> bytes:
 
     The lengths keep ("ab", "c") and ("a", "bc") apart; `person` keeps roots and block hashes apart.
     """
-    content = "".join(f"{len(name)}:{name}" for name in names).encode("utf-8", "surrogatepass")
+    content = "".join([f"{len(name)}:{name}" for name in names]).encode("utf-8", "surrogatepass")
     return blake2b(content, digest_size=16, person=b"root").digest()
 
 

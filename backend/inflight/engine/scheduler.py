@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from inflight.engine.delta_logprobs import add_logprobs
 from inflight.engine.drafting.drafter import Drafter
-from inflight.engine.events import EngineListener
+from inflight.engine.events import EngineListener, receivers
 from inflight.engine.held_requests import HeldRequests
 from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
@@ -57,7 +57,7 @@ class Scheduler:
         clock: seconds, for the deadlines of requests that are held back.
 
     Attributes:
-        listeners: receive each event; the engine core appends to them.
+        listeners: receive each event; see `listen`.
         held: requests for which admission answered "not yet".
         failed: requests that cannot continue, possibly one entry per sequence; the engine core ends them and clears it.
     """
@@ -70,12 +70,10 @@ class Scheduler:
         swap: SwapSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits
-        self.pool = pool
+        self.limits, self.pool, self.policies, self.waiting = limits, pool, policies, policies.order
         self.swap = swap if swap is not None else SwapSpace(0, pool.block_size)
-        self.policies = policies
-        self.listeners: list[EngineListener] = [self.swap, *policies.listeners]
-        self.waiting = policies.order
+        self.listeners: list[EngineListener] = []
+        self.listen([self.swap, *policies.listeners])
         self.running: list[Request] = []
         self.held = HeldRequests(self.waiting, clock)
         self.failed: list[RequestFailed] = []
@@ -92,6 +90,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.held)
+
+    def listen(self, listeners: Iterable[EngineListener]) -> None:
+        """Tell them, too; the events of a request go only to listeners that define them."""
+        self.listeners += listeners
+        self._admitted, self._left, self._ended = (receivers(self.listeners, e) for e in ("admitted", "left", "ended"))
 
     def add(self, request: Request) -> None:
         """Queue a request.  It must fit `max_model_len`; the engine core checks that."""
@@ -275,10 +278,8 @@ class Scheduler:
             if num_tokens > 0:
                 self._admit(out, request, prefix, num_tokens)
                 self.running.insert(self.waiting.position(request, self.running), request)
-            else:
-                passed_over += 1
-                if passed_over == _LOOK_AHEAD:
-                    return
+            elif (passed_over := passed_over + 1) == _LOOK_AHEAD:
+                return
 
     def _grant(self, request: Request, prefix: list[int], left: int) -> int:
         """Tokens, up to `left`, with which the waiting `request` starts; 0 if the budget passes it over."""
@@ -298,8 +299,8 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.status = _RUNNING
         request.held_until = None
-        for listener in self.listeners:
-            listener.admitted(request, len(prefix) * self.pool.block_size)
+        for admitted in self._admitted:
+            admitted(request, len(prefix) * self.pool.block_size)
         out.new_rows.append(request.new_row())
         self._append(out, request, num_tokens)
 
@@ -366,8 +367,7 @@ class Scheduler:
                 if child.status is _WAITING:
                     self.waiting.add_first(child)
             request.children = []
-        reason = request.ends_with(tokens[-1], request.num_tokens)
-        if reason is not None:
+        if (reason := request.ends_with(tokens[-1], request.num_tokens)) is not None:
             delta.finish_reason = reason.value
             delta.stop_token = tokens[-1] if reason is FinishReason.STOP else None
             self._finish(request, reason)
@@ -383,16 +383,16 @@ class Scheduler:
             self.waiting.remove(request)
         # A leader that ends before its prompt is computed ends its children, too.
         children, request.children = request.children, []
-        for sequence in (request, *(child for child in children if child.status is _WAITING)):
+        for sequence in (request, *[child for child in children if child.status is _WAITING]):
             sequence.status, sequence.finish_reason = _FINISHED, reason
-            for listener in self.listeners:
-                listener.ended(sequence)
+            for ended in self._ended:
+                ended(sequence)
 
     def _release(self, request: Request) -> None:
         """Free the slot and blocks of a running request, which is WAITING or FINISHED next."""
         self.pool.publish(request, request.num_computed_tokens)
-        for listener in self.listeners:
-            listener.left(request)
+        for left in self._left:
+            left(request)
         self.pool.release(request)
         self._free_slots.append(request.slot)
         request.slot = -1
