@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.core import EngineCore
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
@@ -44,12 +45,9 @@ from inflight.engine.messages import (
     GetStats,
     RequestFailed,
 )
-from inflight.engine.stats import engine_stats
+from inflight.engine.operator_stats import engine_stats
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.runner.cpu_threads import available_cpus
-
-if TYPE_CHECKING:
-    from inflight.engine.core import EngineCore
 
 __all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
 

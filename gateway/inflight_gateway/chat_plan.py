@@ -15,7 +15,8 @@ from inflight_gateway.chat_messages import template_messages
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
-from inflight_gateway.reasoning import ReasoningParser, reasoning_opened, reasoning_tags
+from inflight_gateway.reasoning import ReasoningParser, reasoning_opened
+from inflight_gateway.reasoning_formats import reasoning_tags
 from inflight_gateway.reasoning_tokens import ReasoningTokens, reasoning_token_ids
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
 from inflight_gateway.tool_parsers import FORMATS, format_named

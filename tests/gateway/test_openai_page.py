@@ -12,7 +12,7 @@ from inflight_gateway.bodies import SamplingBody
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.metrics import Metrics
-from inflight_gateway.reasoning import FORMATS as REASONING
+from inflight_gateway.reasoning_formats import FORMATS as REASONING
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tool_parsers import _VLLM, FORMATS
 

@@ -20,7 +20,8 @@ from inflight.grammars.guidance import GuidanceGrammars
 from inflight_client import ChoiceDelta, StreamChunk, tool_calls
 from inflight_gateway.errors import APIError
 from inflight_gateway.options import GatewayOptions
-from inflight_gateway.reasoning import ReasoningParser, reasoning_tags
+from inflight_gateway.reasoning import ReasoningParser
+from inflight_gateway.reasoning_formats import reasoning_tags
 from inflight_gateway.reasoning_tokens import ReasoningTokens
 from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from inflight.config import EngineConfig
 from inflight.engine.drafting.draft_model import DraftRunner
 from inflight.engine.events import DoneStep, EngineListener
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, TokenColumns
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats, TokenColumns
 from inflight.engine.policies.base import ArrivalPolicy
 from inflight.engine.queue_limits import QueueLimits
 from inflight.engine.request import Request, Status
@@ -165,7 +165,7 @@ class EngineCore:
             ticket = self.runner.launch(out)
             self._launched.append(_Launched(out, ticket, start, ahead=bool(self._launched)))
         if not self._launched:
-            return StepMessage([], step_stats(self, SchedulerOutput(), 0.0), failed=self._give_up())
+            return StepMessage([], self.stats(SchedulerOutput(), 0.0), failed=self._give_up())
         step = self._launched.popleft()
         result = self.runner.collect(step.ticket)
         deltas, tokens = self.scheduler.update(step.out, result)
@@ -176,7 +176,7 @@ class EngineCore:
     ) -> StepMessage:
         """Report the step's cost to the listeners, and its output to the frontend."""
         start, end = result.started if step.ahead else step.start, self.clock()
-        stats = step_stats(self, step.out, end - start)
+        stats = self.stats(step.out, end - start)
         done = DoneStep(step.out, result, deltas, tokens, stats, start, end)
         for listener in self.listeners:
             (listener.step_failed if result.failure else listener.step_done)(done)
@@ -185,7 +185,7 @@ class EngineCore:
                 self._forget_if_done(delta.request_id)
         failed = self._give_up()
         if failed:  # their blocks are free again
-            stats = step_stats(self, step.out, end - start)
+            stats = self.stats(step.out, end - start)
         return StepMessage(deltas, stats, tokens, failed)
 
     def _give_up(self) -> list[RequestFailed]:
@@ -201,3 +201,7 @@ class EngineCore:
     def _forget_if_done(self, request_id: int) -> None:
         if all(request.status is Status.FINISHED for request in self._live.get(request_id, ())):
             self._live.pop(request_id, None)
+
+    def stats(self, out: SchedulerOutput, seconds: float) -> StepStats:
+        """The state after the step `out`, which took `seconds`."""
+        return step_stats(self.scheduler, self.limits, self.runner.num_collected_first, out, seconds)

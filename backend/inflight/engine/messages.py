@@ -91,7 +91,7 @@ class DumpTrace(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Question: the engine's present load, as the dict that `stats.engine_stats` makes."""
+    """Question: the engine's present load, as the dict that `operator_stats.engine_stats` makes."""
 
 
 # A new question needs a message type here and a handler in the table of `inflight.worker`.  Its docstring

@@ -6,8 +6,8 @@ import msgspec
 from engine_rig import Info, make_core
 
 from inflight.engine.messages import AddRequest
+from inflight.engine.operator_stats import engine_stats
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.stats import engine_stats
 
 
 def add(core, request_id: int, tenant: str = "", n: int = 1) -> None:

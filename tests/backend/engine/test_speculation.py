@@ -26,7 +26,6 @@ from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.engine.drafting.draft_model import DraftModel, ModelGuesser
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.integrity import check_core, check_draft_model
-from inflight.engine.stats import step_stats
 
 METHODS: list[dict[str, Any]] = [
     {"method": "suffix"},
@@ -161,7 +160,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(method: dict[str, Any]) ->
     assert core.runner.num_drafts == counts.tokens and core.runner.num_accepted == counts.accepted  # type: ignore[attr-defined]
     assert len(core.runner.batch_sizes) == 1 + 500 - 1 - counts.accepted  # type: ignore[attr-defined]
     assert sum(counts.at) == counts.accepted and counts.at == sorted(counts.at, reverse=True)
-    assert step_stats(core, engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
+    assert core.stats(engine_rig.SchedulerOutput(), 0.0).draft_totals == counts.totals()
 
 
 def test_a_later_request_copies_an_earlier_output_of_its_tenant() -> None:
