@@ -9,12 +9,13 @@
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
 # make clean    remove the virtual environment and caches
 #
-# PYTHON=python3.12 selects the interpreter, VENV=dir the environment; ARGS="--http-port 9000 --exit" is passed
-# to `inflight demo`, pytest, `bench/profile_step.py`, `python -m loadtest run` or `python -m loadtest.soak`.
+# PYTHON=python3.12 selects the interpreter, VENV=dir the environment, WORKERS=2 the number of processes that
+# test; ARGS="--http-port 9000 --exit" is passed to `inflight demo`, pytest, `bench/profile_step.py`, `python -m loadtest run` or `python -m loadtest.soak`.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+WORKERS ?= 3
 SCENARIO ?= lognormal
 PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 python3.13,$(shell \
   $(python) -c 'import sys, ensurepip, venv; print("$(python)" if (3, 10) <= sys.version_info < (3, 14) else "")' \
@@ -35,7 +36,7 @@ check: $(VENV)/test.stamp
 
 test test-all: export OMP_NUM_THREADS := 1
 test: check
-	$(BIN)/pytest -n 3 --dist loadgroup -m "not nightly" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
 test-all: check
 	$(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
