@@ -92,7 +92,7 @@ class Scheduler:
         return len(self.waiting) + len(self.held)
 
     def listen(self, listeners: Iterable[EngineListener]) -> None:
-        """Tell them, too; the events of a request go only to listeners that define them."""
+        """Add listeners; the events of a request reach only listeners that define them."""
         self.listeners += listeners
         self._admitted, self._left, self._ended = (receivers(self.listeners, e) for e in ("admitted", "left", "ended"))
 
