@@ -150,6 +150,14 @@ class Client(_BaseClient):
         """Whether a server answers and its model (default: the client's) accepts requests."""
         return self._servers.unready(model or self.model) is None
 
+    def responds(self, model: str | None = None) -> bool:
+        """Whether a server's model is ready and answers a question within 5 s.
+
+        Triton also reports a model as ready whose stub process is stopped or hangs.  For models of this project: a
+        model of another backend can take the question for a request.
+        """
+        return self._servers.any_responds(model or self.model)
+
     def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """Block until `ready()`.
 
@@ -292,6 +300,10 @@ class AsyncClient(_BaseClient):
     async def ready(self, model: str | None = None) -> bool:
         """As `Client.ready`."""
         return await self._servers.unready(model or self.model) is None
+
+    async def responds(self, model: str | None = None) -> bool:
+        """As `Client.responds`."""
+        return await self._servers.any_responds(model or self.model)
 
     async def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """As `Client.wait_until_ready`."""

@@ -230,6 +230,8 @@ async def test_readiness_follows_the_models(start):
     assert (await front.http.get("/ready")).status_code == 200
     client.is_ready = False
     assert (await front.http.get("/ready")).json()["error"]["code"] == "not_ready"
+    client.is_ready, client.is_silent = True, True
+    assert (await front.http.get("/ready")).json()["error"]["code"] == "not_ready", "Triton does not notice"
     assert (await front.http.get("/health")).status_code == 200
 
 

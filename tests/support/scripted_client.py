@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from inflight_client import ChoiceDelta, InvalidRequestError, RequestCancelledError, StreamChunk
+from inflight_client import ChoiceDelta, DeadlineExceededError, InvalidRequestError, RequestCancelledError, StreamChunk
 from inflight_client.request import GenerationRequest
 from inflight_client.results import GenerationResult, ResultBuilder
 
@@ -103,6 +103,7 @@ class ScriptedClient:
         self.streams: list[ScriptedStream] = []
         self.questions: list[dict[str, Any]] = []
         self.is_ready = True
+        self.is_silent = False  # as a model whose stub process is stopped
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -122,7 +123,9 @@ class ScriptedClient:
         inputs = [{"name": name} for name in self.inputs[model]]
         return {"name": model, "inputs": inputs, "outputs": [{"name": "text_output"}]}
 
-    async def model_info(self, model: str) -> dict[str, Any]:
+    async def model_info(self, model: str, timeout: float = 60.0) -> dict[str, Any]:
+        if self.is_silent:
+            raise DeadlineExceededError(f"no answer within {timeout} s")
         return self.info
 
     async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:
@@ -138,6 +141,9 @@ class ScriptedClient:
 
     async def ready(self, model: str) -> bool:
         return self.is_ready
+
+    async def responds(self, model: str) -> bool:
+        return self.is_ready and not self.is_silent
 
     async def close(self) -> None:
         for stream in self.streams:

@@ -43,8 +43,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, gateway: Any) -> None:
-        server.options.update(timeout=timeout, gateway=gateway)
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None) -> None:
+        server.options.update(timeout=timeout, gateway=gateway, stub_timeout=stub_timeout)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
     return RecordingServer.made

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
 from inflight_tools.gateway import ApiKey, ApiKeyFile, gateway, gateway_options, read_keys
@@ -89,6 +90,10 @@ def serve(
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit for loading models, seconds.")] = _LOAD_TIMEOUT_SECONDS,
+    stub_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Time without a sign of life after which a model's stub hangs, seconds; 0: no limit."),
+    ] = STUB_TIMEOUT,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
     openai_port: Annotated[
@@ -104,7 +109,8 @@ def serve(
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
-    If the server, a model's stub process or the gateway dies, everything is ended, and one line says how it died.
+    If the server, a model's stub process or the gateway dies, or a stub hangs, everything is ended, and one line says
+    why.
 
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
     and died.
@@ -148,7 +154,7 @@ def serve(
             parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
             with one_line_errors():
                 beside = _gateway_beside(server, openai_port, openai_workers, api_keys=keys, **parsers)
-        run_in_foreground(server, timeout, beside)
+        run_in_foreground(server, timeout, beside, stub_timeout or None)
 
 
 @app.command()
