@@ -32,6 +32,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 _TRACED_STEPS = 4096  # for "step_trace": true
+_STEP_TOKENS = (2048, 8192)  # on a CPU, on a GPU: vLLM's default, and the one that it takes for large cards
 
 _BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -129,7 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_model_len: maximum length of a request in tokens, prompt plus output; `None` takes the
             checkpoint's `max_position_embeddings`.
         max_num_seqs: maximum number of sequences in one step.
-        max_num_batched_tokens: token budget of one step, prefill and decode together.
+        max_num_batched_tokens: token budget of one step, prefill and decode together. `None`: 8192 on a GPU, 2048 on
+            a CPU.
         itl_target_ms: target for the time between two tokens of a running request, in milliseconds. A cost model,
             fitted while serving, limits the prompt tokens of a step to what meets the target. `None`: prompts can
             take the whole budget. With a target, a CPU's KV pool is allocated at load.
@@ -249,7 +251,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2, le=_MAX_COUNT)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
-    max_num_batched_tokens: _PositiveInt = 2048
+    max_num_batched_tokens: _PositiveInt | None = None
     itl_target_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     max_num_partial_prefills: _PositiveInt = 1
     max_long_partial_prefills: _PositiveInt = 1
@@ -333,6 +335,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def launches_ahead(self) -> bool:
         """What `async_scheduling` says; "auto" follows `device`, which `pipeline.placed` has replaced by its name."""
         return self.device == "cuda" if self.async_scheduling == "auto" else self.async_scheduling
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default for `device`, which `pipeline.placed` has replaced by its name."""
+        return self.max_num_batched_tokens or _STEP_TOKENS[self.device == "cuda"]
 
     @property
     def swap_bytes(self) -> int:

@@ -174,7 +174,7 @@ class LoadedModel:
         step = max(meter.peak_of(partial(lambda out: results.append(run(out)), out)) for out in outs)
         if any(result.failure for result in results):
             raise LoadError(
-                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
+                f"a step of max_num_batched_tokens={config.step_tokens} and max_num_seqs="
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
         for_graphs = graphs.measure(meter) if graphs is not None else 0
@@ -292,7 +292,7 @@ def _load_check(
     config, device = loaded.config, loaded.device
     expected = _reference(model, model_type, found, device) if config.check_on_load else None
     num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
-    step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
+    step = max(config.max_num_seqs, len(found)), max(config.step_tokens, num_tokens)
     rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
     if rotary is not None:
         loaded.info.choices.append(rotary.choice)

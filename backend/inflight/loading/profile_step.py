@@ -22,7 +22,7 @@ def largest_steps(config: EngineConfig, max_model_len: int, num_blocks: int, voc
 
     The scheduler gives the second fewer prompt tokens (`WeighedPrompts`), but each has up to a vocabulary of results.
     """
-    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    rows, tokens = config.max_num_seqs, config.step_tokens
     limits = max_model_len, config.block_size, num_blocks, vocab_size
     steps = [largest_step(rows, tokens, *limits)]
     most = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)

@@ -240,7 +240,7 @@ def decode_graphs(
             "length; lower max_model_len to the checkpoint's max_position_embeddings, or set enforce_eager to true"
         )
         return DecodeGraphs((), padding, None)
-    max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    max_rows, max_tokens = config.max_num_seqs, config.step_tokens
     sizes = decode_sizes(min(max_rows, max_tokens))
     if config.speculative_config is not None:
         sizes += draft_sizes(max_rows, max_tokens, config.speculative_config.longest_draft)
