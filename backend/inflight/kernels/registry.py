@@ -7,6 +7,7 @@ implementations, and import no kernel.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +18,16 @@ from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
-from inflight.kernels.gpu.launch import can_launch, interpreted
+from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference_sampling import ReferenceSampling
 
-__all__ = ["select_attention", "select_ops", "select_sampling"]
+if TYPE_CHECKING:
+    from inflight.kernel_config import KernelConfig
+
+__all__ = ["check_switches", "select_attention", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -83,6 +87,22 @@ def select_attention(
         reasons = ", ".join(sorted(map(str, unsupported)))
     advice = "" if name == "auto" else "; use 'auto'"
     raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
+
+
+def check_switches(kernels: KernelConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: a switch is on, and `device` cannot run its kernel.
+    """
+    if device.type == "cpu" and not interpreted():
+        why: str | None = "the device is a CPU"
+    else:
+        why = unavailable()
+    if kernels.switches and why is not None:
+        raise _config_error(
+            f"kernel_config: {', '.join(kernels.switches)} cannot be used, because its kernels are a GPU's: {why}; "
+            "remove it"
+        )
 
 
 def _config_error(message: str) -> Exception:
