@@ -230,7 +230,7 @@ class TestLoading:
     def test_a_card_without_row_wise_products_for_some_sizes_serves_them_otherwise(
         self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Merged layers are of other sizes than those that were loaded, and are tried, too."""
+        """Merged layers have other sizes than the loaded ones, and are tried, too."""
 
         def fail(x: QuantizedRows, weight: Tensor, *rest: Any) -> Tensor:
             if len(x.values) == 1 or len(weight) == 96:  # gate and up, once they are merged

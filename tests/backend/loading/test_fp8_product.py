@@ -45,7 +45,7 @@ class ScaledMm:
 
 
 def on_a_card(x: QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What `product` does there."""
+    """The same as `product` on a card."""
     options: dict[str, Any] = dict(bias=bias, out_dtype=dtype, use_fast_accum=True)
     return torch._scaled_mm(x.values, weight.t(), scale_a=x.scales[:, None], scale_b=scale[None, :], **options)
 
