@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from inflight.kernel_config import KernelConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import translated
 
@@ -170,6 +171,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             time to the first token reveals nothing about the requests of another tenant.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
+        kernel_config: kernels that are off until a card has measured them; keys in docs/gpu.md, "Switches".
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
@@ -270,6 +272,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    kernel_config: KernelConfig = KernelConfig()
     max_queue_size: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 1024
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
     priority_aging_seconds: _Seconds = 300.0

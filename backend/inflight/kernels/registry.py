@@ -7,6 +7,7 @@ implementations, and import no kernel.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +18,17 @@ from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
-from inflight.kernels.gpu.launch import can_launch, interpreted
+from inflight.kernels.gpu.gpu_varlen import VarlenAttention
+from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference_sampling import ReferenceSampling
 
-__all__ = ["select_attention", "select_ops", "select_sampling"]
+if TYPE_CHECKING:
+    from inflight.kernel_config import KernelConfig
+
+__all__ = ["check_switches", "select_attention", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -50,9 +55,17 @@ _COST = {
 
 
 def select_attention(
-    name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
+    name: str,
+    specs: list[LayerSpec],
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    kernels: KernelConfig | None = None,
 ) -> AttentionBackend:
     """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
+
+    Args:
+        kernels: switches; None: all are off.
 
     Raises:
         ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
@@ -69,9 +82,9 @@ def select_attention(
         raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}; use 'auto'")
     if name in _GPU_ONLY and device.type == "cpu" and not interpreted():
         raise _config_error(f"attention_backend={name!r} runs on a CUDA device, not on {device.type}; use 'auto'")
-    reasons = ""
+    backends, reasons = _backends(name, kernels), ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
-        backend = _BACKENDS[candidate]()
+        backend = backends[candidate]()
         unsupported = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
         if not unsupported:
             if candidate == ReferenceAttention.name and name == "auto":
@@ -83,6 +96,34 @@ def select_attention(
         reasons = ", ".join(sorted(map(str, unsupported)))
     advice = "" if name == "auto" else "; use 'auto'"
     raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
+
+
+def _backends(name: str, kernels: KernelConfig | None) -> dict[str, type[AttentionBackend]]:
+    """The kernels that names stand for under these switches."""
+    if kernels is None or not kernels.varlen_attention:
+        return _BACKENDS
+    if name not in ("auto", GpuAttention.name):
+        raise _config_error(
+            f"kernel_config: varlen_attention belongs to attention_backend={GpuAttention.name!r}, not to {name!r}; "
+            "remove one of them"
+        )
+    return {**_BACKENDS, GpuAttention.name: VarlenAttention}
+
+
+def check_switches(kernels: KernelConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: a switch is on, and `device` cannot run its kernel.
+    """
+    if device.type == "cpu" and not interpreted():
+        why: str | None = "the device is a CPU"
+    else:
+        why = unavailable()
+    if kernels.switches and why is not None:
+        raise _config_error(
+            f"kernel_config: {', '.join(kernels.switches)} cannot be used, because its kernels are a GPU's: {why}; "
+            "remove it"
+        )
 
 
 def _config_error(message: str) -> Exception:

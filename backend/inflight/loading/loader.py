@@ -31,7 +31,7 @@ from inflight.device.step_hook import StepHook
 from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
-from inflight.kernels.registry import select_attention
+from inflight.kernels.registry import check_switches, select_attention
 from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -42,6 +42,7 @@ from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
+from inflight.loading.forward.split_k import split_linears
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
@@ -210,6 +211,7 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
     scheme_of(config).check(config, device, dtype)
+    check_switches(config.kernel_config, device)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -217,7 +219,14 @@ def load(config: EngineConfig) -> LoadedModel:
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
     probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
-    backend = select_attention(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    backend = select_attention(
+        config.attention_backend,
+        [spec for _, spec in probed],
+        dtype,
+        config.block_size,
+        device,
+        config.kernel_config,
+    )
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     scales = kv_scales(config, model, probed, text_config, length)
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
@@ -328,6 +337,8 @@ def _checked_forward(
             forward = accelerate(model, device, check.passes, max_model_len, scheme)
         except CannotQuantize as why:
             raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
+    if config.kernel_config.split_k:
+        split_linears(model)
     _require(check, forward)
     return forward
 

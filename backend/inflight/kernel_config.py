@@ -1,0 +1,25 @@
+"""`kernel_config` of a `model.json`: kernels that a card has not measured yet, each behind a switch.  No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["KernelConfig"]
+
+
+class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Switches of GPU kernels; all are off, and refused on a CPU.  See docs/gpu.md, "Switches".
+
+    Attributes:
+        split_k: linear layers with few outputs, in steps of at most 16 tokens, by a kernel whose programs share a
+            layer's inputs, so that they fill the card.
+        varlen_attention: steps of whole prompts by torch's `varlen_attn` (FlashAttention-2).
+    """
+
+    split_k: bool = False
+    varlen_attention: bool = False
+
+    @property
+    def switches(self) -> list[str]:
+        """Names of the switches that are on."""
+        return [name for name in self.__struct_fields__ if getattr(self, name)]
