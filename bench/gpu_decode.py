@@ -81,7 +81,7 @@ def prefill_step(core: EngineCore, tokens: int) -> SchedulerOutput:
 
 def run_steps(core: EngineCore, outs: Sequence[SchedulerOutput]) -> float:
     """Seconds per step, from the first launch until the last token has arrived."""
-    in_flight = 2 if core.config.async_scheduling else 1
+    in_flight = 2 if core.config.launches_ahead else 1
     tickets: deque[Any] = deque()
     begun = time.perf_counter()
     for out in outs:

@@ -168,10 +168,10 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------ options
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "off": {},
+    "off": {"async_scheduling": False},
     "launch-ahead": {"async_scheduling": True},
-    "fp8 weights": {"quantization": "fp8"},
-    "fp8 KV": {"kv_cache_dtype": "fp8"},
+    "fp8 weights": {"async_scheduling": False, "quantization": "fp8"},
+    "fp8 KV": {"async_scheduling": False, "kv_cache_dtype": "fp8"},
 }
 
 

@@ -18,7 +18,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.loading.load_errors import LoadError
-from inflight.runner.pipeline import make_runner
+from inflight.runner.pipeline import make_runner, placed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -120,7 +120,7 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
                       load_format="dummy", enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
-        engine_config = EngineConfig.from_dict(values)
+        engine_config = placed(EngineConfig.from_dict(values))
         core = make_core(engine_config, make_runner(engine_config))
     try:
         yield core

@@ -80,7 +80,8 @@ def _choices(hint: Any, error: str) -> tuple[Any, ...]:
         of_key = get_type_hints(structs[0])[error.rstrip("`").rsplit(".", 1)[1]]
         kinds = (of_key, *get_args(of_key))
     literals = [kind for kind in kinds if get_origin(kind) is Literal]
-    return get_args(literals[0]) if literals else ()
+    others = (True, False) if bool in kinds else ()
+    return (*get_args(literals[0]), *others) if literals else ()
 
 
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +139,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             computes at most this many of it. 0: no prompt counts as long, or, if `max_num_partial_prefills` is
             above 1, one that needs more than max_num_batched_tokens / max_num_partial_prefills.
         async_scheduling: prepare step n + 1 while step n runs. Outputs are the same; a request that stops at a
-            token wastes one row, and a new request waits one step longer.
+            token wastes one row, and a new request waits one step longer. "auto": on a GPU, not on a CPU.
         speculative_config: drafts of the next tokens; several are verified in one step, and outputs are the same.
             Keys as vLLM's, see docs/speculation.md. `None`: no drafts, except tokens that a grammar forces.
         block_size: tokens per KV block.
@@ -253,7 +254,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_partial_prefills: _PositiveInt = 1
     max_long_partial_prefills: _PositiveInt = 1
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
-    async_scheduling: bool = False
+    async_scheduling: bool | Literal["auto"] = "auto"
     speculative_config: SpeculativeConfig | None = None
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
@@ -327,6 +328,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "
                 f"max_model_len={self.max_model_len}: no prompt is that long; lower it, or set it to 0"
             )
+
+    @property
+    def launches_ahead(self) -> bool:
+        """What `async_scheduling` says; "auto" follows `device`, which `pipeline.placed` has replaced by its name."""
+        return self.device == "cuda" if self.async_scheduling == "auto" else self.async_scheduling
 
     @property
     def swap_bytes(self) -> int:

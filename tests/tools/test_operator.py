@@ -34,6 +34,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     engine = {
         "pid": 11,
         "uptime_seconds": 12.34,
+        "async_scheduling": False,
         "load": load(running=2, waiting=3, blocks_used=1, blocks_free=7, prefix_queries_total=50, prefix_hits_total=20),
         "tenants": None,
         "num_tenants": None,
@@ -72,7 +73,9 @@ def test_the_table_says_all_that_the_answer_does() -> None:
         "2 engine deaths, 2 restarts, 7 replays",
     ):
         assert part in text
-    assert "swap" not in text and "tenants" not in text
+    assert "swap" not in text and "tenants" not in text and "ahead" not in text
+    engine = answer()["engine"] | {"async_scheduling": True}
+    assert "max_model_len 64, steps launched ahead; inflight 0.1.0" in status_table(answer(engine=engine))
 
 
 def test_tenants_and_swap_show_where_they_are_on() -> None:

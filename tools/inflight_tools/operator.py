@@ -69,7 +69,9 @@ def status_table(found: dict[str, Any]) -> str:
         (
             "engine",
             f"{found['dtype']} on {found['device']}, {found['attention_backend']} attention, "
-            f"max_model_len {found['max_model_len']}; inflight {found['inflight']}",
+            f"max_model_len {found['max_model_len']}"
+            + (", steps launched ahead" if engine and engine["async_scheduling"] else "")
+            + f"; inflight {found['inflight']}",
         ),
         (
             "up",
