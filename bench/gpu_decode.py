@@ -181,8 +181,8 @@ def _decode_rows(
                     continue
                 row = dict(name=name, shape=shape) | _decode_row(run, core, work, rows, context)
                 if large is not None and mode == "graphs":
-                    row["target"] = _TARGETS[rows] if large else _SMALL_MODEL_TARGET
-                    row["passed"] = row["ratio"] <= row["target"]
+                    target = _TARGETS[rows] if large else _SMALL_MODEL_TARGET
+                    row |= dict(target=target, passed=row["ratio"] <= target)
                 yield row
     except Exception as error:  # a model or a mode that fails does not take the others along
         traceback.print_exc()

@@ -120,7 +120,8 @@ def run_all(args: argparse.Namespace) -> int:
     what = "-".join(args.only) if args.only else "all"
     rows_file = folder / f"gpu_{what}_{time.time_ns()}.rows.jsonl"  # an earlier run that was killed keeps its own
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` below
-    end, ended = time.monotonic() + args.budget, []
+    end = time.monotonic() + args.budget
+    ended: list[dict[str, Any]] = []
     try:
         for index, stage in enumerate(stages):
             limit = limits(stages, index, end - time.monotonic(), args.budget)
@@ -133,7 +134,9 @@ def run_all(args: argparse.Namespace) -> int:
             ended[-1]["seconds"] = time.monotonic() - begun
     finally:
         rows = gpu_rows.read(rows_file)
-        origin = {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
+        origin: dict[str, Any] = {"card": "unknown"}
+        if rows:
+            origin = {key: rows[0][key] for key in ("card", "date", "versions")}
         record = gpu_rows.write_record(args.output, what, origin | dict(budget=args.budget, stages=ended, rows=rows))
         print(f"\n{', '.join([origin['card'], *map(' '.join, origin.get('versions', {}).items())])}")
         _print_table(ended, rows)

@@ -15,6 +15,7 @@ import gpu_attention
 import gpu_decode
 import gpu_engine
 import gpu_model
+import gpu_rates
 import gpu_rows
 import gpu_stages
 import pytest
@@ -79,6 +80,14 @@ def test_a_failed_check_is_the_exit_status(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "gpu_kernels_cpu.json").read_text())
     assert set(record) >= {"command", "date", "card", "versions", "seconds", "rates", "rows"}
     assert set(record["rates"]) == {"copy", "gemm"}
+
+
+def test_the_integers_that_a_rate_is_measured_on_do_not_overflow() -> None:
+    numbers = torch.full((2 * 64,), 2**31 - 1, dtype=torch.int32)
+    numbers[64:] = torch.arange(64)
+    largest = numbers.new_empty(2)
+    gpu_rates._max_kernel[(2,)](numbers, largest, BLOCK=64)
+    assert largest.tolist() == [2**31 - 1, 63]
 
 
 def test_limits_add_what_earlier_stages_left() -> None:
