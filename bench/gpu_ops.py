@@ -315,7 +315,9 @@ def sampling_rows(device: torch.device, quick: bool, rate: float, seed: int) -> 
 
 
 def run(device: torch.device, quick: bool = False, rate: float | None = None) -> Iterator[dict[str, Any]]:
-    """Rows {name, shape, error | microseconds, achieved, limit, ratio, unit, ...} as they are measured, checks first.
+    """Rows {name, shape, error | microseconds, achieved, limit, ratio, unit, ...} as they are measured.
+
+    Sampling comes first, because it has targets; the small operations follow.
 
     `achieved` and `limit` are bytes/s, relative errors or numbers of tokens, according to `unit`; `ratio` is their
     quotient.  `over_torch` is the speedup over `ReferenceOps`; `target` is in microseconds.  Checks and rows
@@ -325,11 +327,11 @@ def run(device: torch.device, quick: bool = False, rate: float | None = None) ->
     torch.manual_seed(seed)
     rate = rate or copy_rate(device)
     parts = (
-        lambda: check_rows(device, quick),
-        lambda: quantized_check_rows(device),
+        lambda: sampling_rows(device, quick, rate, seed),
         lambda: sampling_check_rows(device, quick, seed),
         lambda: timed_rows(device, quick, rate),
-        lambda: sampling_rows(device, quick, rate, seed),
+        lambda: check_rows(device, quick),
+        lambda: quantized_check_rows(device),
     )
     for part in parts:
         for row in part():
