@@ -104,7 +104,7 @@ def run_stage(args: argparse.Namespace) -> int:
     try:
         for row in getattr(importlib.import_module(module), function)(run):
             gpu_rows.append(args.rows, origin | row)
-            print(gpu_rows.line(row), flush=True)
+            print(gpu_rows.line(row), *gpu_rows.kernel_lines(row), sep="\n", flush=True)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         gpu_rows.append(args.rows, origin | dict(name=stage.name, shape="", status="failed", why=why))

@@ -184,10 +184,6 @@ def test_schedules_of_a_decode() -> None:
     assert [len(out.new_rows) for out in outs] == [3, 0, 0, 0, 0]
 
 
-def test_time_covered_by_overlapping_spans() -> None:
-    assert gpu_decode.covered([(5, 7), (0, 2), (1, 3), (6, 6.5), (10, 11)]) == 3 + 2 + 1
-
-
 def test_a_timed_decode_reads_more_than_the_cache() -> None:
     for shape in gpu_attention.cases():
         size = sum(shape.seq_lens) * shape.spec.bytes_per_token(torch.bfloat16)
